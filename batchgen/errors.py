@@ -1,0 +1,24 @@
+"""What went wrong, in one line a person can act on.
+
+`BatchgenError` carries such a line; the command line prints it without a traceback.
+Anything else that escapes is a bug in batchgen.
+"""
+
+
+class BatchgenError(Exception):
+    """A job cannot start or go on. The message is one line and names the fix.
+
+    `exit_code` is what the process ends with (see `batchgen run --help`).
+    """
+
+    exit_code = 1
+
+
+class InputError(BatchgenError):
+    """What the user handed in is wrong: a path, a column, a flag, a model, a budget."""
+
+    exit_code = 2
+
+
+class RowError(Exception):
+    """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""

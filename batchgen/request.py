@@ -1,0 +1,138 @@
+"""What goes into the engine and what comes out of it: requests, sampling parameters, completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+from batchgen.errors import InputError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+
+    max_tokens: most tokens generated per sample, at least 1.
+    temperature: 0 is greedy; otherwise logits are divided by it.
+    top_p, top_k, min_p: keep the smallest set of tokens with this probability mass (1 is off), the k
+        likeliest (0 is off), those at least `min_p` times as likely as the likeliest (0 is off).
+    repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied
+        (if negative) by it; 1 is off.
+    n: samples per request. seed: with row id, sample and step it decides every draw.
+    stop: strings that end a sample; the text ends before them. stop_token_ids: tokens that end a sample.
+    ignore_eos: go on past the model's end-of-text tokens.
+    logprobs: None, or how many of the likeliest tokens to report beside each chosen one (0: the chosen only),
+        as log-probabilities of the model's own distribution, before temperature and penalties.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:  # vLLM's other way to say "off"
+            object.__setattr__(self, "top_k", 0)
+        checks = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("n", self.n >= 1, "at least 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+        ]
+        for name, ok, rule in checks:
+            if not ok:
+                raise InputError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+        if self.temperature == 0.0 and self.n > 1:
+            raise InputError("n > 1 with temperature 0 gives n identical samples: set a temperature above 0")
+
+    def to_json(self) -> dict:
+        """Every field, as plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row for the engine.
+
+    prompt: text (tokenized with the model's special tokens), token ids, or chat messages
+        (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
+    sampling: its parameters; None takes those the engine was given.
+    id: decides the row's random draws, with seed, sample and step; None takes the row's position.
+    error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
+    """
+
+    prompt: str | Sequence[int] | Sequence[dict]
+    sampling: SamplingParams | None = None
+    id: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its log-probability (natural log) under the model."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """The chosen token at one step, and the `SamplingParams.logprobs` likeliest ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated text. finish_reason: "stop" (end of text or a stop string/token) or "length".
+
+    `stop` tells which stop string or stop token id ended it, None where it was the end of text.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one request: `samples` (one per `n`), or `error` and no samples.
+
+    index: the request's position in the iterable given to the engine, from 0. Completions come in the order
+    in which they finish. cached_tokens: prompt tokens whose KV another row had already computed.
+    """
+
+    index: int
+    id: str | int
+    prompt_tokens: int
+    samples: tuple[Sample, ...] = ()
+    error: str | None = None
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str | None:
+        """The first sample's text; None for a failed row."""
+        return self.samples[0].text if self.samples else None

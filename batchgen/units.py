@@ -1,0 +1,56 @@
+"""Sizes, durations and shards as people write them: "14GiB", "6h", "0/4"."""
+
+from __future__ import annotations
+
+import re
+
+from batchgen.errors import InputError
+
+_SIZE = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE |= {f"{p}b": v for p, v in list(_SIZE.items()) if p not in ("", "b")}
+_SIZE |= {f"{p}{s}": 2**e for p, e in (("k", 10), ("m", 20), ("g", 30), ("t", 40)) for s in ("i", "ib")}
+_DURATION = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "14GiB" (2**30), "14GB" (10**9) or a plain number. Raises InputError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _SIZE:
+        raise InputError(f"{text!r} is not a size: write it as 14GiB, 512MiB or 8GB")
+    return int(float(match[1]) * _SIZE[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in "6h", "90m", "1h30m", "45s" or a plain number of seconds. Raises InputError."""
+    parts = re.findall(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text)
+    joined = "".join(a + b for a, b in parts)
+    if not parts or joined != re.sub(r"\s", "", text) or any(u.lower() not in _DURATION for _, u in parts):
+        raise InputError(f"{text!r} is not a duration: write it as 6h, 90m, 1h30m or 45s")
+    return sum(float(a) * _DURATION[u.lower()] for a, u in parts)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(i, N) of "i/N", i from 0 to N-1. Raises InputError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if not match or not 0 <= int(match[1]) < int(match[2]):
+        raise InputError(f"--shard {text!r} is not i/N with i from 0 to N-1 (four machines: 0/4, 1/4, 2/4, 3/4)")
+    return int(match[1]), int(match[2])
+
+
+def format_bytes(count: float) -> str:
+    """ "3.2 GiB", with the largest binary unit that keeps the number at or above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "48 s", "3 min 20 s", "6 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, secs = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {secs:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
