@@ -1,0 +1,73 @@
+"""Files that are either absent or whole, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from batchgen.errors import BatchgenError
+
+_FIX = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space or raise the quota",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "make it writable",
+}
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[BinaryIO]:
+    """A new file at `path`, on stable storage when the block ends, removed when the block raises.
+
+    Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it
+    a name (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole.
+    """
+    try:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+def replace_durably(source: Path, target: Path) -> None:
+    """Rename `source` over `target` (same filesystem), on stable storage on return."""
+    os.replace(source, target)
+    sync_directory(target.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path`: readers see the old file or the new one, never a piece."""
+    temporary = path.with_name(path.name + ".tmp")
+    with staged(temporary) as file:
+        file.write(content)
+    replace_durably(temporary, path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power cut, where the filesystem can do that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network and FUSE filesystems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def storage_error(error: OSError, action: str, rows_safe: int) -> BatchgenError:
+    """The one line for a disk that failed during `action` ("write X"), with `rows_safe` rows already on it."""
+    fix = _FIX.get(error.errno, "check the disk")
+    return BatchgenError(
+        f"cannot {action}: {error.strerror or error}; {rows_safe} finished rows are safe on disk: "
+        f"{fix} and run the same command again"
+    )

@@ -1,0 +1,185 @@
+"""How one sweep's attention is cut into products, as data: no tensors, no device.
+
+The packed tokens of a sweep are ordered so that every item covers a contiguous range of them. A token's
+keys are attended to in one part (its own item), or, where many sequences share a prompt prefix, in two:
+the shared prefix once for all of them (`SharedItem`) and the rest in its own item; the two are merged by
+their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
+_GROUP_BYTES = 2 << 20
+# A shared prefix is worth an item of its own from this many tokens and sequences on.
+_MIN_SHARED_TOKENS = 64
+_MIN_SHARED_SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """One sequence's part in a sweep: `num_queries` new tokens after `num_cached` tokens already in the KV.
+
+    blocks: its block table, int32 [num_blocks], long enough for all of them.
+    """
+
+    num_queries: int
+    num_cached: int
+    blocks: np.ndarray
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_cached + self.num_queries
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one query token each, tokens [start, stop), of similar context length.
+
+    blocks: int32 [sequences, blocks]; sequence i sees keys first_key[i] <= key < num_keys[i] of its blocks.
+    """
+
+    start: int
+    stop: int
+    blocks: np.ndarray
+    num_keys: np.ndarray
+    first_key: np.ndarray
+
+
+@dataclass(frozen=True)
+class PrefillItem:
+    """Several query tokens [start, stop) of one sequence; query i stands at key query_offset + i of `blocks`."""
+
+    start: int
+    stop: int
+    blocks: np.ndarray
+    query_offset: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class SharedItem:
+    """Tokens [start, stop) of several sequences that all see every key of `blocks`."""
+
+    start: int
+    stop: int
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    shared: tuple[SharedItem, ...]
+    decode: tuple[DecodeGroup, ...]
+    prefill: tuple[PrefillItem, ...]
+
+
+@dataclass(frozen=True)
+class SharedGroup:
+    """Sequences (by index) whose block tables start with the same `num_blocks` blocks."""
+
+    members: tuple[int, ...]
+    num_blocks: int
+
+
+def find_shared_groups(slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], block_size: int) -> list[SharedGroup]:
+    """Groups of sequences with a common prefix long enough to attend to once, the most saving one first.
+
+    matched_blocks: per sequence, how many leading blocks it took from the prefix cache. A block belongs to one
+    prefix only, so equal blocks at equal depth mean equal prefixes; where matches end is where groups can end.
+    """
+    ends = Counter((n, int(s.blocks[n - 1])) for s, n in zip(slices, matched_blocks, strict=True) if n > 0)
+    candidates = [(n, block) for n, block in ends if n * block_size >= _MIN_SHARED_TOKENS]
+    left = set(range(len(slices)))
+    groups = []
+    while candidates and left:
+        best: tuple[int, SharedGroup] | None = None
+        for depth, block in candidates:
+            # Every query of a member must come after the shared keys.
+            members = tuple(
+                i for i in sorted(left)
+                if slices[i].num_cached >= depth * block_size
+                and len(slices[i].blocks) >= depth
+                and slices[i].blocks[depth - 1] == block
+            )
+            saved = (len(members) - 1) * depth
+            if len(members) >= _MIN_SHARED_SEQUENCES and (best is None or saved > best[0]):
+                best = saved, SharedGroup(members, depth)
+        if best is None:
+            break
+        groups.append(best[1])
+        left -= set(best[1].members)
+    return groups
+
+
+def order_sequences(slices: Sequence[SequenceSlice], groups: Sequence[SharedGroup]) -> list[int]:
+    """The packing order: by shared group, then decode before prefill, then by context length."""
+    group_of = {i: g for g, group in enumerate(groups) for i in group.members}
+    return sorted(
+        range(len(slices)),
+        key=lambda i: (group_of.get(i, len(groups)), slices[i].num_queries > 1, slices[i].num_keys),
+    )
+
+
+def plan_attention(
+    slices: Sequence[SequenceSlice],
+    groups: Sequence[SharedGroup],
+    *,
+    block_size: int,
+    key_bytes: int,
+    window: int | None = None,
+) -> AttentionPlan:
+    """The items for sequences already in packing order.
+
+    groups: shared groups over these indices; ignored under a sliding window, which ends before the prefix.
+    key_bytes: bytes of one token's K in one layer.
+    """
+    starts = np.concatenate([[0], np.cumsum([s.num_queries for s in slices])]).tolist()
+    skip = [0] * len(slices)  # leading blocks covered by a shared item
+    shared = []
+    for group in groups if window is None else ():
+        first, last = group.members[0], group.members[-1]
+        assert group.members == tuple(range(first, last + 1)), "members must be contiguous in packing order"
+        for i in group.members:
+            skip[i] = group.num_blocks
+        shared.append(SharedItem(starts[first], starts[last + 1], slices[first].blocks[: group.num_blocks]))
+
+    prefill, decode, pending = [], [], []
+    for i, s in enumerate(slices):
+        used = -(-s.num_keys // block_size)
+        if s.num_queries > 1:
+            low = skip[i] if window is None else max(0, s.num_cached - window + 1) // block_size
+            prefill.append(
+                PrefillItem(starts[i], starts[i + 1], s.blocks[low:used], s.num_cached - low * block_size, window)
+            )
+            continue
+        low = skip[i] if window is None else max(0, s.num_keys - window) // block_size
+        if pending and (starts[i] != pending[-1][0] + 1 or _group_full(pending, used - low, block_size * key_bytes)):
+            decode.append(_decode_group(pending, slices, block_size, window))
+            pending = []
+        pending.append((starts[i], i, low, used))
+    if pending:
+        decode.append(_decode_group(pending, slices, block_size, window))
+    return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
+
+
+def _group_full(pending: list[tuple[int, int, int, int]], blocks: int, block_bytes: int) -> bool:
+    sizes = [used - low for _, _, low, used in pending] + [blocks]
+    padded = max(sizes) * len(sizes)
+    return padded * block_bytes > _GROUP_BYTES or padded > 1.25 * sum(sizes) + 4
+
+
+def _decode_group(pending, slices, block_size: int, window: int | None) -> DecodeGroup:
+    blocks = np.zeros((len(pending), max(used - low for _, _, low, used in pending)), dtype=np.int32)
+    num_keys = np.empty(len(pending), dtype=np.int64)
+    first_key = np.zeros(len(pending), dtype=np.int64)
+    for row, (_, i, low, used) in enumerate(pending):
+        blocks[row, : used - low] = slices[i].blocks[low:used]
+        num_keys[row] = slices[i].num_keys - low * block_size
+        if window is not None:
+            first_key[row] = max(0, slices[i].num_keys - window - low * block_size)
+    return DecodeGroup(pending[0][0], pending[-1][0] + 1, blocks, num_keys, first_key)

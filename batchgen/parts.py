@@ -1,0 +1,257 @@
+"""Part files: finished rows on disk, one sorted Parquet file every few seconds, and where each row lies in them.
+
+A row may be in several parts (a retried row is); the part with the highest number has its newest result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.atomic_file import replace_durably, staged
+from batchgen.errors import BatchgenError
+from batchgen.row_result import RESULT_SCHEMA, RowResult, to_batch
+
+_PART_NAME = re.compile(r"part-(\d{6,})\.parquet(\.damaged)?")
+_GROUP_BYTES = 2 << 20  # a row group is what a join decodes at once
+_WINDOW_BYTES = 16 << 20
+_WINDOW_ROWS = 65536
+
+
+class DamagedPart(Exception):
+    """A part file that is not what was written; its rows have to be computed again."""
+
+
+def part_paths(parts_dir: Path) -> list[Path]:
+    """The part files, oldest first."""
+    found = [(int(m[1]), p) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name)) and not m[2]]
+    return [path for _, path in sorted(found)]
+
+
+def next_part_number(parts_dir: Path) -> int:
+    """One above every part ever kept here, damaged ones included."""
+    numbers = [int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))]
+    return max(numbers, default=-1) + 1
+
+
+def write_part(parts_dir: Path, number: int, results: Mapping[int, RowResult]) -> pa.RecordBatch:
+    """Write one part atomically and return what it holds. Raises OSError; then nothing of it stays on disk."""
+    batch = to_batch(results)
+    rows_per_group = max(1, min(8192, batch.num_rows * _GROUP_BYTES // max(1, batch.nbytes)))
+    path = parts_dir / f"part-{number:06d}.parquet"
+    temporary = path.with_name(path.name + ".tmp")
+    with staged(temporary) as file:
+        sink = pa.BufferOutputStream()  # parts are bounded; plain writes give plain OSErrors
+        with pq.ParquetWriter(sink, RESULT_SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+            writer.write_batch(batch, row_group_size=rows_per_group)
+        file.write(sink.getvalue())
+    replace_durably(temporary, path)
+    return batch
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged part, so that nobody counts on its rows and a person can still look at it."""
+    replace_durably(path, path.with_name(path.name + ".damaged"))
+
+
+@dataclass(frozen=True)
+class PartGroup:
+    """One row group of a part. rows: int64 [n], ascending; failed: bool [n]; size_bytes: uncompressed."""
+
+    number: int
+    rows: np.ndarray
+    failed: np.ndarray
+    size_bytes: int
+
+
+def scan_part(path: Path) -> Iterator[PartGroup]:
+    """Which rows a part holds, reading only those columns. Raises DamagedPart."""
+    file = _open_part(path)
+    with file:
+        for number in range(file.metadata.num_row_groups):
+            table = _read(path, file, [number], ["row", "error"])
+            rows = table.column("row").to_numpy()
+            failed = table.column("error").is_valid().to_numpy()
+            yield PartGroup(number, rows, failed, file.metadata.row_group(number).total_byte_size)
+
+
+def _open_part(path: Path) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    if not file.schema_arrow.equals(RESULT_SCHEMA):
+        raise DamagedPart(f"{path.name}: its columns are not those of a part")
+    return file
+
+
+def _read(path: Path, file: pq.ParquetFile, groups: list[int], columns: list[str] | None = None) -> pa.Table:
+    try:
+        return file.read_row_groups(groups, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> Exception:
+    """DamagedPart for contents that make no sense; the error itself where the system could not read."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return DamagedPart(f"{path.name}: {' '.join(str(error).split())}")
+
+
+class RowMap:
+    """A number for every row in one span of row indices, 0 where none was put: an array that grows both ways.
+
+    One thread may put while others get.
+    """
+
+    def __init__(self, dtype: type) -> None:
+        self._span = (0, np.zeros(0, dtype))  # first row, values; replaced whole, so readers see a matching pair
+
+    def put(self, rows: np.ndarray, values: np.ndarray | int) -> None:
+        """Set rows (int64 [n]) to values ([n] or one for all)."""
+        if not len(rows):
+            return
+        first, held = self._span
+        low, end = int(rows.min()), int(rows.max()) + 1
+        if not len(held):
+            first = low
+        if low < first or end > first + len(held):
+            new_first = min(low, first)
+            length = max(end - new_first, first + len(held) - new_first)
+            grown = np.zeros(max(length, len(held) * 3 // 2), held.dtype)
+            grown[first - new_first : first - new_first + len(held)] = held
+            first, held = new_first, grown
+        held[rows - first] = values
+        self._span = (first, held)
+
+    def get(self, first_row: int, count: int) -> np.ndarray:
+        """The values of rows first_row to first_row + count - 1, [count]."""
+        first, held = self._span
+        low, end = max(first_row, first), min(first_row + count, first + len(held))
+        out = np.zeros(count, held.dtype)
+        if low < end:
+            out[low - first_row : end - first_row] = held[low - first : end - first]
+        return out
+
+    def __getitem__(self, row: int) -> int:
+        first, held = self._span
+        return int(held[row - first]) if first <= row < first + len(held) else 0
+
+    def count(self, value: int) -> int:
+        return int(np.count_nonzero(self._span[1] == value))
+
+    def replace(self, old: int, new: int) -> None:
+        held = self._span[1]
+        held[held == old] = new
+
+    def next_zero(self, row: int) -> int:
+        """The first row from `row` on that has no value."""
+        first, held = self._span
+        if not first <= row < first + len(held):
+            return row
+        zeros = np.flatnonzero(held[row - first :] == 0)[:1]
+        return row + int(zeros[0]) if len(zeros) else first + len(held)
+
+
+class DoneRows:
+    """Rows that need no more work, at one byte a row. `row in done`, `len(done)`, `done.ok`, `done.failed`."""
+
+    _OK, _FAILED = 1, 2
+
+    def __init__(self) -> None:
+        self._state = RowMap(np.uint8)
+
+    def mark(self, rows: np.ndarray, failed: np.ndarray) -> None:
+        """rows: int64 [n]; failed: bool [n]. A later mark of the same row wins."""
+        self._state.put(rows, np.where(failed, self._FAILED, self._OK).astype(np.uint8))
+
+    def forget_failed(self) -> None:
+        """Count failed rows as not done, so that they are run again."""
+        self._state.replace(self._FAILED, 0)
+
+    def next_unfinished(self, row: int) -> int:
+        """The first row from `row` on that is not done."""
+        return self._state.next_zero(row)
+
+    def __contains__(self, row: int) -> bool:
+        return self._state[row] != 0
+
+    def __len__(self) -> int:
+        return self.ok + self.failed
+
+    @property
+    def ok(self) -> int:
+        return self._state.count(self._OK)
+
+    @property
+    def failed(self) -> int:
+        return self._state.count(self._FAILED)
+
+
+class PartIndex:
+    """Where the newest result of each row lies, four bytes a row, and the rows themselves on demand."""
+
+    def __init__(self, parts_dir: Path) -> None:
+        self._paths = part_paths(parts_dir)
+        self._part_of_row = RowMap(np.int32)  # position in _paths, plus 1
+        groups, bytes_per_row = [], 1.0
+        for part, path in enumerate(self._paths):
+            for group in _reporting_damage(path, scan_part(path)):
+                self._part_of_row.put(group.rows, part + 1)
+                groups.append((part, group.number, group.rows[0], group.rows[-1]))
+                bytes_per_row = max(bytes_per_row, group.size_bytes / len(group.rows))
+        self._groups = np.array(groups, np.int64).reshape(-1, 4)  # part, row group, first row, last row
+        # Reading wide windows keeps the work linear even where every part spans all rows, since a row group
+        # is decoded once for each window that it overlaps.
+        self.window_rows = int(min(_WINDOW_ROWS, max(1024, _WINDOW_BYTES / bytes_per_row)))
+
+    def read(self, first_row: int, count: int) -> pa.RecordBatch:
+        """The newest results of `count` rows from `first_row`, in order, without gaps.
+
+        Raises BatchgenError where a row has no result or a part turns out damaged.
+        """
+        part_of_row = self._part_of_row.get(first_row, count)
+        if not part_of_row.all():
+            missing = np.flatnonzero(part_of_row == 0)
+            raise BatchgenError(
+                f"{len(missing)} rows from row {first_row + missing[0]} on have no result yet: "
+                "run the same command again"
+            )
+        overlap = (self._groups[:, 2] < first_row + count) & (self._groups[:, 3] >= first_row)
+        overlap &= np.isin(self._groups[:, 0], np.unique(part_of_row) - 1)
+        wanted = self._groups[overlap]
+        pieces = []
+        for part in np.unique(wanted[:, 0]):
+            path = self._paths[part]
+            numbers = wanted[wanted[:, 0] == part, 1].tolist()
+            for table in _reporting_damage(path, _read_groups(path, numbers)):
+                offsets = table.column("row").to_numpy() - first_row
+                inside = (offsets >= 0) & (offsets < count)
+                newest = np.zeros(len(offsets), bool)
+                newest[inside] = part_of_row[offsets[inside]] == part + 1
+                pieces.append(table.filter(pa.array(newest)))
+        table = pa.concat_tables(pieces)
+        order = np.argsort(table.column("row").to_numpy(), kind="stable")
+        return table.take(pa.array(order)).combine_chunks().to_batches()[0]
+
+
+def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:
+    with _open_part(path) as file:
+        for number in numbers:
+            yield _read(path, file, [number])
+
+
+def _reporting_damage(path: Path, items: Iterator) -> Iterator:
+    """The same items; a damaged part is set aside and becomes the one line that says what to do."""
+    try:
+        yield from items
+    except DamagedPart as error:
+        set_aside(path)
+        raise BatchgenError(f"{error}: run the same command again to compute its rows anew") from error

@@ -1,0 +1,66 @@
+"""Runs an iterator in a thread of its own, a bounded number of items ahead."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetch(Iterator[T]):
+    """The items of `source`, made in another thread at most `ahead` items early.
+
+    An exception in the source is raised where its item would have come. `close` ends the thread.
+    """
+
+    _POLL_S = 0.1  # how long a closed thread may still wait for space
+
+    def __init__(self, source: Iterator[T], ahead: int) -> None:
+        self._source = source
+        self._queue: queue.Queue[tuple[str, object]] = queue.Queue(maxsize=ahead)
+        self._closed = threading.Event()
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name="batchgen-input", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for item in self._source:
+                if not self._put(("item", item)):
+                    return
+            self._put(("end", None))
+        except BaseException as error:  # handed to the consumer
+            self._put(("error", error))
+
+    def _put(self, entry: tuple[str, object]) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(entry, timeout=self._POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` would return, or raise, at once."""
+        return self._done or not self._queue.empty()
+
+    def __next__(self) -> T:
+        if self._done:
+            raise StopIteration
+        kind, value = self._queue.get()
+        if kind == "item":
+            return value  # type: ignore[return-value]
+        self._done = True
+        if kind == "error":
+            raise value  # type: ignore[misc]
+        raise StopIteration
+
+    def close(self) -> None:
+        self._done = True
+        self._closed.set()
+        self._thread.join(timeout=5)

@@ -1,0 +1,106 @@
+"""Rotary position frequencies and the ways they are scaled for longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.errors import InputError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: the base frequency and how it is scaled for longer contexts.
+
+    kind: "default", "linear", "llama3" or "yarn". factor: how many times longer the context becomes.
+    original_max_position: the context length before scaling, in tokens (llama3, yarn). low_freq_factor,
+    high_freq_factor: llama3 only. beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate:
+    yarn only. factors: divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise InputError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        if not self.theta > 1 or not self.factor > 0:
+            raise InputError(f"rope theta {self.theta} and factor {self.factor} must be above 1 and above 0")
+        if self.kind in ("llama3", "yarn") and not self.original_max_position:
+            raise InputError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
+            raise InputError("rope type 'llama3' needs high_freq_factor above low_freq_factor")
+
+    def inv_freq(self, head_dim: int) -> tuple[float, ...]:
+        """Radians per position of each of the `head_dim // 2` rotated pairs, as float32 values.
+
+        Follows transformers operation by operation in float32. The powers are correctly rounded, where those
+        of torch may be one unit in the last place off, differently on each instruction set.
+        """
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+        powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
+        freqs = 1.0 / powers
+        if self.kind == "linear":
+            freqs = freqs / self.factor
+        elif self.kind == "llama3":
+            freqs = self._llama3(freqs)
+        elif self.kind == "yarn":
+            freqs = self._yarn(powers, head_dim)
+        if self.factors is not None:
+            freqs = freqs / np.array(self.factors, dtype=np.float32)
+        return tuple(freqs.tolist())
+
+    def _llama3(self, freqs: np.ndarray) -> np.ndarray:
+        """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
+        context = self.original_max_position
+        wavelengths = 2 * math.pi / freqs
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (context / wavelengths - low) / (high - low)
+        blended = (1 - smooth) * freqs / self.factor + smooth * freqs
+        kept_or_blended = np.where(wavelengths < context / high, freqs, blended)
+        return np.where(wavelengths > context / low, freqs / self.factor, kept_or_blended)
+
+    def _yarn(self, powers: np.ndarray, head_dim: int) -> np.ndarray:
+        """Pairs that turn often in the original context are kept, rare ones interpolated, a ramp between."""
+
+        def correction_dim(rotations: float) -> float:
+            turns = self.original_max_position / (rotations * 2 * math.pi)
+            return head_dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low, high = correction_dim(self.beta_fast), correction_dim(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001  # the ramp must not divide by zero
+        ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+        kept = 1 - ramp
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+    def attention_scaling(self) -> float:
+        """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._yarn_mscale(self.mscale) / self._yarn_mscale(self.mscale_all_dim)
+        return self._yarn_mscale(1.0)
+
+    def _yarn_mscale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0

@@ -1,0 +1,114 @@
+"""What became of one input row, as the output keeps it, and as columns of an Arrow batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchgen.request import Completion, PositionLogprobs
+
+_TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float32())]
+POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])
+SAMPLE_LOGPROBS_TYPE = pa.list_(POSITION_TYPE)
+
+# One row a result; lists have one entry a sample, none for a failed row. logprobs is null where not asked for.
+RESULT_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("text", pa.list_(pa.string())),
+        ("finish_reason", pa.list_(pa.string())),
+        ("prompt_tokens", pa.int32()),
+        ("generated_tokens", pa.list_(pa.int32())),
+        ("error", pa.string()),
+        ("logprobs", pa.list_(SAMPLE_LOGPROBS_TYPE)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One finished row: either `error`, or one entry per sample in each tuple.
+
+    finish_reason: "stop" or "length". generated_tokens: token counts. logprobs: [samples][positions].
+    """
+
+    text: tuple[str, ...]
+    finish_reason: tuple[str, ...]
+    prompt_tokens: int
+    generated_tokens: tuple[int, ...]
+    error: str | None = None
+    logprobs: tuple[tuple[PositionLogprobs, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.error is None) != bool(self.text):
+            raise ValueError(f"a row has samples or an error, not both or neither: {self!r}")
+
+    @classmethod
+    def from_completion(cls, completion: Completion) -> RowResult:
+        samples = completion.samples if completion.error is None else ()
+        wants_logprobs = any(s.logprobs is not None for s in samples)
+        return cls(
+            text=tuple(s.text for s in samples),
+            finish_reason=tuple(s.finish_reason for s in samples),
+            prompt_tokens=completion.prompt_tokens,
+            generated_tokens=tuple(len(s.token_ids) for s in samples),
+            error=completion.error,
+            logprobs=tuple(s.logprobs or () for s in samples) if wants_logprobs else None,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it costs to hold; an estimate, for bounding buffers."""
+        size_bytes = 500 + 2 * len(self.error or "") + sum(2 * len(text) for text in self.text)
+        for positions in self.logprobs or ():
+            size_bytes += len(positions) * 200 * (1 + (len(positions[0].top) if positions else 0))
+        return size_bytes
+
+
+def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
+    """Results by row index as a batch of RESULT_SCHEMA, sorted by row."""
+    rows = sorted(results)
+    ordered = [results[row] for row in rows]
+    columns = [
+        rows,
+        [r.text for r in ordered],
+        [r.finish_reason for r in ordered],
+        [r.prompt_tokens for r in ordered],
+        [r.generated_tokens for r in ordered],
+        [r.error for r in ordered],
+        [_logprob_tuples(r) for r in ordered],
+    ]
+    try:
+        return _batch(columns)
+    except UnicodeEncodeError:  # a lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form
+        return _batch(_encodable(columns))
+
+
+def _batch(columns: list[list]) -> pa.RecordBatch:
+    arrays = [pa.array(c, type=f.type) for c, f in zip(columns, RESULT_SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=RESULT_SCHEMA)
+
+
+def _logprob_tuples(result: RowResult) -> list | None:
+    """[samples][positions] tuples in the field order of POSITION_TYPE."""
+    if result.logprobs is None:
+        return None
+    return [
+        [
+            (p.chosen.token, p.chosen.token_id, p.chosen.logprob,
+             [(t.token, t.token_id, t.logprob) for t in p.top])
+            for p in positions
+        ]
+        for positions in result.logprobs
+    ]  # fmt: skip
+
+
+def _encodable(value):
+    """The same nest of lists and tuples, with U+FFFD in place of what UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list | tuple):
+        return type(value)(_encodable(v) for v in value)
+    return value

@@ -1,0 +1,316 @@
+"""A model's weights under one set of names, whatever file they come from, a layer at a time.
+
+Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows. A layout says which
+parts make up each tensor; a format only has to fill one part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import InputError
+from batchgen.model_config import ModelConfig
+from batchgen.model_files import ModelFiles, read_config, weight_tensors
+from batchgen.weight_headers import TensorInfo
+
+# name of a tensor -> the parts stacked in its rows, each with its shape
+Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
+
+_LLAMA_NAMES = {
+    "embed": "embed_tokens",
+    "final_norm": "norm",
+    "input_norm": "layers.{}.input_layernorm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "q_norm": "layers.{}.self_attn.q_norm",
+    "k_norm": "layers.{}.self_attn.k_norm",
+    "out": "layers.{}.self_attn.o_proj",
+    "post_norm": "layers.{}.post_attention_layernorm",
+    "gate": "layers.{}.mlp.gate_proj",
+    "up": "layers.{}.mlp.up_proj",
+    "down": "layers.{}.mlp.down_proj",
+}
+_OPT_NAMES = {
+    "embed": "embed_tokens",
+    "positions": "embed_positions",
+    "embed_proj": "project_in",
+    "head_proj": "project_out",
+    "final_norm": "final_layer_norm",
+    "input_norm": "layers.{}.self_attn_layer_norm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "out": "layers.{}.self_attn.out_proj",
+    "post_norm": "layers.{}.final_layer_norm",
+    "up": "layers.{}.fc1",
+    "down": "layers.{}.fc2",
+}
+_GGUF_NAMES = {
+    "embed": "token_embd",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+    "input_norm": "blk.{}.attn_norm",
+    "q": "blk.{}.attn_q",
+    "k": "blk.{}.attn_k",
+    "v": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "out": "blk.{}.attn_output",
+    "post_norm": "blk.{}.ffn_norm",
+    "gate": "blk.{}.ffn_gate",
+    "up": "blk.{}.ffn_up",
+    "down": "blk.{}.ffn_down",
+}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK_VALUES = 1 << 20  # values converted at a time
+_DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
+
+
+def embedding_layout(config: ModelConfig) -> Layout:
+    """Tensors before the first layer."""
+    layout = _linear("embed", {"embed": config.vocab_size}, config.embed_size, bias=False)
+    if config.rope is None:
+        rows = config.max_position + config.position_offset
+        layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
+    if config.embed_size != config.hidden_size:
+        layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
+    return layout
+
+
+def layer_layout(config: ModelConfig) -> Layout:
+    """Tensors of one layer."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
+    if config.qk_norm:
+        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
+    layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+    layout |= _norm(config, "post_norm")
+    if config.gated_mlp:
+        layout |= _linear("gate_up", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
+    else:
+        layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
+    return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
+
+
+def head_layout(config: ModelConfig) -> Layout:
+    """Tensors after the last layer."""
+    layout = _norm(config, "final_norm") if config.final_norm else {}
+    if config.embed_size != config.hidden_size:
+        layout |= _linear("head_proj", {"head_proj": config.embed_size}, config.hidden_size, bias=False)
+    if not config.tied_embeddings:
+        layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
+    return layout
+
+
+def _linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> Layout:
+    layout: Layout = {f"{name}.weight": tuple((f"{part}.weight", (n, columns)) for part, n in rows.items())}
+    if bias:
+        layout[f"{name}.bias"] = tuple((f"{part}.bias", (n,)) for part, n in rows.items())
+    return layout
+
+
+def _norm(config: ModelConfig, name: str) -> Layout:
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights to be loaded piece by piece; each call reads anew and keeps nothing.
+
+    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them at most
+    `_CHUNK_VALUES` values are held. Calls raise InputError naming file and tensor where reading fails.
+    """
+
+    config: ModelConfig
+    fill: Callable[[str, int, Tensor], None]  # (part, layer, tensor to fill)
+
+    def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """ "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset,
+        hidden] and "embed_proj.weight" [hidden, embed]."""
+        return self._load(embedding_layout(self.config), 0, dtype)
+
+    def load_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Layer `layer`'s tensors: "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
+        "q_norm" and "k_norm" [head_dim], "out", "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
+        "up", and "down", each ".weight" and, where the model has it, ".bias"."""
+        return self._load(layer_layout(self.config), layer, dtype)
+
+    def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden]
+        and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last."""
+        return self._load(head_layout(self.config), 0, dtype)
+
+    def _load(self, layout: Layout, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = {}
+        for name, parts in layout.items():
+            rows = [shape[0] for _, shape in parts]
+            tensors[name] = torch.empty((sum(rows), *parts[0][1][1:]), dtype=dtype)
+            for (part, _), piece in zip(parts, tensors[name].split(rows), strict=True):
+                self.fill(part, layer, piece)
+        return tensors
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """The model's weights. Every tensor's presence and shape is checked here, before any is read.
+
+    Raises InputError where the model is not supported, or a file is missing, corrupt or of another shape.
+    """
+    config = read_config(files)
+    tensors = weight_tensors(files)
+    names = _part_names(config, files, tensors)
+
+    def find(part: str, layer: int) -> tuple[str, TensorInfo]:
+        stem, suffix = part.rsplit(".", 1)
+        name = f"{names[stem].format(layer)}.{suffix}"
+        if name not in tensors:
+            raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
+        return name, tensors[name]
+
+    wanted = [(embedding_layout(config), 0), (head_layout(config), 0)]
+    wanted += [(layer_layout(config), layer) for layer in range(config.num_layers)]
+    for layout, layer in wanted:
+        for part, shape in (entry for parts in layout.values() for entry in parts):
+            name, info = find(part, layer)
+            if info.shape != shape:
+                raise InputError(
+                    f"tensor {name} in {info.path} is {list(info.shape)}, but the config asks for {list(shape)}"
+                )
+    if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
+        _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
+
+    def fill(part: str, layer: int, out: Tensor) -> None:
+        name, info = find(part, layer)
+        if files.kind == "hf":
+            _fill_from_safetensors(name, info, out)
+        else:
+            # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
+            permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
+            _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
+
+    return Checkpoint(config, fill)
+
+
+def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
+    """Made-up weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1.
+
+    Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory
+    speed; seed, layer and name decide which stretch.
+    """
+    pool = torch.randn(_DUMMY_VALUES, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+    def fill(part: str, layer: int, out: Tensor) -> None:
+        if part.endswith("norm.weight"):
+            out.fill_(1.0)
+            return
+        flat = out.view(-1)
+        start = int.from_bytes(hashlib.sha256(f"{part} {layer}".encode()).digest()[:8], "little") % len(pool)
+        done = 0
+        while done < len(flat):
+            stretch = pool[start : start + len(flat) - done]
+            flat[done : done + len(stretch)].copy_(stretch)
+            done, start = done + len(stretch), 0
+
+    return Checkpoint(config, fill)
+
+
+def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
+    """Part -> name in the file, with {} for the layer. Checkpoints differ in the prefix they carry."""
+    if files.kind == "gguf":
+        return _GGUF_NAMES
+    opt = config.family == "opt"
+    prefixes = ("model.decoder.", "decoder.") if opt else ("model.", "")
+    found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
+    if not found:
+        raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
+    table = _OPT_NAMES if opt else _LLAMA_NAMES
+    return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
+
+
+def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> None:
+    """A file with an output matrix that a tied model would leave unused must hold the embedding there."""
+    first, second = tensors[embed], tensors[lm_head]
+    same = first.dtype == second.dtype and first.shape == second.shape
+    step = max(1, first.num_bytes // 64)
+    for place in range(0, first.num_bytes if same else 0, step):
+        count = min(4096, first.num_bytes - place)
+        same = same and _read_bytes(embed, first, place, count) == _read_bytes(lm_head, second, place, count)
+    if not same:
+        raise InputError(
+            f"{second.path} holds a {lm_head} of its own though its config ties it to the embedding: "
+            'set "tie_word_embeddings": false in config.json'
+        )
+
+
+def _read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
+    buffer = bytearray(count)
+    _read_into(name, info, start, memoryview(buffer))
+    return buffer
+
+
+def _read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> None:
+    """Fills `buffer` with the tensor's bytes from `start` on."""
+    try:
+        with Path(info.path).open("rb", buffering=0) as file:
+            file.seek(info.offset + start)
+            done = 0
+            while done < len(buffer):  # one call reads at most 2 GiB
+                count = file.readinto(buffer[done:])
+                if not count:
+                    raise InputError(f"{info.path} ends within tensor {name}: fetch it again")
+                done += count
+    except OSError as error:
+        raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
+
+
+def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
+    stored = _DTYPES.get(info.dtype)
+    if stored is None:
+        raise InputError(f"tensor {name} in {info.path} is {info.dtype}; supported: {', '.join(_DTYPES)}")
+    if info.num_bytes != out.numel() * stored.itemsize:
+        raise InputError(f"tensor {name} in {info.path} has {info.num_bytes:,} bytes, which do not fit its shape")
+    if stored == out.dtype:
+        _read_into(name, info, 0, memoryview(out.view(-1).view(torch.uint8).numpy()))
+        return
+    start = 0
+    for piece in out.view(-1).split(_CHUNK_VALUES):
+        values = torch.empty(len(piece), dtype=stored)
+        _read_into(name, info, start, memoryview(values.view(torch.uint8).numpy()))
+        piece.copy_(values)
+        start += len(values) * stored.itemsize
+
+
+def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
+    """Dequantises whole rows; of a permuted tensor, whole heads.
+
+    A permuted head holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ...
+    """
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    unit = permuted_head_dim or 1
+    row_bytes = info.num_bytes // info.shape[0]
+    rows = max(1, _CHUNK_VALUES // max(1, out[0].numel()) // unit) * unit
+    start = 0
+    for piece in out.split(rows):
+        raw = np.empty((len(piece), row_bytes), dtype=np.uint8)
+        _read_into(name, info, start, memoryview(raw.reshape(-1)))
+        try:
+            values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[info.dtype])).view(piece.shape)
+        except NotImplementedError as error:
+            raise InputError(f"tensor {name} in {info.path} has the unsupported type {info.dtype}") from error
+        if permuted_head_dim:
+            halves = values.view(-1, permuted_head_dim // 2, 2, *values.shape[1:]).transpose(1, 2)
+            piece.view(halves.shape).copy_(halves)
+        else:
+            piece.copy_(values)
+        start += raw.size

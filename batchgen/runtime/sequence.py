@@ -1,0 +1,47 @@
+"""One sample of one request while it is in flight. No tensors."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from batchgen.request import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens so far, and how far their KV has been computed.
+
+    Invariant: num_computed < len(tokens); the tokens from num_computed on are what the next sweeps run. While
+    exactly one is left the sequence decodes, while more are left it prefills.
+    """
+
+    request_index: int
+    row_id: str | int
+    sample_index: int
+    tokens: list[int]
+    sampling: SamplingParams
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens whose KV came from another sequence
+    block_table: array = field(default_factory=lambda: array("i"))
+    num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
+    num_entered_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
+    node: int = 0
+    logprobs: list = field(default_factory=list)  # a SampledToken per step, if asked for
+    reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_len(self) -> int:
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]

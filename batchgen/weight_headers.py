@@ -1,0 +1,161 @@
+"""What weight files hold, read from their headers alone: safetensors and GGUF, without weights or torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import InputError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. shape: rows first. dtype: as the format spells it ("BF16", "Q4_1").
+
+    offset: bytes from the start of the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A GGUF's key-value pairs, less the long arrays (vocabulary, merges), and its tensors."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises InputError where the file is truncated or corrupt."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = path.stat().st_size
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < start <= file_bytes:
+                raise ValueError("its header does not fit the file")
+            entries = json.loads(file.read(start - 8))
+        entries.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            tensors[name] = TensorInfo(path, entry["dtype"], shape, start + begin, end - begin)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is truncated or not safetensors ({error}): fetch it again") from error
+    _check_extents(path, tensors, file_bytes)
+    return tensors
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Key-value pairs and tensors of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
+
+    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _GgufParser(path, data).header()
+            file_bytes = len(data)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, struct.error) as error:
+        raise InputError(f"{path} is truncated or not a GGUF ({error}): fetch it again") from error
+    _check_extents(path, header.tensors, file_bytes)
+    return header
+
+
+def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) -> None:
+    for name, info in tensors.items():
+        if info.offset < 0 or info.num_bytes < 0 or info.offset + info.num_bytes > file_bytes:
+            raise InputError(
+                f"{path} is truncated: tensor {name} ends at byte {info.offset + info.num_bytes:,} of "
+                f"{file_bytes:,}: fetch it again"
+            )
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONG_ARRAY = 1024
+
+
+class _GgufParser:
+    """Walks through the header; `position` is the next byte."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.position = 0
+
+    def header(self) -> GgufHeader:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        self.position = 4
+        if (version := self.scalar("I")) not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
+        metadata = {}
+        for _ in range(num_pairs):
+            key = self.string()
+            metadata[key] = self.value(self.scalar("I"))
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        extents = {}
+        for _ in range(num_tensors):
+            name = self.string()
+            shape = tuple(self.scalar("Q") for _ in range(self.scalar("I")))[::-1]
+            kind = GGMLQuantizationType(self.scalar("I"))
+            block_size, block_bytes = GGML_QUANT_SIZES[kind]
+            extents[name] = (kind.name, shape, self.scalar("Q"), math.prod(shape) // block_size * block_bytes)
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-self.position // alignment) * alignment
+        tensors = {
+            name: TensorInfo(self.path, kind, shape, start + offset, num_bytes)
+            for name, (kind, shape, offset, num_bytes) in extents.items()
+        }
+        return GgufHeader(metadata, tensors)
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
+        self.position += struct.calcsize(f"<{code}")
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        raw = self.data[self.position : self.position + length]
+        if len(raw) != length:
+            raise ValueError("a string runs past the end")
+        self.position += length
+        return raw.decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """The value at `position`; None for an array too long to be about the model's shape."""
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalar(_SCALARS[kind])
+        item_kind, count = self.scalar("I"), self.scalar("Q")
+        if count <= _LONG_ARRAY:
+            return tuple(self.value(item_kind) for _ in range(count))
+        if item_kind == _STRING:
+            unpack_length, position = struct.Struct("<Q").unpack_from, self.position
+            for _ in range(count):
+                position += 8 + unpack_length(self.data, position)[0]
+            self.position = position
+        elif item_kind == _ARRAY:
+            for _ in range(count):
+                self.value(item_kind)
+        else:
+            self.position += count * struct.calcsize(f"<{_SCALARS[item_kind]}")
+        return None

@@ -1,0 +1,130 @@
+"""Paged attention against a float64 reference, for random mixes of prefill, decode, shared prefixes and windows."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen import ops
+from batchgen.attention_plan import (
+    SequenceSlice,
+    SharedGroup,
+    find_shared_groups,
+    order_sequences,
+    plan_attention,
+)
+
+BLOCK = 16
+
+
+@st.composite
+def sweeps(draw):
+    """Sequences (queries, cached tokens, shared with the common prefix?) and the prefix's length in blocks."""
+    prefix_blocks = draw(st.sampled_from([0, 4, 9]))
+    sequences = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([1, 1, 1, 2, 7, 16, 40, 130]),
+                st.integers(0, 150),
+                st.booleans() if prefix_blocks else st.just(False),
+            ),
+            min_size=1,
+            max_size=12,
+        )
+    )
+    window = draw(st.sampled_from([None, None, 5, 33]))
+    heads = draw(st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)]))
+    return prefix_blocks, sequences, window, heads, draw(st.integers(0, 2**20))
+
+
+def build(prefix_blocks, sequences, seed):
+    rng = np.random.default_rng(seed)
+    total = prefix_blocks + sum(-(-(q + c) // BLOCK) for q, c, _ in sequences)
+    numbers = list(rng.permutation(total + 3))
+    prefix = [numbers.pop() for _ in range(prefix_blocks)]
+    slices, matched = [], []
+    for queries, cached, shares in sequences:
+        own = [numbers.pop() for _ in range(-(-(queries + cached) // BLOCK))]
+        table = np.array(prefix + own if shares else own, dtype=np.int32)
+        slices.append(SequenceSlice(queries, cached + (prefix_blocks * BLOCK if shares else 0), table))
+        matched.append(prefix_blocks if shares else 0)
+    return slices, matched, total + 3
+
+
+def reference(q, k_cache, v_cache, slices, window):
+    """Plain attention in float64, one sequence at a time."""
+    kv_heads = k_cache.shape[1]
+    out, row = [], 0
+    for s in slices:
+        blocks = torch.from_numpy(s.blocks.astype(np.int64))
+        k = k_cache[blocks].transpose(1, 2).reshape(-1, kv_heads, k_cache.shape[3])[: s.num_keys].double()
+        v = v_cache[blocks].transpose(1, 2).reshape(-1, kv_heads, k_cache.shape[3])[: s.num_keys].double()
+        queries = q[row : row + s.num_queries].double()
+        row += s.num_queries
+        group = q.shape[1] // kv_heads
+        scores = torch.einsum("qhd,khd->hqk", queries, k.repeat_interleave(group, 1))
+        distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
+        hidden = (distance < 0) | (distance >= (window or 10**9))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1))
+    return torch.cat(out)
+
+
+def run(case, dtype, head_dim=32):
+    prefix_blocks, sequences, window, (heads, kv_heads), seed = case
+    slices, matched, num_blocks = build(prefix_blocks, sequences, seed)
+    groups = find_shared_groups(slices, matched, BLOCK)
+    order = order_sequences(slices, groups)
+    place = {i: p for p, i in enumerate(order)}
+    slices = [slices[i] for i in order]
+    groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
+    plan = plan_attention(slices, groups, block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
+    torch.manual_seed(seed)
+    tokens = sum(s.num_queries for s in slices)
+    q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
+    k_cache = torch.randn(num_blocks, kv_heads, BLOCK, head_dim).to(dtype)
+    v_cache = torch.randn(num_blocks, kv_heads, BLOCK, head_dim).to(dtype)
+    got = ops.paged_attention(q, k_cache, v_cache, ops.prepare_attention(plan, kv_heads, BLOCK, dtype))
+    return got.double(), reference(q, k_cache, v_cache, slices, window), plan
+
+
+@settings(max_examples=120, deadline=None)
+@given(sweeps())
+def test_fp32_matches_float64(case):
+    got, expected, _ = run(case, torch.float32)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sweeps())
+def test_bf16_within_its_precision(case):
+    got, expected, _ = run(case, torch.bfloat16)
+    # Scores of magnitude ~8 carry a relative error of 2**-9 into the exponent; outputs are means of N(0, 1).
+    torch.testing.assert_close(got, expected, atol=0.08, rtol=0.05)
+
+
+def test_a_shared_prefix_is_attended_to_once():
+    case = (9, [(1, 20, True)] * 5 + [(30, 0, True), (1, 50, False)], None, (6, 2), 1)
+    got, expected, plan = run(case, torch.float32)
+    assert [item.stop - item.start for item in plan.shared] == [5 + 30]
+    assert all(group.blocks.shape[1] <= 4 for group in plan.decode)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_sliding_window_reads_only_the_blocks_it_needs():
+    _, _, plan = run((0, [(1, 1000, False)], 33, (2, 2), 0), torch.float32)
+    assert plan.decode[0].blocks.shape[1] <= 4
+
+
+@pytest.mark.parametrize("num_slots", [1, 37])
+def test_write_kv_round_trip(num_slots):
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(8 * BLOCK)[:num_slots]
+    k_cache, v_cache = torch.zeros(8, 3, BLOCK, 4), torch.zeros(8, 3, BLOCK, 4)
+    k, v = torch.randn(num_slots, 3, 4), torch.randn(num_slots, 3, 4)
+    ops.write_kv(k_cache, v_cache, ops.kv_rows(slots, 3, BLOCK), k, v)
+    for i, slot in enumerate(slots):
+        assert torch.equal(k_cache[slot // BLOCK, :, slot % BLOCK], k[i])
+        assert torch.equal(v_cache[slot // BLOCK, :, slot % BLOCK], v[i])
+    assert int((k_cache != 0).any(-1).sum()) == num_slots * 3
