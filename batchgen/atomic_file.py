@@ -65,9 +65,12 @@ def sync_directory(path: Path) -> None:
 
 
 def storage_error(error: OSError, action: str, rows_safe: int) -> BatchgenError:
-    """The one line for a disk that failed during `action` ("write X"), with `rows_safe` rows already on it."""
+    """The line for a disk that failed in `action` ("write X"), with `rows_safe` rows already on it."""
+    what = error.strerror or " ".join(str(error).split())
+    if error.filename is not None and str(error.filename) not in action:
+        what += f" ({error.filename})"
     fix = _FIX.get(error.errno, "check the disk")
     return BatchgenError(
-        f"cannot {action}: {error.strerror or error}; {rows_safe} finished rows are safe on disk: "
+        f"cannot {action}: {what}; {rows_safe} finished rows are safe on disk: "
         f"{fix} and run the same command again"
     )

@@ -45,6 +45,7 @@ _CSV_BLOCK_BYTES = 8 << 20  # a CSV row must fit into one
 _HASH_WHOLE_BYTES = 64 << 20
 _HASH_SAMPLE_BYTES = 64 << 10
 _HASH_SAMPLES = 64
+_MAX_DEPTH = 50  # of nested types; deeper values become text
 _MAX_FIELDS = 2000  # an object with more different keys than this is a map, not a record
 
 
@@ -178,6 +179,8 @@ def open_dataset(
         opened = _datasets_source(source, name, split, limit)
     if opened.total_rows == 0 or (opened.total_rows is None and next(opened.read(0, 1), None) is None):
         raise InputError(f"{name} has no rows: nothing to generate")
+    if not opened.schema.names:
+        raise InputError(f"{name} has no columns: nothing to make a prompt of")
     return Dataset(opened, limit, shard)
 
 
@@ -201,7 +204,7 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
     if None in formats:
         known = " ".join(_EXTENSIONS)
         raise InputError(
-            f"{formats[None]}: cannot tell its format from the name (known: {known}, the text ones also with .gz): "
+            f"{formats[None]}: cannot tell its format from the name (known: {known}, text also as .gz): "
             f"give --input-format, one of {', '.join(FORMATS)}"
         )
     if len(formats) > 1:
@@ -235,6 +238,8 @@ def _find_files(name: str, input_format: str | None) -> list[str]:
         if not found:
             raise InputError(f"no file matches {name}{_suggestion(name)}")
         return found
+    if os.path.exists(name):
+        raise InputError(f"{name} is not a regular file: save it as one, it is read more than once")
     raise InputError(f"{name}: no such file or directory{_suggestion(name)}")
 
 
@@ -277,8 +282,8 @@ def _naming(path: str, *more_errors: type[Exception]):
                 f"cannot read {path} ({error.strerror}): check its permissions and its disk"
             ) from error
         raise InputError(
-            f"cannot read {path} ({_one_line(str(error))}): it is damaged, incomplete or not of the format its "
-            "name says, so write or copy it again"
+            f"cannot read {path} ({_one_line(str(error))}): it is damaged, incomplete or of another "
+            "format, so write or copy it again"
         ) from error
 
 
@@ -319,9 +324,9 @@ def _check_same_columns(columns: dict[str, Iterable[str]]) -> None:
     (first, expected), *others = ((path, set(names)) for path, names in columns.items())
     for path, names in others:
         if names != expected:
-            differing = ", ".join(sorted(expected ^ names))
+            differing = ", ".join(map(repr, sorted(expected ^ names)))
             raise InputError(
-                f"{path} and {first} do not have the same columns (only one has: {differing}): "
+                f"{path} and {first} do not have the same columns (only one has {differing}): "
                 "run them as separate jobs, or make their columns the same"
             )
 
@@ -455,12 +460,12 @@ def _json_source(paths: list[str], limit: int | None) -> _Source:
         columns.popitem()  # the last file may have been left before all its columns came
     if columns:
         _check_same_columns(columns)
-    read = _row_reader(lambda start: (row for _, row in _json_rows(paths, start)), schema, paths[0])
+    read = _row_reader(lambda start: (row for _, row in _json_rows(paths, start)), schema, total, paths[0])
     return _Source("jsonl", schema, total, read, lambda: _files_identity(paths))
 
 
 def _openai_source(paths: list[str], limit: int | None) -> _Source:
-    """Rows as `openai_batch.line_to_row` gives them; what is wrong with one shows when it is made a request."""
+    """Rows as `line_to_row` gives them; what is wrong with one shows when it is made into a request."""
     seen, duplicates, total = set(), set(), 0
     for _, line in itertools.islice(_json_rows(paths), limit):
         custom_id = line_to_row(line)["custom_id"]
@@ -471,7 +476,9 @@ def _openai_source(paths: list[str], limit: int | None) -> _Source:
             seen.add(digest)
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
-    read = _row_reader(lambda start: (line_to_row(line) for _, line in _json_rows(paths, start)), schema, paths[0])
+    read = _row_reader(
+        lambda start: (line_to_row(row) for _, row in _json_rows(paths, start)), schema, total, paths[0]
+    )
     return _Source("openai", schema, total, read, lambda: _files_identity(paths), frozenset(duplicates))
 
 
@@ -504,12 +511,14 @@ def _parse_object(path: str, number: int, line: bytes) -> dict:
         raise InputError(f"{where} is an array: write one object a line, as jq -c '.[]' does")
     try:
         value = json.loads(line.decode())
+        value = _without_lone_surrogates(value) if b"\\u" in line else value
     except (ValueError, RecursionError) as error:
-        reason = _one_line(str(error))
+        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = _one_line(at)
         raise InputError(f"{where} is not valid JSON ({reason}): write one object a line") from error
     if not isinstance(value, dict):
         raise InputError(f"{where} is not a JSON object: write one object a line, its keys the columns")
-    return _without_lone_surrogates(value) if b"\\u" in line else value
+    return value
 
 
 def _without_lone_surrogates(value: Any) -> Any:
@@ -557,11 +566,14 @@ def _infer_schema(rows: Iterable[dict], name: str) -> tuple[pa.Schema, int]:
     return pa.schema([(c, pa.string() if t is None else t) for c, t in types.items()]), total
 
 
-def _row_reader(rows_from: Callable[[int], Iterator[dict]], schema: pa.Schema, name: str):
-    """A `_Source.read` over rows as dicts; keys that a row does not have are null."""
+def _row_reader(rows_from: Callable[[int], Iterator[dict]], schema: pa.Schema, total_rows: int, name: str):
+    """A `_Source.read` over rows as dicts; keys that a row does not have are null.
+
+    It stops after `total_rows`: the rows beyond may be anything, they were not seen by the first pass.
+    """
 
     def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        rows = rows_from(start_row)
+        rows = itertools.islice(rows_from(start_row), total_rows - start_row)
         while chunk := list(itertools.islice(rows, batch_rows)):
             columns = ([row.get(field.name) for row in chunk] for field in schema)
             try:
@@ -585,7 +597,7 @@ def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _widen(kind: Any, value: Any) -> Any:
+def _widen(kind: Any, value: Any, depth: int = 0) -> Any:
     """The narrowest kind that holds `value` and everything that `kind` holds.
 
     A kind is None (only nulls so far), a `_Kind`, another Arrow type, [kind] for lists or {key: kind} for
@@ -593,19 +605,21 @@ def _widen(kind: Any, value: Any) -> Any:
     """
     if value is None or kind is _Kind.MIXED:
         return kind
+    if depth > _MAX_DEPTH:
+        return _Kind.MIXED
     if isinstance(value, dict):
         kind = {} if kind is None else kind
         if not isinstance(kind, dict):
             return _Kind.MIXED
         for key, item in value.items():
-            kind[key] = _widen(kind.get(key), item)
+            kind[key] = _widen(kind.get(key), item, depth + 1)
         return kind if len(kind) <= _MAX_FIELDS else _Kind.MIXED
     if isinstance(value, list):
         kind = [None] if kind is None else kind
         if not isinstance(kind, list):
             return _Kind.MIXED
         for item in value:
-            kind[0] = _widen(kind[0], item)
+            kind[0] = _widen(kind[0], item, depth + 1)
         return kind
     new = _scalar_kind(value)
     if kind is None or kind == new:
@@ -716,9 +730,13 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> _Source:
                 yield from _table_batches(dataset.with_format("arrow").iter(batch_rows), schema, 0)
 
     else:
-        with _naming(name):
-            schema, total = _infer_schema(itertools.islice(dataset, limit), name)
-        read = _row_reader(lambda start: itertools.islice(dataset, start, None), schema, name)
+
+        def rows_from(start_row: int) -> Iterator[dict]:
+            with _naming(name):
+                yield from itertools.islice(dataset, start_row, None)
+
+        schema, total = _infer_schema(itertools.islice(rows_from(0), limit), name)
+        read = _row_reader(rows_from, schema, total, name)
 
     def identity() -> dict:
         _, head = next(read(0, 64))

@@ -52,7 +52,7 @@ class EngineParts:
     memory: MemoryPlan
     eos_token_ids: frozenset[int]
     dtype: str
-    weights_bytes: int
+    weights_file_bytes: int
     load_s: float = 0.0
 
 
@@ -60,7 +60,7 @@ class EngineParts:
 class EngineStats:
     """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests."""
 
-    prompt_tokens: int = 0  # of admitted rows, whether computed or taken from the prefix cache
+    prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0  # tokens that went through the layers
     generated_tokens: int = 0
@@ -149,9 +149,13 @@ class Engine:
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.loading import load_parts
+        from batchgen.model_files import resolve_model
+        from batchgen.tokenizer import load_tokenizer
 
+        files = resolve_model(model)
         parts = load_parts(
-            model,
+            files,
+            lambda: load_tokenizer(files),
             dtype=dtype,
             device=device,
             cpu_memory=cpu_memory,
@@ -305,7 +309,6 @@ class Engine:
             if prepared.error is not None:
                 yield Completion(index, row_id, len(prepared.token_ids), error=prepared.error)
                 continue
-            self.stats.prompt_tokens += len(prepared.token_ids)
             in_flight[index] = _InFlight(index, row_id, len(prepared.token_ids), [None] * request.sampling.n)
             for k in range(request.sampling.n):
                 sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
@@ -324,6 +327,9 @@ class Engine:
         ran = time.perf_counter()
         finished = []
         for sequence, token in zip(batch.sampled, parts.sample(logits, batch.sampled), strict=True):
+            if sequence.num_generated == 0 and sequence.sample_index == 0:
+                stats.prompt_tokens += sequence.num_prompt
+                stats.cached_prompt_tokens += sequence.num_cached
             sequence.tokens.append(token.token_id)
             if sequence.sampling.logprobs is not None:
                 sequence.logprobs.append(token)
@@ -333,7 +339,6 @@ class Engine:
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self._blocks.num_used)
         for sequence, _ in finished:
             scheduler.finish(sequence)
-            stats.cached_prompt_tokens += sequence.num_cached
         stats.sweeps += 1
         stats.preempted = scheduler.num_preempted
         stats.computed_tokens += batch.num_tokens

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
 from batchgen.hardware import available_memory_bytes, has_fast_bfloat16, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
-from batchgen.model_files import ModelFiles, read_config, resolve_model
+from batchgen.model_files import ModelFiles, read_config, weight_paths
 from batchgen.planner.memory import plan_memory
 from batchgen.policy import Policy
 from batchgen.units import parse_bytes
+
+if TYPE_CHECKING:
+    from batchgen.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
@@ -43,7 +46,8 @@ def resolve_budget(cpu_memory: int | str | None) -> int:
 
 
 def load_parts(
-    model: str | ModelFiles,
+    files: ModelFiles,
+    tokenizer: Callable[[], Tokenizer],
     *,
     dtype: str,
     device: str,
@@ -56,8 +60,11 @@ def load_parts(
     min_output_len: int,
     on_load: Callable[[int, int], None] | None,
 ) -> EngineParts:
-    """Loads a model for the engine. Arguments as `Engine`; min_output_len: what a row must at least be able to
-    generate. Everything that can be refused without reading weights is refused first."""
+    """Loads a model for the engine. Arguments as `Engine`.
+
+    tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
+    min_output_len: what a row must at least be able to generate.
+    """
     started = time.perf_counter()
     if device not in ("auto", "cpu"):
         raise InputError(f"device {device!r} is not supported: use auto or cpu")
@@ -66,7 +73,6 @@ def load_parts(
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
-    files = model if isinstance(model, ModelFiles) else resolve_model(model)
     config = read_config(files)
     dtype = resolve_dtype(config, dtype)
     context = min(max_model_len or config.max_position, config.max_position)
@@ -81,25 +87,21 @@ def load_parts(
     from batchgen.runtime.kv_cache import KVCache
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.weights import load_weights
-    from batchgen.tokenizer import load_tokenizer
 
     torch_dtype = getattr(torch, dtype)
-    with ThreadPoolExecutor(1) as background:
-        # Half a transformers import away: meanwhile the weights are read.
-        tokenizer_future = background.submit(load_tokenizer, files)
-        memory, num_blocks = plan_memory(
-            config,
-            dtype_bytes=torch_dtype.itemsize,
-            budget_bytes=resolve_budget(cpu_memory),
-            process_bytes=max(resident_bytes(), _PROCESS_BYTES),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=context,
-            min_tokens=min(min_output_len + 1, context),
-            block_size=BLOCK_SIZE,
-        )
-        weights = load_weights(open_checkpoint(files), torch_dtype, on_load)
-        tokenizer = tokenizer_future.result()
+    memory, num_blocks = plan_memory(
+        config,
+        dtype_bytes=torch_dtype.itemsize,
+        budget_bytes=resolve_budget(cpu_memory),
+        process_bytes=max(resident_bytes(), _PROCESS_BYTES),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=context,
+        min_tokens=min(min_output_len + 1, context),
+        block_size=BLOCK_SIZE,
+    )
+    tokenizer = tokenizer()
+    weights = load_weights(open_checkpoint(files), torch_dtype, on_load)
     policy = Policy(
         admission=admission,
         max_num_seqs=max_num_seqs,
@@ -120,6 +122,6 @@ def load_parts(
         memory=memory,
         eos_token_ids=frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
         dtype=dtype,
-        weights_bytes=weights.num_bytes,
+        weights_file_bytes=sum(path.stat().st_size for path in weight_paths(files)),
         load_s=time.perf_counter() - started,
     )

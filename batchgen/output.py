@@ -63,7 +63,15 @@ def output_schema(input_schema: pa.Schema, n: int, logprobs: bool, prefix: str =
 
 
 def join(
-    dataset: Dataset, parts_dir: Path, file: BinaryIO, suffix: str, *, n: int, logprobs: bool, prefix: str, note: str
+    dataset: Dataset,
+    parts_dir: Path,
+    file: BinaryIO,
+    suffix: str,
+    *,
+    n: int,
+    logprobs: bool,
+    prefix: str,
+    note: str,
 ) -> dict[str, int]:
     """Write the final file of format `suffix` and return its totals.
 
@@ -78,7 +86,8 @@ def join(
             _count(totals, results)
             yield pa.RecordBatch.from_arrays([*rows.columns, *_columns(results, n, logprobs)], schema=schema)
 
-    FORMATS[suffix](file, schema.with_metadata({**(schema.metadata or {}), b"batchgen": note.encode()}), batches())
+    metadata = {**(schema.metadata or {}), b"batchgen": note.encode()}
+    FORMATS[suffix](file, schema.with_metadata(metadata), batches())
     return totals
 
 

@@ -48,7 +48,7 @@ def check_writable(path: Path, schema: pa.Schema) -> None:
 
 
 def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Row groups end where a row count or a byte count is reached, counted so that it depends on values only."""
+    """Row groups end at a row count or a byte count, counted so that it depends on the values only."""
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         group: list[pa.RecordBatch] = []
         rows = size_bytes = 0
@@ -95,8 +95,9 @@ def _write_csv(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBat
 
 def _is_plain(kind: pa.DataType) -> bool:
     t = pa.types
-    checks = (t.is_boolean, t.is_integer, t.is_floating, t.is_string, t.is_large_string, t.is_date, t.is_timestamp)
-    return any(check(kind) for check in checks)
+    is_text = t.is_string(kind) or t.is_large_string(kind)
+    is_number = t.is_boolean(kind) or t.is_integer(kind) or t.is_floating(kind)
+    return is_text or is_number or t.is_date(kind) or t.is_timestamp(kind)
 
 
 def _as_text(column: pa.Array) -> pa.Array:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchgen.atomic_file import storage_error
-from batchgen.parts import DoneRows, next_part_number, write_part
+from batchgen.parts import next_part_number, write_part
+from batchgen.row_map import DoneRows
 from batchgen.row_result import RowResult
 
 
@@ -31,8 +32,8 @@ class PartWriter:
 
     add(), flush() and close() belong to one thread. What goes wrong in the writing (a full disk) is raised
     there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
-    they are on stable storage. Add and flush hold no lock, so a KeyboardInterrupt anywhere leaves close() able
-    to write what was added.
+    they are on stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere
+    close() can still write what was added.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class PartWriter:
     ) -> None:
         self._parts_dir = parts_dir
         self._done_rows = done_rows
-        self._flush_interval_s, self._flush_rows, self._flush_bytes = flush_interval_s, flush_rows, flush_bytes
+        self._flush_interval_s = flush_interval_s
+        self._flush_rows = flush_rows
+        self._flush_bytes = flush_bytes
         self._next_number = next_part_number(parts_dir)
         self._inbox: queue.SimpleQueue[_Row | _Barrier] = queue.SimpleQueue()
         self._added_bytes = 0  # changed by the caller's thread only
@@ -134,8 +137,9 @@ class PartWriter:
         try:
             batch = write_part(self._parts_dir, self._next_number, results)
             self._next_number += 1
-            self._done_rows.mark(batch.column("row").to_numpy(), batch.column("error").is_valid().to_numpy(False))
+            failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
+            self._done_rows.mark(batch.column("row").to_numpy(), failed)
         except OSError as error:
             self._failure = storage_error(error, f"write a part in {self._parts_dir}", len(self._done_rows))
-        except BaseException as error:  # a bug; the caller must hear of it, and the thread must go on answering
+        except BaseException as error:  # a bug: the caller must hear of it, and still get answers
             self._failure = error

@@ -13,7 +13,7 @@ _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float
 POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])
 SAMPLE_LOGPROBS_TYPE = pa.list_(POSITION_TYPE)
 
-# One row a result; lists have one entry a sample, none for a failed row. logprobs is null where not asked for.
+# One row a result. Lists have an entry a sample, none for a failed row; logprobs is null where not asked for.
 RESULT_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),

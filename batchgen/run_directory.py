@@ -1,42 +1,37 @@
-"""The run directory beside an output: who holds it, what job it belongs to, how far that job is.
+"""The run directory beside an output: who holds it, what it holds, and what is left to do.
 
-`out.parquet.batchgen/` holds `lock` (an flock, released by the kernel however the process ends),
-`manifest.json` (fingerprint, state, totals) and `parts/` (finished rows). States and what leads on:
+`out.parquet.batchgen/` has `lock` (an flock, which the kernel releases however the process ends),
+`manifest.json` and `parts/` (finished rows). States, and what leads on:
 
     (nothing) --open--> running --finish--> complete --open with retry_failed, or output gone--> running
 
-An output that is there is replaced only by `overwrite`, or where the manifest says that this job may.
+An output that is there is replaced only with `overwrite`, or where the manifest says that this job may.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
-import platform
 import socket
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from batchgen._version import __version__
-from batchgen.atomic_file import replace_durably, staged, storage_error, sync_directory, write_atomically
+from batchgen.atomic_file import replace_durably, staged, storage_error, sync_directory
 from batchgen.errors import BatchgenError, InputError
+from batchgen.manifest import Manifest, describe_changes
 from batchgen.output import Dataset, FormatRow, join, join_formatted
 from batchgen.output_formats import output_format
 from batchgen.part_writer import PartWriter
-from batchgen.parts import DamagedPart, DoneRows, part_paths, scan_part, set_aside
-
-_FORMAT_VERSION = 1
-_SHOWN_CHARS = 48
+from batchgen.parts import DamagedPart, part_paths, scan_part, set_aside
+from batchgen.row_map import DoneRows
 
 
 def errors_path(output_path: Path) -> Path:
-    """Where a job in OpenAI batch format puts its failed rows: `out.errors.jsonl` beside `out.jsonl`."""
+    """Where a job in OpenAI batch format puts its failed rows: `out.errors.jsonl` for `out.jsonl`."""
     return output_path.with_name(f"{output_path.stem}.errors.jsonl")
 
 
@@ -49,38 +44,40 @@ def open_run(
     retry_failed: bool = False,
     errors_file: bool = False,
 ) -> Run:
-    """Lock the run directory of `output_path` and find out what is left to do.
+    """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
 
-    fingerprint: JSON-able, nested dicts; two runs with equal fingerprints would give the same output.
-    resume: go on from rows that are there; otherwise refuse to start while there are any.
+    fingerprint: nested dicts of JSON values; two runs with equal ones would give the same output.
+    resume: go on from finished rows; otherwise refuse to start while there are any.
     overwrite: drop old progress; an old output stays until the new one is whole.
     retry_failed: count failed rows as not done, so that they are run again.
-    errors_file: the output is JSON lines, and `errors_path()` is written with it.
+    errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
 
-    Raises InputError where the output cannot be written or belongs to something else, BatchgenError where
-    another process holds it.
+    Raises InputError where the output cannot be written or is something else's, BatchgenError where another
+    process holds it.
     """
     output_path = Path(output_path)
     if output_path.is_symlink():  # write what it points to, and keep the link
         output_path = Path(os.path.realpath(output_path))
     if output_format(output_path) != ".jsonl" and errors_file:
-        raise InputError(f"answers in OpenAI batch format are JSON lines: --output must end in .jsonl, not {output_path.name}")
+        raise InputError(f"an OpenAI batch is answered in JSON lines: {output_path.name} must end in .jsonl")
     targets = (output_path, errors_path(output_path)) if errors_file else (output_path,)
     directory = output_path.with_name(output_path.name + ".batchgen")
-    _check_target(output_path)
-    if not directory.exists() and not overwrite:
-        _refuse_foreign(targets)
     try:
+        _check_targets(targets)
+        if not directory.exists() and not overwrite:
+            _refuse_existing(targets)
         (directory / "parts").mkdir(parents=True, exist_ok=True)
         lock = _lock(directory / "lock", output_path)
     except OSError as error:
         raise InputError(
-            f"cannot write beside {output_path}: {error.strerror}: give an --output in a directory you can write to"
+            f"cannot write {directory}: {error.strerror}: give an --output in a directory you can write to"
         ) from error
     run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock)
     try:
-        with run.storage_errors(f"open {directory}"):
-            run._open(resume=resume, overwrite=overwrite, retry_failed=retry_failed)
+        run._open(resume, overwrite, retry_failed)
+    except OSError as error:
+        run.close()
+        raise storage_error(error, f"open {directory}", len(run.done_rows)) from error
     except BaseException:
         run.close()
         raise
@@ -88,25 +85,28 @@ def open_run(
 
 
 class Run:
-    """One job's hold on its output, from open_run() to close().
+    """One process's hold on an output, from open_run() to close().
 
-    complete: the output is there and nothing is to be done. totals: the complete job's counts (`rows`,
-    `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`), None before. done_rows: rows that need no
-    work; rows_resumed: how many those were at the start. notices: lines a person should see.
+    complete: the output is there and nothing is to be done; totals: its counts then (`rows`, `rows_ok`,
+    `rows_failed`, `prompt_tokens`, `generated_tokens`). done_rows: rows that need no work, growing as the
+    writer flushes; rows_resumed: how many they were at the start. notices: lines that a person should see.
     """
 
-    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int) -> None:
+    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict, lock: int) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
-        self.complete = False
         self.totals: dict[str, int] | None = None
         self.done_rows = DoneRows()
         self.rows_resumed = 0
         self.notices: list[str] = []
         self._targets = targets
-        self._fingerprint = fingerprint
+        self._manifest = Manifest(fingerprint)
         self._lock: int | None = lock
+
+    @property
+    def complete(self) -> bool:
+        return self._manifest.state == "complete"
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
@@ -121,24 +121,171 @@ class Run:
         prefix: str = "",
         format_row: FormatRow | None = None,
     ) -> dict[str, int]:
-        """Join the parts into the output, put it in place atomically, and return the totals.
+        """Join the parts into the output, put it in place atomically, and return its totals.
 
-        n, logprobs, prefix: as given to output_schema(). format_row: write JSON lines of its making instead,
-        into the output and the errors file. Raises BatchgenError where rows are missing or the disk fails;
-        everything is kept then, and the same call may be made again.
+        n, logprobs, prefix: as for output_schema(). format_row: write JSON lines of its making instead, into
+        the output and the errors file. Raises BatchgenError where rows are missing or the disk fails; all
+        finished rows are kept then, and the next run goes on from them.
         """
-        staged_paths = [self.directory / f"joined-{i}.tmp" for i in range(len(self._targets))]
-        with self.storage_errors(f"write {self.output_path}"), contextlib.ExitStack() as stack:
-            try:
-                with contextlib.ExitStack() as files:
-                    sinks = [files.enter_context(staged(path)) for path in staged_paths]
-                    if format_row is None:
-                        note = json.dumps({"version": __version__, "fingerprint": self._fingerprint}, sort_keys=True)
-                        suffix = output_format(self.output_path)
-                        options = {"n": n, "logprobs": logprobs, "prefix": prefix, "note": note}
-                        totals = join(dataset, self.parts_dir, sinks[0], suffix, **options)
-                    else:
-                        totals = join_formatted(dataset, self.parts_dir, *sinks, format_row)
-            except ...:
-                ...
+        joined = [self.directory / f"joined-{i}.tmp" for i in range(len(self._targets))]
+        try:
+            with contextlib.ExitStack() as stack:
+                files = [stack.enter_context(staged(path)) for path in joined]
+                if format_row is not None:
+                    totals = join_formatted(dataset, self.parts_dir, *files, format_row)
+                else:
+                    origin = {"version": __version__, "fingerprint": self._manifest.fingerprint}
+                    totals = join(
+                        dataset, self.parts_dir, files[0], output_format(self.output_path),
+                        n=n, logprobs=logprobs, prefix=prefix, note=json.dumps(origin, sort_keys=True),
+                    )  # fmt: skip
+            places = list(zip(joined, self._targets, strict=True))
+            sizes_bytes = {target.name: path.stat().st_size for path, target in places}
+            # From here on the output may be this job's own: a crash before the last line must not make the
+            # next run take it for somebody else's.
+            self._write_manifest(replace(self._manifest, may_replace=True))
+            for path, target in places:
+                replace_durably(path, target)
+            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes)
+            self._write_manifest(complete)
+        except OSError as error:
+            raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
+        self.totals = totals
+        if not totals["rows_failed"]:
+            with contextlib.suppress(OSError):  # the next open tries again
+                self._delete_parts()
         return totals
+
+    def close(self) -> None:
+        """Let go of the output. The kernel does it too when the process ends."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open(self, resume: bool, overwrite: bool, retry_failed: bool) -> None:
+        """Read what is there and leave the manifest saying what this run does."""
+        for folder in (self.directory, self.parts_dir):
+            for leftover in folder.glob("*.tmp"):
+                leftover.unlink()
+        if overwrite:
+            self._start_afresh(may_replace=True)
+            return
+        held = Manifest.read(self.directory / "manifest.json")
+        if held is None:
+            if part_paths(self.parts_dir):
+                raise InputError(f"{self.directory} has rows but no manifest: start again with --overwrite")
+            _refuse_existing(self._targets)
+            self._start_afresh(may_replace=False)
+            return
+        is_complete = held.state == "complete"
+        is_intact = is_complete and all(_size_bytes(t) == held.files.get(t.name) for t in self._targets)
+        if not is_intact or retry_failed:
+            self._scan_parts()
+        rows = held.totals["rows"] if is_intact else len(self.done_rows)
+        changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
+        if changes and not rows:
+            _refuse_existing(self._targets)
+            self._start_afresh(may_replace=False)
+            return
+        if changes:
+            raise InputError(
+                f"{self._where(is_intact)} has {rows} rows made with other settings: {changes}. "
+                "Use the old settings to go on, or --overwrite to start again"
+            )
+        if rows and not resume:
+            raise InputError(
+                f"{self._where(is_intact)} has {rows} finished rows: leave out --no-resume to keep them, "
+                "or start again with --overwrite"
+            )
+        if is_intact and not (retry_failed and held.totals["rows_failed"]):
+            self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows()
+            if not held.totals["rows_failed"]:
+                self._delete_parts()
+            return
+        if not is_complete and not held.may_replace:
+            _refuse_existing(self._targets)
+        if is_complete and not is_intact:
+            names = " or ".join(t.name for t in self._targets)
+            self.notices.append(f"{names} is gone or was changed since this job wrote it: it is made again")
+        if retry_failed:
+            self.done_rows.forget_failed()
+        self.rows_resumed = len(self.done_rows)
+        self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
+
+    def _where(self, is_complete: bool) -> Path:
+        return self.output_path if is_complete else self.directory
+
+    def _start_afresh(self, may_replace: bool) -> None:
+        # Parts go first: should this be cut short, the old manifest is still true of what is left.
+        self._delete_parts()
+        self._write_manifest(replace(self._manifest, may_replace=may_replace))
+
+    def _scan_parts(self) -> None:
+        for path in part_paths(self.parts_dir):
+            try:
+                groups = list(scan_part(path))  # all of it first: damage anywhere costs the whole part
+            except DamagedPart as error:
+                set_aside(path)
+                self.notices.append(f"damaged part set aside, its rows are computed again: {error}")
+                continue
+            for group in groups:
+                self.done_rows.mark(group.rows, group.failed)
+
+    def _delete_parts(self) -> None:
+        for path in self.parts_dir.glob("part-*"):
+            path.unlink()
+        sync_directory(self.parts_dir)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        manifest.write(self.directory / "manifest.json")
+        self._manifest = manifest
+
+
+def _check_targets(targets: tuple[Path, ...]) -> None:
+    folder = targets[0].parent
+    if not folder.exists():
+        raise InputError(f"there is no directory {folder} for --output: make it first (mkdir -p {folder})")
+    for target in targets:
+        if target.is_dir():
+            raise InputError(f"--output {target} is a directory: give the name of a file in it")
+        if target.exists() and not target.is_file():
+            raise InputError(f"--output {target} is not a regular file: give another name")
+
+
+def _refuse_existing(targets: tuple[Path, ...]) -> None:
+    for target in targets:
+        if target.exists():
+            raise InputError(
+                f"{target} exists and is not the output of this job: move it, give another --output, "
+                "or replace it with --overwrite"
+            )
+
+
+def _size_bytes(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
+def _lock(path: Path, output_path: Path) -> int:
+    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
+        os.close(descriptor)
+        raise BatchgenError(
+            f"another batchgen is writing {output_path} ({holder}): wait for it, stop it, "
+            "or give another --output"
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

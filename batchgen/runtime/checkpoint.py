@@ -182,7 +182,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
             name, info = find(part, layer)
             if info.shape != shape:
                 raise InputError(
-                    f"tensor {name} in {info.path} is {list(info.shape)}, but the config asks for {list(shape)}"
+                    f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {list(shape)}"
                 )
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
@@ -276,7 +276,7 @@ def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
     if stored is None:
         raise InputError(f"tensor {name} in {info.path} is {info.dtype}; supported: {', '.join(_DTYPES)}")
     if info.num_bytes != out.numel() * stored.itemsize:
-        raise InputError(f"tensor {name} in {info.path} has {info.num_bytes:,} bytes, which do not fit its shape")
+        raise InputError(f"tensor {name} in {info.path} has {info.num_bytes:,} bytes, which its shape denies")
     if stored == out.dtype:
         _read_into(name, info, 0, memoryview(out.view(-1).view(torch.uint8).numpy()))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,14 +10,18 @@ from batchgen.model_config import ModelConfig
 
 
 class KVCache:
-    """K and V of every layer, each [num_blocks, kv_heads, block_size, head_dim].
-
-    Pages are zeroed and touched on first use only, so a generous pool costs no memory until it is needed.
-    """
+    """K and V of every layer, each [num_blocks, kv_heads, block_size, head_dim]."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor]] = [
-            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)
+            (_untouched_zeros(shape, dtype), _untouched_zeros(shape, dtype)) for _ in range(config.num_layers)
         ]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the kernel provides at first use, so that a generous pool costs nothing until it is
+    needed; torch.zeros would write them all. (Zeros, because masked attention still multiplies unused slots.)"""
+    array = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(array).view(dtype).view(shape)

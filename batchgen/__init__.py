@@ -1,0 +1,52 @@
+"""batchgen: a whole dataset through a language model, on one machine.
+
+    import batchgen
+
+    engine = batchgen.Engine("demo", sampling=batchgen.SamplingParams(max_tokens=32))
+    for completion in engine.generate(["The capital of France is", "2 + 2 ="]):
+        print(completion.index, completion.text)
+
+`batchgen.run(...)` is the command line's `batchgen run`: a file in, a file out, resumable.
+"""
+
+from typing import TYPE_CHECKING
+
+from batchgen._version import __version__
+from batchgen.errors import BatchgenError, InputError
+from batchgen.request import (
+    Completion,
+    PositionLogprobs,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from batchgen.engine import Engine
+    from batchgen.job import run
+
+__all__ = [
+    "BatchgenError",
+    "Completion",
+    "Engine",
+    "InputError",
+    "PositionLogprobs",
+    "Request",
+    "Sample",
+    "SamplingParams",
+    "TokenLogprob",
+    "__version__",
+    "run",
+]
+
+# Imported when first asked for: the command line's --help must not wait for them.
+_LAZY = {"Engine": "batchgen.engine", "run": "batchgen.job"}
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

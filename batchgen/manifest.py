@@ -1,0 +1,92 @@
+"""The manifest of a run directory: which job it belongs to and how far that job is."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen._version import __version__
+from batchgen.atomic_file import write_atomically
+from batchgen.errors import InputError
+
+_FORMAT_VERSION = 1
+_SHOWN_CHARS = 48
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """fingerprint: what decides the output, nested dicts of JSON values.
+
+    state: "running" or "complete". may_replace: an output that is there may be replaced without asking, since
+    the user said so or this job wrote it. totals and files (name: bytes) of the output: once it is complete.
+    """
+
+    fingerprint: dict[str, Any]
+    state: str = "running"
+    may_replace: bool = False
+    totals: dict[str, int] | None = None
+    files: dict[str, int] | None = None
+
+    def write(self, path: Path) -> None:
+        """Put it at `path` atomically. Raises OSError."""
+        versions = {"batchgen": __version__, "python": platform.python_version(), "pyarrow": pa.__version__}
+        record = {"format_version": _FORMAT_VERSION, "versions": versions, **asdict(self)}
+        write_atomically(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """None where there is none. Raises InputError where it cannot be understood."""
+        try:
+            record = json.loads(path.read_bytes())
+            if record["format_version"] != _FORMAT_VERSION:
+                writer = record["versions"]["batchgen"]
+                raise InputError(
+                    f"{path} was written by batchgen {writer}, in a format that this version does not read: "
+                    "use that version, or start again with --overwrite"
+                )
+            return cls(**{name: record[name] for name in cls.__dataclass_fields__})
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is damaged: start again with --overwrite") from error
+
+
+def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The fields in which two fingerprints differ, as "sampling.seed was 0, now 1, ..."; "" where none do."""
+    was, now = _flat(old), _flat(new)
+    changes = []
+    for name in sorted(was.keys() | now.keys()):
+        old_text, new_text = (_shown(fields, name) for fields in (was, now))
+        if old_text != new_text:
+            changes.append(f"{name} was {_cut(old_text, new_text)}, now {_cut(new_text, old_text)}")
+    return "; ".join(changes)
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted names."""
+    flat = {}
+    for name, item in value.items():
+        if isinstance(item, dict) and item:
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = item
+    return flat
+
+
+def _shown(fields: dict[str, Any], name: str) -> str:
+    return json.dumps(fields[name], ensure_ascii=False, sort_keys=True) if name in fields else "not set"
+
+
+def _cut(text: str, other: str) -> str:
+    """`text`, or of a long one the stretch where it starts to differ from `other`."""
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
+    start = max(0, min(same - _SHOWN_CHARS // 3, len(text) - _SHOWN_CHARS))
+    end = start + _SHOWN_CHARS
+    return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")

@@ -1,0 +1,309 @@
+"""OpenAI batch files: a line of the input into a `Request`, and what came of it into a line of the output.
+
+Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additions to them. A parameter that
+would change the answer and is not supported fails its row by name; none is dropped silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import InputError, RowError
+from batchgen.prompts import normalize_messages, one_line
+from batchgen.request import Request, SamplingParams
+
+COLUMNS = ("custom_id", "method", "url", "body")
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+
+# Parameters that say nothing about the answer.
+_IGNORED = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls", "stream_options", "priority", "request_id"),
+}
+# Parameters that are not supported, and the values with which they ask for nothing.
+_NEUTRAL: dict[str, tuple] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
+
+
+def line_to_row(line: dict) -> dict[str, str | None]:
+    """The columns of one line's object; None where a value is missing or no string. The body as JSON."""
+    row = {name: line.get(name) if isinstance(line.get(name), str) else None for name in COLUMNS}
+    body = line.get("body")
+    return {**row, "body": None if body is None else json.dumps(body, ensure_ascii=False)}
+
+
+def rows_to_requests(
+    batch: pa.RecordBatch,
+    first_row: int,
+    sampling: SamplingParams,
+    duplicate_rows: frozenset[int] = frozenset(),
+) -> Iterator[Request]:
+    """One Request per row of a batch of `COLUMNS`, whose first row is row `first_row` of the input.
+
+    sampling: its `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's
+        defaults (temperature 1). duplicate_rows: rows that fail because an earlier one has their custom_id.
+    """
+    for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
+        row_id = index if row["custom_id"] is None else row["custom_id"]
+        try:
+            if index in duplicate_rows:
+                raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")
+            prompt, own_sampling = parse_row(row, sampling)
+            yield Request(prompt, own_sampling, row_id)
+        except RowError as error:
+            yield Request("", sampling, row_id, error=one_line(error))
+
+
+def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[Any, SamplingParams]:
+    """(prompt, sampling) of a row of `COLUMNS`. Raises RowError, naming the field."""
+    if not row["custom_id"]:
+        raise RowError("custom_id is missing or not a string")
+    if row["method"] != "POST":
+        raise RowError(f"method must be POST, not {row['method']!r}")
+    if row["url"] not in (CHAT_URL, COMPLETIONS_URL):
+        raise RowError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}, not {row['url']!r}")
+    if row["body"] is None:
+        raise RowError("body is missing")
+    body = json.loads(row["body"])
+    if not isinstance(body, dict):
+        raise RowError("body is not a JSON object")
+    return parse_body(row["url"], body, sampling)
+
+
+def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, SamplingParams]:
+    """(prompt, sampling) of a request body; the prompt is text, token ids or chat messages.
+
+    `max_tokens` and `seed` come from `sampling` where the body has none. Raises RowError, naming the field.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
+    chat = url == CHAT_URL
+    if chat:
+        _take(fields, "prompt", lambda _: False, "absent: this url takes messages")
+        if "messages" not in fields:
+            raise RowError("messages is missing")
+        prompt: Any = normalize_messages(fields.pop("messages"))
+    else:
+        _take(fields, "messages", lambda _: False, "absent: this url takes a prompt")
+        if "prompt" not in fields:
+            raise RowError("prompt is missing")
+        prompt = _completion_prompt(fields.pop("prompt"))
+    max_tokens = _take(fields, "max_tokens", _is_int, "an integer", sampling.max_tokens)
+    if chat:
+        max_tokens = _take(fields, "max_completion_tokens", _is_int, "an integer", max_tokens)
+    n = _take(fields, "n", _is_int, "an integer", 1)
+    _take(
+        fields, "best_of", lambda value: value == n, f"equal to n ({n}): choosing the best is not supported"
+    )
+    stop = _take(fields, "stop", _is_stop, "a string or a list of strings", [])
+    values = {
+        "max_tokens": max_tokens,
+        "n": n,
+        "temperature": _take(fields, "temperature", _is_number, "a number", 1.0),
+        "top_p": _take(fields, "top_p", _is_number, "a number", 1.0),
+        "top_k": _take(fields, "top_k", _is_int, "an integer", 0),
+        "min_p": _take(fields, "min_p", _is_number, "a number", 0.0),
+        "repetition_penalty": _take(fields, "repetition_penalty", _is_number, "a number", 1.0),
+        "stop": stop,
+        "stop_token_ids": _take(fields, "stop_token_ids", _is_token_ids, "a list of token ids", []),
+        "ignore_eos": _take(fields, "ignore_eos", _is_bool, "true or false", False),
+        "seed": _take(fields, "seed", _is_int, "an integer", sampling.seed),
+        "logprobs": _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer"),
+    }
+    _refuse_others(fields)
+    try:
+        return prompt, SamplingParams(**values)
+    except InputError as error:
+        raise RowError(str(error)) from error
+
+
+def format_response(
+    custom_id: str | None, body: str | dict, completion_row: dict, model_name: str, row_index: int
+) -> dict:
+    """A line of the success file.
+
+    body: the request's, as in the column `body`; it tells a chat from a completion. completion_row:
+        {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
+        "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
+    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is
+    written.
+    """
+    chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
+    digest = _digest(custom_id, row_index)
+    prompt_tokens, completion_tokens = (
+        completion_row["prompt_tokens"],
+        sum(completion_row["generated_tokens"]),
+    )
+    answer = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": 0,
+        "model": model_name,
+        "choices": [
+            (_chat_choice if chat else _text_choice)(index, sample)
+            for index, sample in enumerate(completion_row["samples"])
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": custom_id,
+        "response": {"status_code": 200, "request_id": f"req_{digest}", "body": answer},
+        "error": None,
+    }
+
+
+def format_error(custom_id: str | None, message: str, row_index: int) -> dict:
+    """A line of the error file: the message as a status 400 response and as the line's own `error`."""
+    digest = _digest(custom_id, row_index)
+    details = {"message": message, "type": "invalid_request_error", "param": None, "code": "row_failed"}
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": custom_id,
+        "response": {"status_code": 400, "request_id": f"req_{digest}", "body": {"error": details}},
+        "error": {"code": "row_failed", "message": message},
+    }
+
+
+def _take(fields: dict, name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
+    """Removes a field and returns its value, or the default. Raises RowError where it is not valid."""
+    if name not in fields:
+        return default
+    value = fields.pop(name)
+    if not valid(value):
+        raise RowError(f"{name} must be {rule}, not {one_line(json.dumps(value, ensure_ascii=False))}")
+    return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_int(v) and v >= 0 for v in value)
+
+
+def _completion_prompt(prompt: Any) -> str | list[int]:
+    """Text or token ids. A list of one of these is that one; a list of several is several requests."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise RowError(f"prompt holds {len(prompt)} prompts: write one a line")
+        (prompt,) = prompt
+    if not isinstance(prompt, str) and not _is_token_ids(prompt):
+        raise RowError("prompt must be a string or a list of token ids")
+    if not prompt:
+        raise RowError("the prompt is empty")
+    return prompt
+
+
+def _chat_logprobs(fields: dict) -> int | None:
+    wanted = _take(fields, "logprobs", _is_bool, "true or false", False)
+    top = _take(fields, "top_logprobs", _is_int, "an integer", 0)
+    if top and not wanted:
+        raise RowError("top_logprobs needs logprobs to be true")
+    return top if wanted else None
+
+
+def _refuse_others(fields: dict) -> None:
+    for name, value in fields.items():
+        if name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
+            known = name in _NEUTRAL
+            value_text = one_line(json.dumps(value, ensure_ascii=False))[:80]
+            raise RowError(f"{name} = {value_text} is not supported" if known else f"{name} is not supported")
+
+
+def _digest(custom_id: str | None, row_index: int) -> str:
+    return hashlib.sha256(json.dumps([custom_id, row_index]).encode()).hexdigest()[:24]
+
+
+def _chat_choice(index: int, sample: dict) -> dict:
+    logprobs = sample.get("logprobs")
+    positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": sample["text"], "refusal": None},
+        "logprobs": positions,
+        "finish_reason": sample["finish_reason"],
+    }
+
+
+def _position(position: dict) -> dict:
+    return {**_token(position), "top_logprobs": [_token(token) for token in position["top"]]}
+
+
+def _token(token: dict) -> dict:
+    # A token that is only part of a character shows as U+FFFD: its own bytes are not known here.
+    text = token["token"]
+    known = "\ufffd" not in text
+    return {"token": text, "logprob": _logprob(token), "bytes": list(text.encode()) if known else None}
+
+
+def _text_choice(index: int, sample: dict) -> dict:
+    return {
+        "index": index,
+        "text": sample["text"],
+        "logprobs": None if sample.get("logprobs") is None else _text_logprobs(sample["logprobs"]),
+        "finish_reason": sample["finish_reason"],
+    }
+
+
+def _text_logprobs(positions: list[dict]) -> dict:
+    tops = []  # one {token: logprob} a position, with the chosen token always among them
+    offsets, offset = [], 0
+    for position in positions:
+        ranked: dict[str, float] = {}
+        for token in [*position["top"], position]:
+            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the likeliest
+        tops.append(ranked)
+        offsets.append(offset)
+        offset += len(position["token"])
+    return {
+        "tokens": [position["token"] for position in positions],
+        "token_logprobs": [_logprob(position) for position in positions],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _logprob(token: dict) -> float:
+    return max(token["logprob"], _LOWEST_LOGPROB)

@@ -1,0 +1,133 @@
+"""What a person sees while a job runs: a bar on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from batchgen.errors import InputError
+from batchgen.units import format_seconds
+
+STYLES = ("auto", "plain", "none")
+_RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past
+_PLAIN_EVERY_S = 10.0
+_BAR_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows and tokens so far. done: rows this run finished, failed ones among them; total_rows: None if unknown."""
+
+    total_rows: int | None
+    resumed: int = 0
+    done: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class TokenClock:
+    """Token rates over the recent past, and the time left from tokens rather than rows: long rows tend to end
+    last, so rows alone promise too little."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._past: deque[tuple[float, int, int]] = deque([(now(), 0, 0)])
+
+    def update(self, prompt_tokens: int, generated_tokens: int) -> None:
+        now = self._now()
+        self._past.append((now, prompt_tokens, generated_tokens))
+        while len(self._past) > 2 and self._past[1][0] < now - _RATE_WINDOW_S:
+            self._past.popleft()
+
+    def rates(self) -> tuple[float, float]:
+        """Prompt and generated tokens per second."""
+        (t0, p0, g0), (t1, p1, g1) = self._past[0], self._past[-1]
+        elapsed = t1 - t0
+        return ((p1 - p0) / elapsed, (g1 - g0) / elapsed) if elapsed > 0 else (0.0, 0.0)
+
+    def remaining_s(self, counts: Counts) -> float | None:
+        """Seconds to go: tokens the rows left will take, if they are like those finished, at the recent rate."""
+        rate = sum(self.rates())
+        if counts.total_rows is None or counts.done == 0 or rate <= 0:
+            return None
+        tokens = counts.prompt_tokens + counts.generated_tokens
+        expected = tokens / counts.done * (counts.total_rows - counts.resumed)
+        return max(0.0, expected - tokens) / rate
+
+
+def describe(counts: Counts, clock: TokenClock) -> str:
+    """ "1,204 prompt + 96 output tokens/s, 3 failed, 120 resumed, 48 s left"."""
+    prompt_rate, output_rate = clock.rates()
+    parts = [f"{prompt_rate:,.0f} prompt + {output_rate:,.0f} output tokens/s"]
+    parts += [f"{counts.failed:,} failed"] if counts.failed else []
+    parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
+    left = clock.remaining_s(counts)
+    if left is not None:
+        parts.append(f"{format_seconds(left)} left")
+    return ", ".join(parts)
+
+
+class Progress:
+    """Shows `Counts` as they come in; also usable as a context manager. Writes to stderr, never to stdout."""
+
+    def __init__(self, style: str = "auto", stream: TextIO | None = None) -> None:
+        if style not in STYLES:
+            raise InputError(f"--progress must be one of {', '.join(STYLES)}, not {style!r}")
+        self._stream = stream or sys.stderr
+        self._terminal = style == "auto" and self._stream.isatty()
+        self._silent = style == "none"
+        self._bar = None
+        self._clock = TokenClock()
+        self._shown_s = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self._silent:
+            return
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def update(self, counts: Counts) -> None:
+        """Call as often as you like: it shows at most a few times a second (plain: every ten seconds)."""
+        self._clock.update(counts.prompt_tokens, counts.generated_tokens)
+        now = time.monotonic()
+        if self._silent or now - self._shown_s < (_BAR_EVERY_S if self._terminal else _PLAIN_EVERY_S):
+            return
+        self._shown_s = now
+        self._show(counts)
+
+    def _show(self, counts: Counts) -> None:
+        rows = counts.resumed + counts.done
+        if not self._terminal:
+            of = f" of {counts.total_rows:,} ({rows / counts.total_rows:.0%})" if counts.total_rows else ""
+            self.say(f"{rows:,}{of} rows: {describe(counts, self._clock)}")
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=counts.total_rows, file=self._stream, dynamic_ncols=True, leave=False,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}" if counts.total_rows
+                else "{n_fmt} rows{postfix}",
+            )
+        self._bar.n = rows
+        self._bar.set_postfix_str(describe(counts, self._clock), refresh=False)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()

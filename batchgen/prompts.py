@@ -1,0 +1,313 @@
+"""A row of the input into a `Request`: from a text column, a Jinja template or a column of chat messages.
+
+What is wrong for every row (no such column, an unknown variable) is found by `compile_prompts`, before
+anything else is loaded. What is wrong with one row becomes that `Request`'s error, and never an exception.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import InputError, RowError
+from batchgen.request import Request, SamplingParams
+
+Prompt = str | list[dict]  # text, or chat messages with "role" and "content"
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """Where prompts come from: one of `column`, `template` and `messages_column`; with none of them it is the
+    column "prompt", or else "messages".
+
+    column: of text, taken as it is. template: Jinja over the columns (see `compile_prompts`); "@file" is read
+    at once and replaced by the file's text. messages_column: lists of {role, content}, or those as JSON text.
+    system_prompt: goes in front of every row's messages that do not begin with their own.
+    chat: text is a user's message to the model's chat template, which `system_prompt` implies.
+    Raises InputError.
+    """
+
+    column: str | None = None
+    template: str | None = None
+    messages_column: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("column", "template", "messages_column") if getattr(self, n) is not None]
+        if len(given) > 1:
+            flags = " and ".join("--" + (n if "_" in n else f"prompt-{n}").replace("_", "-") for n in given)
+            raise InputError(f"{flags} exclude each other: give one")
+        if self.template is not None and self.template.startswith("@"):
+            object.__setattr__(self, "template", _read_template(self.template[1:]))
+
+    @property
+    def makes_chat(self) -> bool:
+        """Whether text becomes a chat message."""
+        return self.chat or self.system_prompt is not None
+
+    def identity(self) -> dict:
+        """What decides the prompts, as JSON values; the template's text, not its file's name."""
+        return {
+            "column": self.column,
+            "template": self.template,
+            "messages_column": self.messages_column,
+            "system_prompt": self.system_prompt,
+            "chat": self.chat,
+        }
+
+
+@dataclass(frozen=True)
+class CompiledPrompts:
+    """A checked `PromptSpec`: the columns it reads, and {column: value} -> prompt, which raises RowError.
+
+    uses_chat: prompts are messages, for which the model must have a chat template.
+    """
+
+    columns: tuple[str, ...]
+    render: Callable[[dict[str, Any]], Prompt]
+    uses_chat: bool
+
+
+def compile_prompts(spec: PromptSpec, schema: pa.Schema, id_column: str | None = None) -> CompiledPrompts:
+    """Checks the spec and the id column against the columns of the input.
+
+    Templates: the variables are the columns, and `row` is all of them as a mapping, for names that are no
+    identifiers: `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template
+    is dropped, because editors add it and a prompt that ends in one makes models answer differently. `tojson`
+    writes plain JSON, not the kind escaped for HTML. All else is as Jinja has it. Templates are sandboxed,
+    and anything undefined is an error of the row.
+    Raises InputError: a column or variable that is not there, a wrong type, a syntax error (with its line).
+    """
+    if id_column is not None:
+        id_type = _value_type(schema, id_column, "--id-column")
+        if not (_is_text(id_type) or pa.types.is_integer(id_type)):
+            raise InputError(f"--id-column {id_column!r} holds {id_type}: ids must be text or integers")
+    if spec.template is not None:
+        columns, render = _compile_template(spec.template, schema)
+        return CompiledPrompts(columns, _text_prompts(render, spec), spec.makes_chat)
+    column, holds_messages = _source_column(spec, schema)
+    if holds_messages:
+        return CompiledPrompts((column,), lambda row: _message_prompt(row[column], column, spec), True)
+    return CompiledPrompts((column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat)
+
+
+def rows_to_requests(
+    batch: pa.RecordBatch,
+    first_row: int,
+    compiled: CompiledPrompts,
+    sampling: SamplingParams | None,
+    id_column: str | None = None,
+) -> Iterator[Request]:
+    """One Request per row of `batch`, whose first row is row `first_row` of the input.
+
+    Its id is the value of `id_column`, or the row's index where there is no such column or it is null.
+    """
+    for index in range(batch.num_rows):
+        row_id: str | int = first_row + index
+        try:
+            if id_column is not None:
+                own = _value(batch, id_column, index)
+                row_id = row_id if own is None else own
+            prompt = compiled.render({name: _value(batch, name, index) for name in compiled.columns})
+            yield Request(prompt, sampling, row_id)
+        except RowError as error:
+            yield Request("", sampling, row_id, error=str(error))
+
+
+def normalize_messages(value: Any) -> list[dict]:
+    """Chat messages as [{"role", "content"}], content a text. Content in text parts is joined by newlines.
+
+    Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take
+    (images, tool calls).
+    """
+    if not isinstance(value, list) or not value:
+        raise RowError("messages are not a list of {role, content} objects, or it is empty")
+    return [_normalize_message(message, number) for number, message in enumerate(value, 1)]
+
+
+def one_line(text: object) -> str:
+    """Text for a row's error: on one line, and not endless."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+def _normalize_message(message: Any, number: int) -> dict:
+    if not isinstance(message, dict):
+        raise RowError(f"message {number} is not a {{role, content}} object")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"message {number} has no role")
+    for name in ("tool_calls", "function_call"):
+        if message.get(name):
+            raise RowError(f"message {number} has {name}, which is not supported")
+    if isinstance(content, list):
+        content = "\n".join(_text_part(part, number) for part in content)
+    if not isinstance(content, str):
+        raise RowError(
+            f"message {number} has no content" if content is None else f"message {number}: not text"
+        )
+    return {"role": role, "content": content}
+
+
+def _text_part(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RowError(f"message {number} has a part of type {kind!r}: only text parts are supported")
+    return part["text"]
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"cannot read the template file {path} ({one_line(getattr(error, 'strerror', None) or error)}): "
+            "after @ comes a UTF-8 file; a template that begins with @ itself is written {{ '@' }}..."
+        ) from error
+
+
+def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
+    """(column, whether it holds messages). Raises InputError if it is not there or has the wrong type."""
+    if spec.messages_column is not None:
+        column, flag, messages = spec.messages_column, "--messages-column", True
+    elif spec.column is not None:
+        column, flag, messages = spec.column, "--prompt-column", False
+    else:
+        column = next((c for c in ("prompt", "messages") if c in schema.names), None)
+        if column is None:
+            raise InputError(
+                "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
+                f"--messages-column (columns: {', '.join(schema.names)})"
+            )
+        flag, messages = "column", column == "messages" or _is_list(schema.field(column).type)
+    column_type = _value_type(schema, column, flag)
+    if pa.types.is_null(column_type):
+        raise InputError(f"{flag} {column!r} holds only nulls: choose another column")
+    if messages and not (_is_text(column_type) or _is_message_list(column_type)):
+        raise InputError(
+            f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}}, or JSON of them"
+        )
+    if not messages and not _is_text(column_type):
+        fix = (
+            "--messages-column"
+            if _is_list(column_type)
+            else "--prompt-template '{{ row[\"" + column + "\"] }}'"
+        )
+        raise InputError(f"{flag} {column!r} holds {column_type}, not text: give {fix}")
+    return column, messages
+
+
+def _value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
+    if column not in schema.names:
+        raise InputError(f"{flag} {column!r}: no such column{_closest(column, schema)}")
+    column_type = schema.field(column).type
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+
+
+def _closest(name: str, schema: pa.Schema) -> str:
+    close = difflib.get_close_matches(name, schema.names, n=1)
+    return (f"; did you mean {close[0]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
+
+
+def _is_text(column_type: pa.DataType) -> bool:
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(column_type) for test in is_text)
+
+
+def _is_list(column_type: pa.DataType) -> bool:
+    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
+
+
+def _is_message_list(column_type: pa.DataType) -> bool:
+    if not _is_list(column_type) or not pa.types.is_struct(column_type.value_type):
+        return False
+    item = column_type.value_type
+    return {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+
+
+def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Callable[[dict], str]]:
+    """(columns used, {column: value} -> text)."""
+    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def print_null_as_nothing(value: Any) -> Any:
+        return "" if value is None else value
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=print_null_as_nothing)
+    environment.filters["tojson"] = to_json
+    try:
+        tree = environment.parse(text)
+        template = environment.from_string(text)
+    except TemplateSyntaxError as error:
+        raise InputError(f"--prompt-template, line {error.lineno}: {one_line(error.message)}") from error
+    if any(True for _ in meta.find_referenced_templates(tree)):
+        raise InputError("--prompt-template cannot include, import or extend other templates: put all in one")
+    variables = meta.find_undeclared_variables(tree)
+    for name in sorted(variables - set(schema.names) - set(environment.globals) - {"row"}):
+        raise InputError(f"--prompt-template: {name!r} is not a column{_closest(name, schema)}")
+    whole_row = "row" in variables and "row" not in schema.names
+    columns = tuple(name for name in schema.names if whole_row or name in variables)
+
+    def render(row: dict[str, Any]) -> str:
+        try:
+            return template.render({"row": row, **row} if whole_row else row)
+        except Exception as error:  # whatever the expressions of a template can raise, on this row
+            raise RowError(f"prompt template: {type(error).__name__}: {one_line(error)}") from error
+
+    return columns, render
+
+
+def _text_prompts(render: Callable[[dict], str], spec: PromptSpec) -> Callable[[dict], Prompt]:
+    def prompt(row: dict) -> Prompt:
+        text = render(row)
+        if not text:
+            raise RowError("the prompt is empty")
+        if not spec.makes_chat:
+            return text
+        return _with_system([{"role": "user", "content": text}], spec)
+
+    return prompt
+
+
+def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict]:
+    if value is None:
+        raise RowError(f"column {column!r} is null")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"column {column!r} is not valid JSON: {one_line(error)}") from error
+    return _with_system(normalize_messages(value), spec)
+
+
+def _with_system(messages: list[dict], spec: PromptSpec) -> list[dict]:
+    if spec.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": spec.system_prompt}, *messages]
+
+
+def _text_of(value: str | None, column: str) -> str:
+    if value is None:
+        raise RowError(f"column {column!r} is null")
+    return value
+
+
+def _value(batch: pa.RecordBatch, column: str, index: int) -> Any:
+    """One cell as a Python value; one by one, so that a cell that is none spoils only its row."""
+    try:
+        return batch.column(column)[index].as_py()
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # invalid UTF-8, a date beyond Python's
+        raise RowError(f"column {column!r} cannot be read: {one_line(error)}") from error

@@ -1,0 +1,95 @@
+"""Compact facts about rows, in arrays by row index."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class RowMap:
+    """A number for every row in one span of row indices, 0 where none was put: an array that grows both ways.
+
+    One thread may put while others get.
+    """
+
+    def __init__(self, dtype: type) -> None:
+        self._span = (0, np.zeros(0, dtype))  # first row, values; replaced as one
+
+    def put(self, rows: np.ndarray, values: np.ndarray | int) -> None:
+        """Set rows (int64 [n]) to values ([n] or one for all)."""
+        if not len(rows):
+            return
+        first, held = self._span
+        low, end = int(rows.min()), int(rows.max()) + 1
+        if not len(held):
+            first = low
+        if low < first or end > first + len(held):
+            new_first = min(low, first)
+            length = max(end - new_first, first + len(held) - new_first)
+            grown = np.zeros(max(length, len(held) * 3 // 2), held.dtype)
+            grown[first - new_first : first - new_first + len(held)] = held
+            first, held = new_first, grown
+        held[rows - first] = values
+        self._span = (first, held)
+
+    def get(self, first_row: int, count: int) -> np.ndarray:
+        """The values of rows first_row to first_row + count - 1, [count]."""
+        first, held = self._span
+        low, end = max(first_row, first), min(first_row + count, first + len(held))
+        out = np.zeros(count, held.dtype)
+        if low < end:
+            out[low - first_row : end - first_row] = held[low - first : end - first]
+        return out
+
+    def __getitem__(self, row: int) -> int:
+        first, held = self._span
+        return int(held[row - first]) if first <= row < first + len(held) else 0
+
+    def count(self, value: int) -> int:
+        return int(np.count_nonzero(self._span[1] == value))
+
+    def replace(self, old: int, new: int) -> None:
+        held = self._span[1]
+        held[held == old] = new
+
+    def next_zero(self, row: int) -> int:
+        """The first row from `row` on that has no value."""
+        first, held = self._span
+        if not first <= row < first + len(held):
+            return row
+        zeros = np.flatnonzero(held[row - first :] == 0)[:1]
+        return row + int(zeros[0]) if len(zeros) else first + len(held)
+
+
+class DoneRows:
+    """Rows that need no more work, a byte a row: `row in done`, `len(done)`, `done.ok`, `done.failed`."""
+
+    _OK, _FAILED = 1, 2
+
+    def __init__(self) -> None:
+        self._state = RowMap(np.uint8)
+
+    def mark(self, rows: np.ndarray, failed: np.ndarray) -> None:
+        """rows: int64 [n]; failed: bool [n]. A later mark of the same row wins."""
+        self._state.put(rows, np.where(failed, self._FAILED, self._OK).astype(np.uint8))
+
+    def forget_failed(self) -> None:
+        """Count failed rows as not done, so that they are run again."""
+        self._state.replace(self._FAILED, 0)
+
+    def next_unfinished(self, row: int) -> int:
+        """The first row from `row` on that is not done."""
+        return self._state.next_zero(row)
+
+    def __contains__(self, row: int) -> bool:
+        return self._state[row] != 0
+
+    def __len__(self) -> int:
+        return self.ok + self.failed
+
+    @property
+    def ok(self) -> int:
+        return self._state.count(self._OK)
+
+    @property
+    def failed(self) -> int:
+        return self._state.count(self._FAILED)

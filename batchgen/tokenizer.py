@@ -1,0 +1,206 @@
+"""Text to tokens and back, with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.errors import InputError, RowError
+from batchgen.model_files import ModelFiles, cache_dir, model_identity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+class Tokenizer:
+    """A model's tokenizer. Encoding and decoding change nothing in it: threads may share one."""
+
+    def __init__(self, hf: PreTrainedTokenizerFast) -> None:
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        # A tokenizer.json may ask for both; prompts are cut or refused elsewhere, and never padded.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.vocab_size = len(hf)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Vocabularies that fall back to bytes have a token for each; those of bytes inside a character:
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(0x80, 0xC0))
+        self.continuation_ids = frozenset(token_id for token_id in ids if token_id is not None)
+        self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self.decode(self._anchor)
+        self._token_texts: dict[int, str] = {}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, with the special tokens the model expects around a prompt."""
+        return self._encode(texts, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[dict]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant's answer begins.
+
+        messages: `[{"role": ..., "content": ...}, ...]`. Raises RowError where the model's chat template
+        refuses them, InputError where it has none.
+        """
+        self.require_chat_template()
+        try:
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are code: they may raise anything
+            raise RowError(f"the model's chat template refuses the messages: {_reason(error)}") from error
+        return self._encode([text], add_special_tokens=False)[0]
+
+    def require_chat_template(self) -> None:
+        """Raises InputError where the model has no chat template."""
+        if not self._hf.chat_template:
+            raise InputError("the model has no chat template: give it prompts instead of messages")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens; incomplete characters become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it would stand in the middle of a text."""
+        if token_id not in self._token_texts:
+            # Alone, the token would lose its leading space in vocabularies that treat the first word apart.
+            text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text[len(self._anchor_text) :]
+        return self._token_texts[token_id]
+
+    def stop_detector(self, stop: Sequence[str]) -> StopDetector:
+        """A detector of these stop strings for one sample."""
+        return StopDetector(self, stop)
+
+    def identity(self) -> str:
+        """sha256 over everything that decides how text becomes tokens, and the chat template."""
+        template = json.dumps(self._hf.chat_template, sort_keys=True)
+        return hashlib.sha256((self._backend.to_str() + template).encode()).hexdigest()
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
+            clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+            encodings = self._backend.encode_batch_fast(clean, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+
+class StopDetector:
+    """Watches one sample's tokens for stop strings, across tokens and within them.
+
+    Each token costs a decode of the last few, as many as the longest stop string has bytes and a margin;
+    only when they hold a stop string is the whole sample decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._end: int | None = None  # where the text ends before a stop string
+        # Every token but a special one is at least a byte. Where the window begins, up to three tokens may be
+        # the rest of a character, and one may lose its leading space.
+        self._window = max((len(s.encode("utf-8", "replace")) for s in self._stop), default=0) + 4
+
+    def push(self, token_id: int) -> str | None:
+        """The stop string that the text holds now that this token was added, the earliest one; else None."""
+        if token_id in self._tokenizer.special_ids:
+            return None
+        ids = self._token_ids
+        ids.append(token_id)
+        start = max(0, len(ids) - self._window)
+        for _ in range(3):  # bytes of a character decode together or not at all
+            if start and ids[start] in self._tokenizer.continuation_ids:
+                start -= 1
+        recent = self._tokenizer.decode(ids[start:])
+        if not any(s in recent for s in self._stop):
+            return None
+        text = self._tokenizer.decode(ids)
+        places = [(text.find(s), s) for s in self._stop if s in text]
+        if not places:
+            return None
+        self._end, stop = min(places, key=lambda place: place[0])
+        return stop
+
+    @property
+    def text(self) -> str:
+        """The sample's text so far, up to the stop string if one was found."""
+        return self._tokenizer.decode(self._token_ids)[: self._end]
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The model's tokenizer. Raises InputError where it is missing or broken."""
+    if files.kind == "gguf":
+        return Tokenizer(_load_from_gguf(files))
+    if not any((files.path / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(f"{files.path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    return Tokenizer(_load(files.path))
+
+
+def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerFast:
+    with _quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(str(directory), gguf_file=gguf_file, local_files_only=True)
+        except Exception as error:  # files broken in any way, and packages that are not installed
+            place = directory / (gguf_file or "")
+            raise InputError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
+    if not hf.is_fast:
+        raise InputError(f"{directory} has no fast tokenizer (tokenizer.json)")
+    return hf
+
+
+def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """The tokenizer in a GGUF. Taking it out needs seconds, so it is kept in the cache directory."""
+    import transformers
+
+    source = json.dumps([model_identity(files), transformers.__version__], sort_keys=True)
+    cached = cache_dir() / "tokenizers" / hashlib.sha256(source.encode()).hexdigest()[:32]
+    if cached.is_dir():
+        try:
+            return _load_saved(cached)
+        except Exception:  # damaged in any way: make it anew
+            shutil.rmtree(cached, ignore_errors=True)
+    hf = _load(files.path.parent, files.path.name)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            hf.save_pretrained(f"{scratch}/saved")
+            os.rename(f"{scratch}/saved", cached)  # fails where another process was first
+    except OSError:
+        pass  # only slower next time
+    return hf
+
+
+def _load_saved(directory: Path) -> PreTrainedTokenizerFast:
+    """What `save_pretrained` wrote, without the second that importing AutoTokenizer takes."""
+    with _quiet_transformers():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Nothing below an error is logged by transformers inside."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's text, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
