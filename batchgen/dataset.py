@@ -11,10 +11,12 @@ are text, exactly as written, so that "007" or "2.50" reaches the prompt unchang
 from __future__ import annotations
 
 import codecs
+import csv
 import difflib
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -41,7 +43,6 @@ _EXTENSIONS = {
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)
 
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
-_CSV_BLOCK_BYTES = 8 << 20  # a CSV row must fit into one
 _HASH_WHOLE_BYTES = 64 << 20
 _HASH_SAMPLE_BYTES = 64 << 10
 _HASH_SAMPLES = 64
@@ -145,6 +146,10 @@ class Dataset:
                 yield first + offset, batch.slice(offset, min(batch_rows, end - offset))
             if stop is not None and first + batch.num_rows >= stop:
                 return
+        if self._total is not None:
+            raise InputError(
+                f"the input ended before row {stop}: it changed while it was read, so start again"
+            )
 
 
 def open_dataset(
@@ -281,6 +286,10 @@ def _naming(path: str, *more_errors: type[Exception]):
             raise InputError(
                 f"cannot read {path} ({error.strerror}): check its permissions and its disk"
             ) from error
+        if isinstance(error, UnicodeError):
+            raise InputError(
+                f"{path} is not UTF-8 ({_one_line(str(error))}): convert it, as iconv does"
+            ) from error
         raise InputError(
             f"cannot read {path} ({_one_line(str(error))}): it is damaged, incomplete or of another "
             "format, so write or copy it again"
@@ -396,52 +405,42 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _csv_source(paths: list[str], limit: int | None) -> _Source:
-    columns = {path: _csv_columns(path) for path in paths}
+    columns = {path: next(_csv_records(path), (0, []))[1] for path in paths}
+    for path, names in columns.items():
+        _check_unique(names, path)
     _check_same_columns(columns)
+    total = sum(1 for _ in itertools.islice(_csv_rows(paths), limit))
     schema = pa.schema([(name, pa.string()) for name in columns[paths[0]]])
-    sizes = dict.fromkeys(paths, 0)
-    for path, batch in ((p, batch) for p in paths for batch in _csv_batches(p, schema)):
-        sizes[path] += batch.num_rows
-        if limit is not None and sum(sizes.values()) >= limit:
-            break
-
-    def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        first = 0
-        for path in paths:
-            if first + sizes[path] <= start_row:
-                first += sizes[path]
-                continue
-            for batch in _csv_batches(path, schema):
-                yield first, batch
-                first += batch.num_rows
-
-    return _Source("csv", schema, sum(sizes.values()), read, lambda: _files_identity(paths))
+    read = _row_reader(lambda start: itertools.islice(_csv_rows(paths), start, None), schema, total, paths[0])
+    return _Source("csv", schema, total, read, lambda: _files_identity(paths))
 
 
-def _open_csv(file, path: str, column_types: dict[str, pa.DataType]):
-    import pyarrow.csv as pacsv
+def _csv_rows(paths: list[str]) -> Iterator[dict[str, str]]:
+    for path in paths:
+        records = _csv_records(path)
+        _, names = next(records, (0, []))
+        for line, fields in records:
+            if len(fields) != len(names):
+                raise InputError(
+                    f"{path}, line {line}: {len(fields)} fields, but the header has {len(names)}: correct it "
+                    "(fields that hold separators or line breaks go into double quotes)"
+                )
+            yield dict(zip(names, fields, strict=True))
 
+
+def _csv_records(path: str) -> Iterator[tuple[int, list[str]]]:
+    """(number of its last line, fields) of the header and each row; blank lines are no rows."""
     delimiter = "\t" if path.lower().removesuffix(".gz").endswith(".tsv") else ","
-    return pacsv.open_csv(
-        file,
-        read_options=pacsv.ReadOptions(block_size=_CSV_BLOCK_BYTES, use_threads=False),
-        parse_options=pacsv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=pacsv.ConvertOptions(column_types=column_types, strings_can_be_null=False),
-    )
-
-
-def _csv_columns(path: str) -> list[str]:
-    with _naming(path), _open_bytes(path) as file, _open_csv(file, path, {}) as reader:
-        names = reader.schema.names
-    _check_unique(names, path)
-    return names
-
-
-def _csv_batches(path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    types = {field.name: field.type for field in schema}
-    with _naming(path), _open_bytes(path) as file, _open_csv(file, path, types) as reader:
-        for batch in reader:
-            yield _conform(batch, schema)
+    csv.field_size_limit(2**31 - 1)  # fields are whole documents; the module's own limit is 128 KiB
+    with _naming(path), _open_bytes(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            yield from ((reader.line_num, fields) for fields in reader if fields)
+        except csv.Error as error:
+            raise InputError(
+                f"{path}, line {reader.line_num} is not valid CSV ({error}): correct it"
+            ) from error
 
 
 # JSON lines

@@ -43,7 +43,7 @@ class PartWriter:
         *,
         flush_interval_s: float = 5.0,
         flush_rows: int = 65536,
-        flush_bytes: int = 64 << 20,
+        flush_bytes: int = 32 << 20,
     ) -> None:
         self._parts_dir = parts_dir
         self._done_rows = done_rows

@@ -95,7 +95,9 @@ def compile_prompts(spec: PromptSpec, schema: pa.Schema, id_column: str | None =
     column, holds_messages = _source_column(spec, schema)
     if holds_messages:
         return CompiledPrompts((column,), lambda row: _message_prompt(row[column], column, spec), True)
-    return CompiledPrompts((column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat)
+    return CompiledPrompts(
+        (column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat
+    )
 
 
 def rows_to_requests(
@@ -248,6 +250,8 @@ def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Ca
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=print_null_as_nothing)
     environment.filters["tojson"] = to_json
+    for name in set(schema.names) & set(environment.globals):  # a column named "range" is that column
+        del environment.globals[name]
     try:
         tree = environment.parse(text)
         template = environment.from_string(text)
@@ -256,7 +260,7 @@ def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Ca
     if any(True for _ in meta.find_referenced_templates(tree)):
         raise InputError("--prompt-template cannot include, import or extend other templates: put all in one")
     variables = meta.find_undeclared_variables(tree)
-    for name in sorted(variables - set(schema.names) - set(environment.globals) - {"row"}):
+    for name in sorted(variables - set(schema.names) - {"row"}):
         raise InputError(f"--prompt-template: {name!r} is not a column{_closest(name, schema)}")
     whole_row = "row" in variables and "row" not in schema.names
     columns = tuple(name for name in schema.names if whole_row or name in variables)

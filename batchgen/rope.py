@@ -68,9 +68,9 @@ class RopeConfig:
     def _llama3(self, freqs: np.ndarray) -> np.ndarray:
         """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
         context = self.original_max_position
-        wavelengths = 2 * math.pi / freqs
         low, high = self.low_freq_factor, self.high_freq_factor
-        smooth = (context / wavelengths - low) / (high - low)
+        wavelengths = 1 / freqs * (2 * math.pi)  # torch divides a number by a tensor in these two steps
+        smooth = (1 / wavelengths * context - low) / (high - low)
         blended = (1 - smooth) * freqs / self.factor + smooth * freqs
         kept_or_blended = np.where(wavelengths < context / high, freqs, blended)
         return np.where(wavelengths > context / low, freqs / self.factor, kept_or_blended)

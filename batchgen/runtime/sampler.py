@@ -104,7 +104,7 @@ def _draw(logits: Tensor, sequences: Sized[Sequence]) -> Tensor:
 
 def _filter(probs: Tensor, params: Sized[SamplingParams]) -> Tensor:
     """Probabilities [rows, vocab] with zero for every token that min-p, then top-k, then top-p leaves out."""
-    ordered, index = probs.sort(-1, descending=True, stable=True)
+    ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1])
     top_k = torch.tensor([p.top_k or probs.shape[-1] for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]

@@ -1,0 +1,26 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory):
+    """family -> (path, transformers model), made when first asked for."""
+    from tiny_models import make_tiny_model
+
+    made = {}
+
+    def get(family, **overrides):
+        key = (family, repr(sorted(overrides.items())))
+        if key not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[key] = path, make_tiny_model(family, path, **overrides)
+        return made[key]
+
+    return get
