@@ -64,13 +64,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def storage_error(error: OSError, action: str, rows_safe: int) -> BatchgenError:
-    """The line for a disk that failed in `action` ("write X"), with `rows_safe` rows already on it."""
+def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> BatchgenError:
+    """The line for a disk that failed in `action` ("write X"), with `rows_safe` rows on it where known."""
     what = error.strerror or " ".join(str(error).split())
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"
     fix = _FIX.get(error.errno, "check the disk")
-    return BatchgenError(
-        f"cannot {action}: {what}; {rows_safe} finished rows are safe on disk: "
-        f"{fix} and run the same command again"
-    )
+    safe = "" if rows_safe is None else f"; {rows_safe} finished rows are safe on disk"
+    return BatchgenError(f"cannot {action}: {what}{safe}: {fix} and run the same command again")

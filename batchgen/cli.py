@@ -86,6 +86,8 @@ _OPTIONS = [
     click.option("--overwrite", is_flag=True, help="Drop old progress; the old output stays until the new one is whole."),
     click.option("--retry-failed", is_flag=True, help="Run the rows that failed again."),
     click.option("--max-time", metavar="TIME", help="Stop cleanly after 6h, 90m, ...; the next run goes on (exit code 3)."),
+    click.option("--flush-interval", default="5s", show_default=True, metavar="TIME",
+                 help="How often finished rows are saved: what a crash can cost."),
     click.option("--on-error", type=click.Choice(["record", "fail"]), default="record", show_default=True,
                  help="A bad row: note it in the row, or stop the job."),
     click.option("--on-overlong", type=click.Choice(["error", "truncate-left", "truncate-right"]), default="error",

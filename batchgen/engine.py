@@ -267,11 +267,12 @@ class Engine:
             token_ids = self.parts.tokenizer.encode_chat(prompt)
         else:
             token_ids = [int(t) for t in prompt]
-            vocab_size = self.parts.config.vocab_size
-            if any(not 0 <= t < vocab_size for t in token_ids):
-                raise RowError(f"the prompt has a token id outside the vocabulary of {vocab_size}")
         if not token_ids:
             raise RowError("the prompt is empty")
+        # Tokenizers may have tokens that the model has no embedding for.
+        vocab_size = self.parts.config.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise RowError(f"the prompt has a token id outside the model's vocabulary of {vocab_size}")
         return token_ids
 
     def _fit(self, request: Request, token_ids: list[int]) -> tuple[Request, list[int]]:

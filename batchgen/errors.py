@@ -22,3 +22,9 @@ class InputError(BatchgenError):
 
 class RowError(Exception):
     """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
+
+
+def one_line(text: object) -> str:
+    """Text for such a line: line breaks and runs of blanks become one blank, and it is not endless."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= 300 else line[:297] + "..."

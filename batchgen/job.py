@@ -56,6 +56,7 @@ class JobOptions:
     overwrite: bool = False
     retry_failed: bool = False
     max_time: str | float | None = None
+    flush_interval: str | float = "5s"
     on_error: str = "record"
     on_overlong: str = "error"
     shard: str | None = None
@@ -190,6 +191,8 @@ def _check_options(options: JobOptions) -> None:
     check_report_path(options.report)
     if options.max_time is not None:
         _seconds(options.max_time)
+    if _seconds(options.flush_interval) <= 0:
+        raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
 
 
 def _seconds(value: str | float) -> float:
@@ -209,7 +212,7 @@ def _open_source(options: JobOptions) -> _Source:
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 
-    from batchgen.prompts import PromptSpec, compile_prompts, rows_to_requests
+    from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 
     spec = PromptSpec(
         options.prompt_column,
@@ -283,7 +286,7 @@ def _generate(
         )
 
     completions = engine.generate(source.requests(state, rows), should_stop=expired, on_sweep=show)
-    with state.writer() as writer:
+    with state.writer(flush_interval_s=_seconds(options.flush_interval)) as writer:
         try:
             for completion in completions:
                 row = rows.pop(completion.index)
@@ -304,7 +307,8 @@ def _on_failed_row(options: JobOptions, row: int, completion: Completion) -> Non
 
 def _openai_source(options: JobOptions, dataset: Dataset) -> _Source:
     """An OpenAI batch brings its own prompts and parameters."""
-    from batchgen.openai_batch import format_error, format_response, rows_to_requests
+    from batchgen.dataset.openai_batch import rows_to_requests
+    from batchgen.dataset.openai_response import format_error, format_response
 
     given = {
         "--prompt-column": options.prompt_column,

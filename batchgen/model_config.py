@@ -94,6 +94,9 @@ class ModelConfig:
         for window in self.windows:
             if window is not None:
                 _require_positive("sliding_window", window)
+        for token_id in self.eos_token_ids:
+            if not isinstance(token_id, int):
+                raise InputError(f"eos_token_id must be a token id or a list of them, not {token_id!r}")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,9 @@ def read_config(files: ModelFiles) -> ModelConfig:
     generation = files.path / "generation_config.json"
     if not (config.get("dtype") or config.get("torch_dtype")):
         config["dtype"] = _stored_dtype(files)
-    try:
-        return ModelConfig.from_hf(config, _read_json(generation) if generation.exists() else None)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+    defaults = _read_json(generation) if generation.exists() else None
+    with _naming(path):
+        return ModelConfig.from_hf(config, defaults)
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:
@@ -218,10 +218,19 @@ def _gguf_config(path: Path) -> ModelConfig:
 
         factors = tuple(np.fromfile(path, np.float32, info.shape[0], offset=info.offset).tolist())
     shapes = {name: info.shape for name, info in header.tensors.items()}
-    try:
+    with _naming(path):
         return ModelConfig.from_gguf(header.metadata, shapes, _main_dtype(header.tensors), factors)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the file's name before what is wrong with the configuration in it."""
+    try:
+        yield
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # a value of the wrong kind
+        raise InputError(f"{path} is not a valid model configuration: {error}") from error
 
 
 def _stored_dtype(files: ModelFiles) -> str:

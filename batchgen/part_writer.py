@@ -56,8 +56,10 @@ class PartWriter:
         self._settled_bytes = 0  # changed by the writer thread only
         self._failure: BaseException | None = None
         self._failure_raised = False
-        self._thread = threading.Thread(target=self._run, name="part-writer", daemon=True)
-        self._thread.start()
+        # Not Thread.join and is_alive: after a KeyboardInterrupt in them a live thread passes for ended.
+        self._ended = False
+        self._farewell: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="part-writer", daemon=True).start()
 
     def add(self, row: int, result: RowResult) -> None:
         """Hand over one finished row. Cheap; waits only while the disk is far behind."""
@@ -78,8 +80,9 @@ class PartWriter:
 
     def close(self) -> None:
         """Flush and end the thread. Raises what went wrong, unless an earlier call did."""
-        self._inbox.put(_Barrier(queue.SimpleQueue(), last=True))  # in vain, and harmless, on a second call
-        self._thread.join()
+        if not self._ended:
+            self._inbox.put(_Barrier(self._farewell, last=True))
+            self._farewell.get()
         if not self._failure_raised:
             self._raise_failure()
 
@@ -91,7 +94,7 @@ class PartWriter:
 
     def _check(self) -> None:
         self._raise_failure()
-        if not self._thread.is_alive():
+        if self._ended:
             raise ValueError("the part writer is closed")
 
     def _raise_failure(self) -> None:
@@ -118,6 +121,7 @@ class PartWriter:
                 self._settled_bytes += pending_bytes
                 pending, pending_bytes = {}, 0
             if isinstance(item, _Barrier):
+                self._ended = item.last
                 item.answer.put(None)
                 if item.last:
                     return

@@ -77,7 +77,7 @@ def open_run(
         run._open(resume, overwrite, retry_failed)
     except OSError as error:
         run.close()
-        raise storage_error(error, f"open {directory}", len(run.done_rows)) from error
+        raise storage_error(error, f"open {directory}") from error
     except BaseException:
         run.close()
         raise

@@ -79,7 +79,7 @@ def _check_extents(path: Path, tensors: dict[str, TensorInfo], file_bytes: int) 
     for name, info in tensors.items():
         if info.offset < 0 or info.num_bytes < 0 or info.offset + info.num_bytes > file_bytes:
             raise InputError(
-                f"{path} is truncated: tensor {name} ends at byte {info.offset + info.num_bytes:,} of "
+                f"{path} is truncated: tensor {name!r} ends at byte {info.offset + info.num_bytes:,} of "
                 f"{file_bytes:,}: fetch it again"
             )
 
@@ -114,11 +114,15 @@ class _GgufParser:
         extents = {}
         for _ in range(num_tensors):
             name = self.string()
-            shape = tuple(self.scalar("Q") for _ in range(self.scalar("I")))[::-1]
+            if (num_dims := self.scalar("I")) > 8:
+                raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(self.scalar("Q") for _ in range(num_dims))[::-1]
             kind = GGMLQuantizationType(self.scalar("I"))
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
             extents[name] = (kind.name, shape, self.scalar("Q"), math.prod(shape) // block_size * block_bytes)
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r}")
         start = -(-self.position // alignment) * alignment
         tensors = {
             name: TensorInfo(self.path, kind, shape, start + offset, num_bytes)

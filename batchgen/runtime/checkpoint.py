@@ -7,6 +7,7 @@ parts make up each tensor; a format only has to fill one part.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def _norm(config: ModelConfig, name: str) -> Layout:
 class Checkpoint:
     """Weights to be loaded piece by piece; each call reads anew and keeps nothing.
 
-    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them at most
+    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them only some
     `_CHUNK_VALUES` values are held. Calls raise InputError naming file and tensor where reading fails.
     """
 
@@ -179,11 +180,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
     wanted += [(layer_layout(config), layer) for layer in range(config.num_layers)]
     for layout, layer in wanted:
         for part, shape in (entry for parts in layout.values() for entry in parts):
-            name, info = find(part, layer)
-            if info.shape != shape:
-                raise InputError(
-                    f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {list(shape)}"
-                )
+            _check_tensor(files.kind, *find(part, layer), shape)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
@@ -235,6 +232,18 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
     return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
 
 
+def _check_tensor(kind: str, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    where = f"tensor {name} in {info.path}"
+    if info.shape != shape:
+        raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
+    if kind == "gguf":
+        return  # sizes follow from type and shape; the gguf package knows which types it can read
+    if info.dtype not in _DTYPES:
+        raise InputError(f"{where} is {info.dtype}; supported: {', '.join(_DTYPES)}")
+    if info.num_bytes != math.prod(shape) * _DTYPES[info.dtype].itemsize:
+        raise InputError(f"{where} has {info.num_bytes:,} bytes, which do not fit its shape")
+
+
 def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> None:
     """A file with an output matrix that a tied model would leave unused must hold the embedding there."""
     first, second = tensors[embed], tensors[lm_head]
@@ -272,11 +281,7 @@ def _read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> N
 
 
 def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
-    stored = _DTYPES.get(info.dtype)
-    if stored is None:
-        raise InputError(f"tensor {name} in {info.path} is {info.dtype}; supported: {', '.join(_DTYPES)}")
-    if info.num_bytes != out.numel() * stored.itemsize:
-        raise InputError(f"tensor {name} in {info.path} has {info.num_bytes:,} bytes, which its shape denies")
+    stored = _DTYPES[info.dtype]
     if stored == out.dtype:
         _read_into(name, info, 0, memoryview(out.view(-1).view(torch.uint8).numpy()))
         return

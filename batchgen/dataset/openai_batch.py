@@ -1,4 +1,4 @@
-"""OpenAI batch files: a line of the input into a `Request`, and what came of it into a line of the output.
+"""OpenAI batch files: a line of the input into a `Request`.
 
 Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additions to them. A parameter that
 would change the answer and is not supported fails its row by name; none is dropped silently.
@@ -6,15 +6,14 @@ would change the answer and is not supported fails its row by name; none is drop
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
 
-from batchgen.errors import InputError, RowError
-from batchgen.prompts import normalize_messages, one_line
+from batchgen.dataset.messages import normalize_messages
+from batchgen.errors import InputError, RowError, one_line
 from batchgen.request import Request, SamplingParams
 
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -47,7 +46,6 @@ _NEUTRAL: dict[str, tuple] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
 
 
 def line_to_row(line: dict) -> dict[str, str | None]:
@@ -141,58 +139,6 @@ def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, Sam
         raise RowError(str(error)) from error
 
 
-def format_response(
-    custom_id: str | None, body: str | dict, completion_row: dict, model_name: str, row_index: int
-) -> dict:
-    """A line of the success file.
-
-    body: the request's, as in the column `body`; it tells a chat from a completion. completion_row:
-        {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
-        "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
-    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is
-    written.
-    """
-    chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
-    digest = _digest(custom_id, row_index)
-    prompt_tokens, completion_tokens = (
-        completion_row["prompt_tokens"],
-        sum(completion_row["generated_tokens"]),
-    )
-    answer = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": 0,
-        "model": model_name,
-        "choices": [
-            (_chat_choice if chat else _text_choice)(index, sample)
-            for index, sample in enumerate(completion_row["samples"])
-        ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
-    }
-    return {
-        "id": f"batch_req_{digest}",
-        "custom_id": custom_id,
-        "response": {"status_code": 200, "request_id": f"req_{digest}", "body": answer},
-        "error": None,
-    }
-
-
-def format_error(custom_id: str | None, message: str, row_index: int) -> dict:
-    """A line of the error file: the message as a status 400 response and as the line's own `error`."""
-    digest = _digest(custom_id, row_index)
-    details = {"message": message, "type": "invalid_request_error", "param": None, "code": "row_failed"}
-    return {
-        "id": f"batch_req_{digest}",
-        "custom_id": custom_id,
-        "response": {"status_code": 400, "request_id": f"req_{digest}", "body": {"error": details}},
-        "error": {"code": "row_failed", "message": message},
-    }
-
-
 def _take(fields: dict, name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
     """Removes a field and returns its value, or the default. Raises RowError where it is not valid."""
     if name not in fields:
@@ -250,60 +196,3 @@ def _refuse_others(fields: dict) -> None:
             known = name in _NEUTRAL
             value_text = one_line(json.dumps(value, ensure_ascii=False))[:80]
             raise RowError(f"{name} = {value_text} is not supported" if known else f"{name} is not supported")
-
-
-def _digest(custom_id: str | None, row_index: int) -> str:
-    return hashlib.sha256(json.dumps([custom_id, row_index]).encode()).hexdigest()[:24]
-
-
-def _chat_choice(index: int, sample: dict) -> dict:
-    logprobs = sample.get("logprobs")
-    positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": sample["text"], "refusal": None},
-        "logprobs": positions,
-        "finish_reason": sample["finish_reason"],
-    }
-
-
-def _position(position: dict) -> dict:
-    return {**_token(position), "top_logprobs": [_token(token) for token in position["top"]]}
-
-
-def _token(token: dict) -> dict:
-    # A token that is only part of a character shows as U+FFFD: its own bytes are not known here.
-    text = token["token"]
-    known = "\ufffd" not in text
-    return {"token": text, "logprob": _logprob(token), "bytes": list(text.encode()) if known else None}
-
-
-def _text_choice(index: int, sample: dict) -> dict:
-    return {
-        "index": index,
-        "text": sample["text"],
-        "logprobs": None if sample.get("logprobs") is None else _text_logprobs(sample["logprobs"]),
-        "finish_reason": sample["finish_reason"],
-    }
-
-
-def _text_logprobs(positions: list[dict]) -> dict:
-    tops = []  # one {token: logprob} a position, with the chosen token always among them
-    offsets, offset = [], 0
-    for position in positions:
-        ranked: dict[str, float] = {}
-        for token in [*position["top"], position]:
-            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the likeliest
-        tops.append(ranked)
-        offsets.append(offset)
-        offset += len(position["token"])
-    return {
-        "tokens": [position["token"] for position in positions],
-        "token_logprobs": [_logprob(position) for position in positions],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _logprob(token: dict) -> float:
-    return max(token["logprob"], _LOWEST_LOGPROB)

@@ -1,0 +1,59 @@
+"""CSV and TSV files, read twice: when opened, to find every error and count the rows, and then for the rows.
+
+CSV has no types: its columns are text, exactly as written, so that "007" or "2.50" reaches the prompt
+unchanged.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from batchgen.dataset.identity import files_identity
+from batchgen.dataset.row_batches import row_reader
+from batchgen.dataset.source import Source, check_same_columns, check_unique, naming, open_bytes
+from batchgen.errors import InputError
+
+
+def csv_source(paths: list[str], limit: int | None) -> Source:
+    """CSV files as one input, all columns text. Raises InputError, naming the line that is not valid."""
+    columns = {path: next(_csv_records(path), (0, []))[1] for path in paths}
+    for path, names in columns.items():
+        check_unique(names, path)
+    check_same_columns(columns)
+    total = sum(1 for _ in itertools.islice(_csv_rows(paths), limit))
+    schema = pa.schema([(name, pa.string()) for name in columns[paths[0]]])
+    read = row_reader(lambda start: itertools.islice(_csv_rows(paths), start, None), schema, total, paths[0])
+    return Source("csv", schema, total, read, lambda: files_identity(paths))
+
+
+def _csv_rows(paths: list[str]) -> Iterator[dict[str, str]]:
+    for path in paths:
+        records = _csv_records(path)
+        _, names = next(records, (0, []))
+        for line, fields in records:
+            if len(fields) != len(names):
+                raise InputError(
+                    f"{path}, line {line}: {len(fields)} fields, but the header has {len(names)}: correct it "
+                    "(fields that hold separators or line breaks go into double quotes)"
+                )
+            yield dict(zip(names, fields, strict=True))
+
+
+def _csv_records(path: str) -> Iterator[tuple[int, list[str]]]:
+    """(number of its last line, fields) of the header and each row; blank lines are no rows."""
+    delimiter = "\t" if path.lower().removesuffix(".gz").endswith(".tsv") else ","
+    csv.field_size_limit(2**31 - 1)  # fields are whole documents; the module's own limit is 128 KiB
+    with naming(path), open_bytes(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            yield from ((reader.line_num, fields) for fields in reader if fields)
+        except csv.Error as error:
+            raise InputError(
+                f"{path}, line {reader.line_num} is not valid CSV ({error}): correct it"
+            ) from error

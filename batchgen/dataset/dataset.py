@@ -1,0 +1,95 @@
+"""`Dataset`: the rows of a `Source` that one job is about, with `limit` and `shard` laid over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from batchgen.dataset.source import Source
+from batchgen.errors import InputError
+
+
+class Dataset:
+    """The rows of one input that this job is about. Made by `open_dataset`.
+
+    Row indices count from 0 over the whole input, whatever `limit` and `shard` leave of it. It may be
+    iterated any number of times.
+    """
+
+    def __init__(self, source: Source, limit: int | None, shard: tuple[int, int] | None):
+        self._source, self._limit, self._shard = source, limit, shard
+        self._total = source.total_rows  # rows after `limit`; None until counted
+        if self._total is not None and limit is not None:
+            self._total = min(self._total, limit)
+
+    @property
+    def format(self) -> str:
+        """One of `FORMATS`."""
+        return self._source.format
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All input columns. Every batch has exactly this schema."""
+        return self._source.schema
+
+    @property
+    def duplicate_rows(self) -> frozenset[int]:
+        """OpenAI batches: indices of the rows whose custom_id an earlier row already has. Else empty."""
+        return self._source.duplicates
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows after limit and shard, or None where only `count_rows()` can tell."""
+        if self._total is None:
+            return None
+        begin, stop = self._bounds()
+        return stop - begin
+
+    def count_rows(self) -> int:
+        """`num_rows`, with a pass over the input where that is needed (once)."""
+        if self._total is None:
+            counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024))
+            self._total = sum(counts)
+        return self.num_rows
+
+    def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(index of the first row, batch) in input order, from row `start_row` on.
+
+        Batches hold 1 to `batch_rows` rows, cut wherever the reader finds it cheapest. Raises InputError,
+        naming the file, where it turns out to be corrupt on the way.
+        """
+        if self._shard is not None:
+            self.count_rows()
+        begin, stop = self._bounds()
+        return self._clipped(max(begin, start_row), stop, batch_rows)
+
+    def identity(self) -> dict:
+        """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
+
+        No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the
+        shard, which belong to the job.
+        """
+        columns = {field.name: str(field.type) for field in self.schema}
+        return {"format": self.format, "columns": columns, **self._source.identity()}
+
+    def _bounds(self) -> tuple[int, int | None]:
+        """First row and the one after the last; None: to the end."""
+        if self._total is None:
+            return 0, self._limit
+        index, shards = self._shard or (0, 1)
+        return index * self._total // shards, (index + 1) * self._total // shards
+
+    def _clipped(self, begin: int, stop: int | None, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        if stop is not None and begin >= stop:
+            return
+        for first, batch in self._source.read(begin, batch_rows):
+            end = batch.num_rows if stop is None else min(batch.num_rows, stop - first)
+            for offset in range(max(begin - first, 0), end, batch_rows):
+                yield first + offset, batch.slice(offset, min(batch_rows, end - offset))
+            if stop is not None and first + batch.num_rows >= stop:
+                return
+        if self._total is not None:
+            raise InputError(
+                f"the input ended before row {stop}: it changed while it was read, so start again"
+            )

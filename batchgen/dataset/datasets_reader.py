@@ -1,0 +1,110 @@
+"""The `datasets` library: saved to disk, on the hub or in memory, as a table or as a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.dataset.files import suggestion
+from batchgen.dataset.json_types import infer_schema
+from batchgen.dataset.row_batches import row_reader, to_json
+from batchgen.dataset.source import Source, conform, naming
+from batchgen.errors import InputError, one_line
+
+
+def saved_source(name: str, split: str | None, limit: int | None) -> Source:
+    """A directory that `datasets.save_to_disk` wrote. Raises InputError: damaged, or no such split."""
+    import datasets
+
+    with naming(name, ValueError, KeyError, TypeError):
+        loaded = datasets.load_from_disk(name)
+    return datasets_source(loaded, name, split, limit)
+
+
+def hub_source(name: str, split: str | None, limit: int | None) -> Source:
+    """A hub dataset, streamed. Raises InputError: it cannot be loaded, or there is no such split."""
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, streaming=True)
+    except Exception as error:  # the library raises many kinds, for no network as for no such dataset
+        reason = one_line(error) or type(error).__name__
+        raise InputError(
+            f"{name}: no such file or directory{suggestion(name)}; nor could a hub dataset of that name be "
+            f"loaded ({reason})"
+        ) from error
+    return datasets_source(loaded, name, split, limit)
+
+
+def datasets_source(dataset: Any, name: str, split: str | None, limit: int | None) -> Source:
+    """A `datasets` object, which errors call `name`. Raises InputError: no such split, or another type."""
+    import datasets
+
+    if isinstance(dataset, dict):  # DatasetDict, IterableDatasetDict
+        if split is None and len(dataset) > 1:
+            raise InputError(f"{name} has several splits: choose one with --split ({', '.join(dataset)})")
+        if split is not None and split not in dataset:
+            raise InputError(f"{name} has no split {split!r}: choose one of {', '.join(dataset)}")
+        if not dataset:
+            raise InputError(f"{name} has no splits: nothing to generate")
+        dataset = dataset[split] if split is not None else next(iter(dataset.values()))
+    elif split is not None and str(getattr(dataset, "split", None)) != split:
+        raise InputError(f"{name} is a single dataset without a split {split!r}: leave --split out")
+    if isinstance(dataset, datasets.Dataset):
+        return _table_source(dataset)
+    if isinstance(dataset, datasets.IterableDataset):
+        return _iterable_source(dataset, name, limit)
+    raise InputError(f"input must be a path or a `datasets` dataset, not {type(dataset).__name__}")
+
+
+def _table_source(dataset: Any) -> Source:
+    dataset = dataset.with_format(None)
+    schema = dataset.features.arrow_schema.remove_metadata()
+
+    def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        rest = dataset.select(range(start_row, len(dataset))).with_format("arrow")
+        return _table_batches(rest.iter(batch_rows), schema, start_row)
+
+    def identity() -> dict:
+        return {"fingerprint": dataset._fingerprint, "rows": len(dataset)}
+
+    return Source("datasets", schema, len(dataset), read, identity)
+
+
+def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
+    """A stream: of unknown length, unless its features are unknown too and a pass has to find them."""
+    dataset = dataset.with_format(None)
+    if dataset.features is not None:
+        schema, total = dataset.features.arrow_schema.remove_metadata(), None
+
+        def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+            with naming(name):
+                yield from _table_batches(dataset.with_format("arrow").iter(batch_rows), schema, 0)
+
+    else:
+
+        def rows_from(start_row: int) -> Iterator[dict]:
+            with naming(name):
+                yield from itertools.islice(dataset, start_row, None)
+
+        schema, total = infer_schema(itertools.islice(rows_from(0), limit), name)
+        read = row_reader(rows_from, schema, total, name)
+
+    def identity() -> dict:
+        _, head = next(read(0, 64))
+        return {"head_sha256": hashlib.sha256(to_json(head.slice(0, 64).to_pylist()).encode()).hexdigest()}
+
+    return Source("datasets", schema, total, read, identity)
+
+
+def _table_batches(
+    tables: Iterator[pa.Table], schema: pa.Schema, first: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    for table in tables:
+        for batch in table.combine_chunks().to_batches():
+            yield first, conform(batch, schema)
+            first += batch.num_rows

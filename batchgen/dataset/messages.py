@@ -1,0 +1,45 @@
+"""Chat messages as people write them, into the one form that the rest works with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.errors import RowError
+
+
+def normalize_messages(value: Any) -> list[dict]:
+    """Chat messages as [{"role", "content"}], content a text. Content in text parts is joined by newlines.
+
+    Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take
+    (images, tool calls).
+    """
+    if not isinstance(value, list) or not value:
+        raise RowError("messages are not a list of {role, content} objects, or it is empty")
+    return [_normalize_message(message, number) for number, message in enumerate(value, 1)]
+
+
+def _normalize_message(message: Any, number: int) -> dict:
+    if not isinstance(message, dict):
+        raise RowError(f"message {number} is not a {{role, content}} object")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"message {number} has no role")
+    for name in ("tool_calls", "function_call"):
+        if message.get(name):
+            raise RowError(f"message {number} has {name}, which is not supported")
+    if isinstance(content, list):
+        content = "\n".join(_text_part(part, number) for part in content)
+    if not isinstance(content, str):
+        raise RowError(
+            f"message {number} has no content" if content is None else f"message {number}: not text"
+        )
+    return {"role": role, "content": content}
+
+
+def _text_part(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RowError(f"message {number} has a part of type {kind!r}: only text parts are supported")
+    return part["text"]

@@ -1,0 +1,117 @@
+"""OpenAI batch files: what came of a request into a line of the success or the error file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+_LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
+
+
+def format_response(
+    custom_id: str | None, body: str | dict, completion_row: dict, model_name: str, row_index: int
+) -> dict:
+    """A line of the success file.
+
+    body: the request's, as in the column `body`; it tells a chat from a completion. completion_row:
+        {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
+        "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
+    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is
+    written.
+    """
+    chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
+    digest = _digest(custom_id, row_index)
+    prompt_tokens, completion_tokens = (
+        completion_row["prompt_tokens"],
+        sum(completion_row["generated_tokens"]),
+    )
+    answer = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": 0,
+        "model": model_name,
+        "choices": [
+            (_chat_choice if chat else _text_choice)(index, sample)
+            for index, sample in enumerate(completion_row["samples"])
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": custom_id,
+        "response": {"status_code": 200, "request_id": f"req_{digest}", "body": answer},
+        "error": None,
+    }
+
+
+def format_error(custom_id: str | None, message: str, row_index: int) -> dict:
+    """A line of the error file: the message as a status 400 response and as the line's own `error`."""
+    digest = _digest(custom_id, row_index)
+    details = {"message": message, "type": "invalid_request_error", "param": None, "code": "row_failed"}
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": custom_id,
+        "response": {"status_code": 400, "request_id": f"req_{digest}", "body": {"error": details}},
+        "error": {"code": "row_failed", "message": message},
+    }
+
+
+def _digest(custom_id: str | None, row_index: int) -> str:
+    return hashlib.sha256(json.dumps([custom_id, row_index]).encode()).hexdigest()[:24]
+
+
+def _chat_choice(index: int, sample: dict) -> dict:
+    logprobs = sample.get("logprobs")
+    positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": sample["text"], "refusal": None},
+        "logprobs": positions,
+        "finish_reason": sample["finish_reason"],
+    }
+
+
+def _position(position: dict) -> dict:
+    return {**_token(position), "top_logprobs": [_token(token) for token in position["top"]]}
+
+
+def _token(token: dict) -> dict:
+    # A token that is only part of a character shows as U+FFFD: its own bytes are not known here.
+    text = token["token"]
+    known = "\ufffd" not in text
+    return {"token": text, "logprob": _logprob(token), "bytes": list(text.encode()) if known else None}
+
+
+def _text_choice(index: int, sample: dict) -> dict:
+    return {
+        "index": index,
+        "text": sample["text"],
+        "logprobs": None if sample.get("logprobs") is None else _text_logprobs(sample["logprobs"]),
+        "finish_reason": sample["finish_reason"],
+    }
+
+
+def _text_logprobs(positions: list[dict]) -> dict:
+    tops = []  # one {token: logprob} a position, with the chosen token always among them
+    offsets, offset = [], 0
+    for position in positions:
+        ranked: dict[str, float] = {}
+        for token in [*position["top"], position]:
+            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the likeliest
+        tops.append(ranked)
+        offsets.append(offset)
+        offset += len(position["token"])
+    return {
+        "tokens": [position["token"] for position in positions],
+        "token_logprobs": [_logprob(position) for position in positions],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _logprob(token: dict) -> float:
+    return max(token["logprob"], _LOWEST_LOGPROB)

@@ -1,0 +1,90 @@
+"""`open_dataset`: which reader an input is for."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from batchgen.dataset.csv_reader import csv_source
+from batchgen.dataset.dataset import Dataset
+from batchgen.dataset.datasets_reader import datasets_source, hub_source, saved_source
+from batchgen.dataset.files import EXTENSIONS, find_files, format_of
+from batchgen.dataset.json_reader import json_source, looks_like_openai, openai_source
+from batchgen.dataset.parquet_reader import parquet_source
+from batchgen.dataset.source import FORMATS, Source
+from batchgen.errors import InputError
+
+
+def open_dataset(
+    source: Any,
+    *,
+    input_format: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    shard: tuple[int, int] | None = None,
+) -> Dataset:
+    """Opens an input and checks all of it that can be checked without keeping it in memory.
+
+    source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or
+        CSV (.csv, .tsv) files, the last two also with .gz; a directory written by `datasets.save_to_disk`; a
+        hub dataset id; or a `datasets` object. The files of one input are read in the order of their names
+        and must have the same columns.
+    input_format: one of `FORMATS`, where the name does not tell. split: of a `datasets` dataset.
+    limit: only the first so many rows. shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
+    Raises InputError: nothing found, nothing in it, not readable, or not what its name says.
+    """
+    if input_format is not None and input_format not in FORMATS:
+        raise InputError(f"--input-format {input_format!r} is not one of {', '.join(FORMATS)}")
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit must be at least 1, not {limit}")
+    if shard is not None and not 0 <= shard[0] < shard[1]:
+        raise InputError(f"shard {shard[0]}/{shard[1]} does not exist: count from 0 to {shard[1] - 1}")
+    if isinstance(source, (str, os.PathLike)):
+        name = os.path.expanduser(os.fspath(source))
+        opened = _open_path(name, input_format, split, limit)
+    else:
+        name = f"the {type(source).__name__} given"
+        opened = datasets_source(source, name, split, limit)
+    if opened.total_rows == 0 or (opened.total_rows is None and next(opened.read(0, 1), None) is None):
+        raise InputError(f"{name} has no rows: nothing to generate")
+    if not opened.schema.names:
+        raise InputError(f"{name} has no columns: nothing to make a prompt of")
+    return Dataset(opened, limit, shard)
+
+
+def _open_path(name: str, input_format: str | None, split: str | None, limit: int | None) -> Source:
+    saved = any(os.path.exists(os.path.join(name, f)) for f in ("dataset_dict.json", "state.json"))
+    if saved and input_format in (None, "datasets"):
+        return saved_source(name, split, limit)
+    if not os.path.exists(name) and _may_be_on_hub(name, input_format):
+        return hub_source(name, split, limit)
+    if input_format == "datasets":
+        raise InputError(
+            f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets"
+        )
+    if split is not None:
+        raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
+    paths = find_files(name, input_format)
+    formats = {input_format or format_of(path): path for path in paths}
+    if None in formats:
+        known = " ".join(EXTENSIONS)
+        raise InputError(
+            f"{formats[None]}: cannot tell its format from the name (known: {known}, text also as .gz): "
+            f"give --input-format, one of {', '.join(FORMATS)}"
+        )
+    if len(formats) > 1:
+        raise InputError(f"{name} has files of several formats: give --input-format {' or '.join(formats)}")
+    (file_format,) = formats
+    if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0]):
+        file_format = "openai"
+    if file_format == "parquet":
+        return parquet_source(paths)
+    return {"jsonl": json_source, "csv": csv_source, "openai": openai_source}[file_format](paths, limit)
+
+
+def _may_be_on_hub(name: str, input_format: str | None) -> bool:
+    if input_format is None:  # "org/name", unless it is a misspelt file of a directory that is here
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and format_of(name) is None
+        return is_id and not os.path.isdir(os.path.dirname(name))
+    return input_format == "datasets"

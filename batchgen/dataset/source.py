@@ -1,0 +1,87 @@
+"""What every reader makes: a `Source`, a schema and a function that reads from a given row.
+
+And what the readers share: files opened and errors named in the same way, columns checked and put in order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchgen.errors import InputError, one_line
+
+FORMATS = ("parquet", "jsonl", "csv", "datasets", "openai")
+_READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input of a known format, before limit and shard.
+
+    total_rows: None where only a full pass can tell. read(start_row, batch_rows) yields (first row, batch) in
+    order; it may begin with rows before `start_row` where that is cheaper than cutting, and batches may be
+    larger than `batch_rows`.
+    """
+
+    format: str
+    schema: pa.Schema
+    total_rows: int | None
+    read: Callable[[int, int], Iterator[tuple[int, pa.RecordBatch]]]
+    identity: Callable[[], dict]
+    duplicates: frozenset[int] = frozenset()
+
+
+@contextmanager
+def naming(path: str, *more_errors: type[Exception]):
+    """Turns what a reader raises about `path` into one line that names it."""
+    try:
+        yield
+    except (*_READ_ERRORS, *more_errors) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(
+                f"cannot read {path} ({error.strerror}): check its permissions and its disk"
+            ) from error
+        if isinstance(error, UnicodeError):
+            raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
+        raise InputError(
+            f"cannot read {path} ({one_line(error)}): it is damaged, incomplete or of another "
+            "format, so write or copy it again"
+        ) from error
+
+
+def open_bytes(path: str):
+    """The file's bytes, decompressed if it is gzip, which its first bytes tell."""
+    with open(path, "rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if zipped else open(path, "rb")
+
+
+def check_same_columns(columns: dict[str, Iterable[str]]) -> None:
+    """Raises InputError unless every file of {path: column names} has the same ones, in any order."""
+    (first, expected), *others = ((path, set(names)) for path, names in columns.items())
+    for path, names in others:
+        if names != expected:
+            differing = ", ".join(map(repr, sorted(expected ^ names)))
+            raise InputError(
+                f"{path} and {first} do not have the same columns (only one has {differing}): "
+                "run them as separate jobs, or make their columns the same"
+            )
+
+
+def check_unique(names: list[str], path: str) -> None:
+    """Raises InputError where two columns have the same name."""
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise InputError(f"{path} has more than one column named {', '.join(map(repr, twice))}: rename one")
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with the columns in the schema's order and types."""
+    columns = ((batch.column(field.name), field.type) for field in schema)
+    arrays = [array if array.type == wanted else array.cast(wanted) for array, wanted in columns]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

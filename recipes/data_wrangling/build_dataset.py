@@ -1,0 +1,182 @@
+"""Build this recipe's files from the raw text: one Parquet file of pairs a dataset, and the few-shot prompt.
+
+    python recipes/data_wrangling/build_dataset.py [SOURCE] [--split test] [--output-dir DIR]
+
+SOURCE holds <dataset>/{train,valid,test}.txt (default: the copy in data/ beside this script). A raw line is
+"COL name VAL x COL addr VAL y ...<tab>COL name VAL x ...<tab>label". Written are <dataset>_<split>.parquet,
+and fodors_zagats.jinja, whose examples come from the train split alone, whatever --split says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).resolve().parent
+DATASETS = ("Fodors-Zagats", "Beer", "iTunes-Amazon")
+# `class` in Fodors-Zagats numbers the real restaurant behind a record: it is equal on both sides exactly
+# where the label is 1, in all 946 pairs. It is the label, not something a restaurant guide prints.
+ANNOTATIONS = {"class"}
+
+# The prompt: wording, number of examples and seed were chosen on the valid split (see README.md).
+INSTRUCTION = """\
+Each entry below compares two restaurant listings, A and B. The phone number of B is marked Yes.
+The phone number of A is marked Yes when A and B are the same restaurant, and No when they are not.
+
+"""
+# A small model compares two strings poorly but copies well: B's phone line shows what follows that number
+# when it is seen again. One guide writes 404/351-9533, the other 404-351-9533.
+ENTRY = """\
+A: {{ left_name }}, {{ left_addr }}
+B: {{ right_name }}, {{ right_addr }}
+{{ right_phone | replace("/", "-") }}: Yes
+{{ left_phone | replace("/", "-") }}:"""
+SHOTS, HARD_SHOTS, SEED = 24, 18, 1
+
+# What the tokeniser that made the raw text did, undone in this order.
+_UNDO = [
+    (r"\s+", " "),
+    (r"^'(em|till) ", r"'\1"),  # 'em press court ' was 'empress court', taken for a contraction
+    (r"^(?:` ?|' ?)(.*?) ?'$", r"\1"),  # quoted: ` white house ', ' 3172 peachtree rd. ', '21 club '
+    (r" ?\\ ` ", "'"),  # escaped apostrophes: l \ ` orangerie
+    (r" ?\\ '", "'"),  # gallagher \ 's
+    (r"&#(\d+);", lambda m: chr(int(m[1]))),  # &#40; IPA &#41;
+    (r"(?<!\S)(?:``|'')(?!\S)", '"'),
+    (r' " ([^"]*) " ', r' "\1" '),
+    (r"(?<=\w) ('(?:s|m|d|ll|re|ve)|n't)\b", r"\1"),  # Sky 's, Do n't
+    (r"\b([Gg]im|[Ll]em) me\b", r"\1me"),
+    (r"\b([Gg]on|[Ww]an) na\b", r"\1na"),
+    (r"\b([Gg]ot) ta\b", r"\1ta"),
+    (r"(?<=\w) '(?= |$)", "'"),  # Gettin ' Over
+    (r"\. \.(?= |$)", "."),  # Brewing Co. .
+    (r" ([,.;:!?%)\]}])(?=[ )\]},]|$)", r"\1"),
+    (r"([({\[]) ", r"\1"),
+    (r"(?<!\S)([$#]) (?=\d)", r"\1"),
+    (r"(?<=\d) ?/ ?(?=\d{3}-)", "/"),  # 212 / 921-9494
+    (r"(?<=\d) -(?=\d|$)", "-"),  # 404/351 -9533
+]
+
+
+def clean(value: str) -> str:
+    """The value as its source had it, as far as the tokeniser's marks can be undone; "" where it is empty."""
+    for pattern, replacement in _UNDO:
+        value = re.sub(pattern, replacement, value.strip())
+    return value
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two records and whether they are the same thing. Both records have the same columns, in file order."""
+
+    left: dict[str, str]
+    right: dict[str, str]
+    label: bool
+
+    def row(self) -> dict[str, str]:
+        """The pair as a template sees it: left_<column>, right_<column>."""
+        return {f"{side}_{k}": v for side in ("left", "right") for k, v in getattr(self, side).items()}
+
+
+def parse_record(text: str) -> dict[str, str]:
+    """{lower-cased column: cleaned value} of "COL name VAL x COL addr VAL y", without ANNOTATIONS."""
+    head, *fields = re.split(r"(?:^|(?<=\s))COL (\S+) VAL(?=\s|$)", text.strip())
+    if head or not fields:
+        raise ValueError(f"not a record: {text[:60]!r}")
+    columns = zip(fields[::2], fields[1::2], strict=True)
+    return {k.lower(): clean(v) for k, v in columns if k.lower() not in ANNOTATIONS}
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Every pair of one raw file, in file order. Raises ValueError naming the line that is not a pair."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            left, right, label = line.split("\t")
+            if label.strip() not in ("0", "1"):
+                raise ValueError(f"the label is {label.strip()!r}, not 0 or 1")
+            pairs.append(Pair(parse_record(left), parse_record(right), label.strip() == "1"))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return pairs
+
+
+def similarity(pair: Pair) -> float:
+    """Shared words over all words of the two records, 0 to 1."""
+    left, right = (set(re.findall(r"\w+", " ".join(r.values()))) for r in (pair.left, pair.right))
+    return len(left & right) / max(len(left | right), 1)
+
+
+def choose_examples(train: list[Pair]) -> list[Pair]:
+    """SHOTS pairs in prompt order, half of them matches, drawn by `random.Random(SEED)`.
+
+    HARD_SHOTS of them are from the hardest fifth of their class (the matches that look least alike, the
+    non-matches that look most alike), the others from the rest of it.
+    """
+    rng = random.Random(SEED)
+    chosen = []
+    for label in (True, False):
+        # sorted() is stable: ties stay in file order, so the choice is the same everywhere
+        ranked = sorted((p for p in train if p.label == label), key=similarity, reverse=not label)
+        hardest = max(len(ranked) // 5, SHOTS // 2)
+        chosen += rng.sample(ranked[:hardest], HARD_SHOTS // 2)
+        chosen += rng.sample(ranked[hardest:], (SHOTS - HARD_SHOTS) // 2)
+    rng.shuffle(chosen)
+    return chosen
+
+
+def prompt_template(train: list[Pair]) -> str:
+    """The Jinja template: INSTRUCTION and the examples as plain text, then ENTRY for the row."""
+    entry = jinja2.Template(ENTRY)
+    prefix = INSTRUCTION
+    for pair in choose_examples(train):
+        prefix += entry.render(pair.row()) + (" Yes\n\n" if pair.label else " No\n\n")
+    if re.search(r"\{[{%#]", prefix):
+        raise ValueError("an example holds Jinja markup: choose another SEED")
+    return prefix + ENTRY + "\n"  # Jinja drops one newline at the end of a template
+
+
+def to_table(pairs: list[Pair], name: str) -> pa.Table:
+    """Columns id ("<name>-0000", by position in the raw file), left_*, right_* (strings), label (bool)."""
+    rows = [{"id": f"{name}-{i:04d}", **p.row(), "label": p.label} for i, p in enumerate(pairs)]
+    schema = pa.schema([(k, pa.bool_() if k == "label" else pa.string()) for k in rows[0]])
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def build(source: Path, output_dir: Path, split: str = "test") -> list[Path]:
+    """Write every file; returns their paths. The same source gives the same bytes (with the same pyarrow)."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    written = []
+    for dataset in DATASETS:
+        name = f"{dataset.lower().replace('-', '_')}_{split}"
+        written.append(output_dir / f"{name}.parquet")
+        pq.write_table(to_table(read_pairs(source / dataset / f"{split}.txt"), name), written[-1])
+    written.append(output_dir / "fodors_zagats.jinja")
+    template = prompt_template(read_pairs(source / "Fodors-Zagats" / "train.txt"))
+    written[-1].write_text(template, encoding="utf-8", newline="\n")
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path, nargs="?", default=HERE / "data", help="folder of the raw text")
+    parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
+    parser.add_argument("--output-dir", type=Path, default=HERE)
+    args = parser.parse_args()
+    try:
+        print("\n".join(str(path) for path in build(args.source, args.output_dir, args.split)))
+    except (OSError, ValueError) as error:
+        sys.exit(f"build_dataset: {error}")
+
+
+if __name__ == "__main__":
+    main()

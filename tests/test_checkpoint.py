@@ -1,0 +1,432 @@
+"""Weights as `open_checkpoint` gives them against the state dict they were saved from."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_tiny_model, write_tiny_gguf
+
+from batchgen.errors import InputError
+from batchgen.model_files import read_config, resolve_model
+from batchgen.runtime.checkpoint import dummy_checkpoint, open_checkpoint
+from batchgen.weight_headers import read_gguf_header
+
+VARIANTS = [
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),  # as OPT-350m
+    ("opt", {"enable_bias": False, "tie_word_embeddings": False}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+def expected_tensors(model) -> tuple[dict, list[dict], dict]:
+    """Embeddings, layers and head, put together by hand from a transformers model."""
+    opt = model.config.model_type == "opt"
+    decoder = model.model.decoder if opt else model.model
+
+    def params(module, name):
+        return {f"{name}.{kind}": value.detach() for kind, value in module.named_parameters()}
+
+    def fused(name, *modules):
+        parts = [params(module, name) for module in modules]
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    embeddings = params(decoder.embed_tokens, "embed")
+    head = {}
+    layers = []
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        tensors = fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        if opt:
+            tensors |= params(layer.self_attn_layer_norm, "input_norm")
+            tensors |= params(layer.final_layer_norm, "post_norm")
+            tensors |= params(attention.out_proj, "out")
+            tensors |= params(layer.fc1, "up") | params(layer.fc2, "down")
+        else:
+            tensors |= params(layer.input_layernorm, "input_norm")
+            tensors |= params(layer.post_attention_layernorm, "post_norm")
+            tensors |= params(attention.o_proj, "out")
+            tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
+            tensors |= params(layer.mlp.down_proj, "down")
+        if model.config.model_type == "qwen3":
+            tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
+        layers.append(tensors)
+    if opt:
+        embeddings |= params(decoder.embed_positions, "positions")
+        if decoder.project_in is not None:
+            embeddings |= params(decoder.project_in, "embed_proj")
+            head |= params(decoder.project_out, "head_proj")
+        if decoder.final_layer_norm is not None:
+            head |= params(decoder.final_layer_norm, "final_norm")
+    else:
+        head |= params(decoder.norm, "final_norm")
+    if not model.config.tie_word_embeddings:
+        head |= params(model.lm_head, "lm_head")
+    return embeddings, layers, head
+
+
+def assert_same(tensors: dict, expected: dict, dtype: torch.dtype) -> None:
+    assert set(tensors) == set(expected)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == dtype, name
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * dtype.itemsize, name
+        torch.testing.assert_close(tensor, expected[name].to(dtype), rtol=0, atol=0, msg=name)
+
+
+def assert_loads(path, model, dtype=torch.float32) -> None:
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    embeddings, layers, head = expected_tensors(model)
+    assert_same(checkpoint.load_embeddings(dtype), embeddings, dtype)
+    assert checkpoint.config.num_layers == len(layers)
+    for j, layer in enumerate(layers):
+        assert_same(checkpoint.load_layer(j, dtype), layer, dtype)
+    assert_same(checkpoint.load_head(dtype), head, dtype)
+
+
+def message_of(path) -> str:
+    """What opening the model fails with; one line."""
+    with pytest.raises(InputError) as caught:
+        checkpoint = open_checkpoint(resolve_model(str(path)))
+        for j in range(checkpoint.config.num_layers):
+            checkpoint.load_layer(j, torch.float32)
+        checkpoint.load_embeddings(torch.float32)
+        checkpoint.load_head(torch.float32)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *VARIANTS])
+def test_tensors_are_those_saved(tmp_path, family, overrides, max_shard_size):
+    model = make_tiny_model(family, tmp_path, max_shard_size=max_shard_size, **overrides)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "60KB")
+    assert_loads(tmp_path, model)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_are_converted(tmp_path, monkeypatch, stored, wanted):
+    # pieces much smaller than a tensor, and no divisor of its size
+    monkeypatch.setattr("batchgen.runtime.checkpoint._CHUNK_VALUES", 1000)
+    model = make_tiny_model("llama", tmp_path, dtype=stored)
+    assert f"torch.{read_config(resolve_model(str(tmp_path))).dtype}" == str(stored)
+    assert_loads(tmp_path, model, wanted)
+
+
+def test_tensors_do_not_depend_on_the_file_any_more(tmp_path):
+    model = make_tiny_model("qwen2", tmp_path)
+    layer = open_checkpoint(resolve_model(str(tmp_path))).load_layer(1, torch.float32)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"\0" * weights.stat().st_size)
+    assert_same(layer, expected_tensors(model)[1][1], torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_without_the_outer_prefix(tmp_path, family):
+    model = make_tiny_model(family, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("model."): value for name, value in load_file(weights).items()}
+    save_file(tensors, weights)
+    assert_loads(tmp_path, model)
+
+
+def test_memory_is_about_one_layer(tmp_path):
+    """Ten layers of 10 MB, let go one after another, in a process whose peak is watched."""
+    wide = {"hidden_size": 768, "intermediate_size": 240, "num_attention_heads": 16, "num_hidden_layers": 10}
+    make_tiny_model("llama", tmp_path, vocab_size=256, num_key_value_heads=16, **wide)
+    code = f"""
+import resource, torch
+from batchgen.model_files import resolve_model
+from batchgen.runtime.checkpoint import open_checkpoint
+checkpoint = open_checkpoint(resolve_model({str(tmp_path)!r}))
+checkpoint.load_layer(0, torch.bfloat16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for j in range(10):
+    checkpoint.load_layer(j, torch.float32)
+layer_bytes = checkpoint.config.params_per_layer * 4
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+assert 10e6 < layer_bytes < 15e6, layer_bytes
+assert grown < 2 * layer_bytes, (grown, layer_bytes)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_truncated_weights_are_named(tmp_path):
+    make_tiny_model("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    data = weights.read_bytes()
+    for size in (len(data) - 1, len(data) // 2, 4, 0):
+        weights.write_bytes(data[:size])
+        assert str(weights) in message_of(tmp_path)
+
+
+def test_corrupt_headers_are_named(tmp_path):
+    make_tiny_model("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    data = weights.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    for header in (b"{" * length, b"[]", b'{"x": {"dtype": "F32"}}', b"\xff" * length):
+        weights.write_bytes(data[:8] + header.ljust(length) + data[8 + length :])
+        assert str(weights) in message_of(tmp_path)
+    weights.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
+    assert str(weights) in message_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["model.layers.1.mlp.up_proj.weight"]),
+        (lambda t: t.pop("model.embed_tokens.weight"), ["model.embed_tokens.weight"]),
+        (lambda t: t.pop("lm_head.weight"), ["lm_head.weight"]),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            ["model.norm.weight", "model.safetensors", "[63]", "[64]"],
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            ["model.norm.weight", "model.safetensors", "I8", "BF16"],
+        ),
+    ],
+)
+def test_missing_and_misshapen_tensors_are_named(tmp_path, change, named):
+    make_tiny_model("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = message_of(tmp_path)
+    for word in named:
+        assert word in message
+
+
+def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(tmp_path):
+    make_tiny_model("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    data = weights.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "F16"
+    text = json.dumps(header, separators=(",", ":")).encode()
+    weights.write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
+    assert "model.norm.weight" in message_of(tmp_path)
+
+
+def test_broken_shards_are_named(tmp_path):
+    make_tiny_model("llama", tmp_path, max_shard_size="60KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    content = shards[1].read_bytes()
+    shards[1].unlink()
+    assert str(shards[1]) in message_of(tmp_path)
+    shards[1].write_bytes(content[: len(content) // 2])
+    assert str(shards[1]) in message_of(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "[]", "{}"):
+        index.write_text(text)
+        assert str(index) in message_of(tmp_path)
+
+
+def test_an_unused_output_matrix_must_equal_the_embedding(tmp_path):
+    model = make_tiny_model("llama", tmp_path, tie_word_embeddings=True)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights)
+    assert_loads(tmp_path, model)
+    tensors["lm_head.weight"][-1] += 1.0
+    save_file(tensors, weights)
+    assert "tie_word_embeddings" in message_of(tmp_path)
+
+
+# GGUF
+
+
+def gguf_reference(model, tensor_type: str):
+    """The model with its matrices rounded as the GGUF rounds them."""
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                packed = gguf.quants.quantize(weight.numpy(), kind)
+                weight.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
+    return model
+
+
+@pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides, tensor_type):
+    monkeypatch.setattr("batchgen.runtime.checkpoint._CHUNK_VALUES", 5000)
+    model = make_tiny_model(family, tmp_path, **overrides)
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(model, path, tensor_type=tensor_type)
+    assert_loads(path, gguf_reference(model, tensor_type))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_gguf_config_is_that_of_the_model(tmp_path, family):
+    model = make_tiny_model(family, tmp_path)
+    hf = read_config(resolve_model(str(tmp_path)))
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(model, path, tensor_type="F16")
+    config = read_config(resolve_model(str(path)))
+    other = ("rope", "norm_eps", "dtype", "bos_token_id", "eos_token_ids")  # no tokenizer was written
+    same = [name for name in hf.__dataclass_fields__ if name not in other]
+    assert {name: getattr(config, name) for name in same} == {name: getattr(hf, name) for name in same}
+    assert config.norm_eps == pytest.approx(hf.norm_eps)
+    assert config.rope.inv_freq(config.head_dim) == hf.rope.inv_freq(hf.head_dim)
+    assert config.dtype == "float16"
+
+
+def test_gguf_rope_factors_and_tokens(tmp_path):
+    from tiny_models import make_tiny_tokenizer
+
+    model = make_tiny_model("llama", tmp_path)
+    path = tmp_path / "model.gguf"
+    factors = (1.0, 1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0)
+    write_tiny_gguf(model, path, rope_freqs=factors, tokenizer=make_tiny_tokenizer(tmp_path))
+    config = read_config(resolve_model(str(path)))
+    assert config.rope.factors == factors
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    write_tiny_gguf(model, path, rope_freqs=factors[:3])
+    assert "3 rope frequency factors" in message_of(path)
+
+
+def test_gguf_header_is_what_the_gguf_package_reads(tmp_path):
+    from tiny_models import make_tiny_tokenizer
+
+    path = tmp_path / "model.gguf"
+    model = make_tiny_model("llama", tmp_path)
+    write_tiny_gguf(model, path, tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    header, reader = read_gguf_header(path), gguf.GGUFReader(path)
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert set(header.metadata) == set(fields)
+    for name, field in fields.items():
+        value = field.contents()
+        assert header.metadata[name] == (tuple(value) if isinstance(value, list) else value)
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        info = header.tensors[tensor.name]
+        assert (info.offset, info.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+        assert (info.shape, info.dtype) == (tuple(tensor.shape.tolist()[::-1]), tensor.tensor_type.name)
+
+
+def test_gguf_long_arrays_are_stepped_over(tmp_path):
+    path = tmp_path / "long.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(5000)])
+    writer.add_array("tokenizer.ggml.scores", [float(i) for i in range(5000)])
+    writer.add_array("some.flags", [True, False])
+    writer.add_uint32("after", 7)
+    writer.add_tensor("x", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = read_gguf_header(path)
+    assert header.metadata == {"general.architecture": "llama", "some.flags": (True, False), "after": 7}
+    info = header.tensors["x"]
+    assert np.fromfile(path, np.float32, 6, offset=info.offset).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_broken_ggufs_are_named(tmp_path):
+    model = make_tiny_model("llama", tmp_path)
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(model, path)
+    data = path.read_bytes()
+    for size in (len(data) - 1, len(data) // 2, 300, 20, 5):
+        path.write_bytes(data[:size])
+        assert str(path) in message_of(path)
+    path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
+    assert "version 1" in message_of(path)
+    rng = np.random.default_rng(0)
+    for _ in range(200):  # damage anywhere in the header: refused, or harmless, but nothing else
+        damaged = bytearray(data)
+        for place in rng.integers(4, 2000, 3):
+            damaged[place] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            open_checkpoint(resolve_model(str(path)))
+        except InputError as error:
+            assert "\n" not in str(error)
+
+
+def test_unsupported_ggufs_are_refused_by_name(tmp_path):
+    path = tmp_path / "model.gguf"
+
+    def write(arch, **fields):
+        writer = gguf.GGUFWriter(str(path), arch)
+        for name, value in fields.items():
+            writer.add_uint32(f"{arch}.{name}" if name != "split" else "split.count", value)
+        writer.add_tensor("token_embd.weight", np.zeros((4, 8), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    write("gemma3")
+    message = message_of(path)
+    assert all(word in message for word in (str(path), "gemma3", "llama", "qwen2", "qwen3"))
+    write("llama", expert_count=8)
+    assert "expert_count" in message_of(path)
+    write("llama", split=3)
+    assert "llama-gguf-split" in message_of(path)
+    write("llama")
+    assert "embedding_length" in message_of(path)
+
+
+# dummy weights
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("opt", {"word_embed_proj_dim": 32}), ("qwen3", {})])
+def test_dummy_weights_have_the_real_shapes(tmp_path, family, overrides):
+    make_tiny_model(family, tmp_path, **overrides)
+    real = open_checkpoint(resolve_model(str(tmp_path)))
+    dummy, again, other = (dummy_checkpoint(real.config, seed) for seed in (1, 1, 2))
+    for load in (
+        lambda c, dtype: c.load_embeddings(dtype),
+        lambda c, dtype: c.load_layer(0, dtype),
+        lambda c, dtype: c.load_layer(2, dtype),
+        lambda c, dtype: c.load_head(dtype),
+    ):
+        tensors = load(dummy, torch.float32)
+        shapes = {name: tensor.shape for name, tensor in load(real, torch.float32).items()}
+        assert {name: tensor.shape for name, tensor in tensors.items()} == shapes
+        assert_same(load(again, torch.float32), tensors, torch.float32)
+        assert_same(load(dummy, torch.bfloat16), tensors, torch.bfloat16)
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight"):
+                assert (tensor == 1).all()
+            elif tensor.numel() > 1000:
+                assert tensor.std().item() == pytest.approx(0.02, rel=0.1)
+                assert not torch.equal(tensor, load(other, torch.float32)[name])
+    first, second = (dummy.load_layer(j, torch.float32)["out.weight"] for j in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
+    from dataclasses import replace
+
+    from test_model_config import LLAMA_8B
+
+    from batchgen.model_config import ModelConfig
+
+    monkeypatch.setattr("batchgen.runtime.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
+    config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
+    embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
+    assert len(torch.unique(embed, dim=0)) == 300

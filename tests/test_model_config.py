@@ -1,0 +1,317 @@
+"""ModelConfig against what transformers makes of the same config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_models import FAMILIES, make_tiny_model
+
+from batchgen.errors import InputError
+from batchgen.model_config import ARCHITECTURES, ModelConfig, RopeConfig
+from batchgen.model_files import ModelFiles, read_config
+
+CLASSES = {
+    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+OPT_30B = {
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 7168,
+    "ffn_dim": 28672,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 56,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 7168,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "torch_dtype": "float16",
+}
+VARIANTS = [
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),  # as OPT-350m
+    ("opt", {"enable_bias": False, "tie_word_embeddings": False}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"attention_bias": True, "head_dim": 16}),
+]
+
+
+def hf_model(family: str, **overrides):
+    """A tiny transformers model without memory behind its weights."""
+    config_class, model_class = CLASSES[family]
+    fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        return model_class(config_class(**{**fields, **overrides}))
+
+
+def config_of(model) -> ModelConfig:
+    stated = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    return ModelConfig.from_hf(json.loads(json.dumps(stated, default=str)))
+
+
+@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *VARIANTS])
+def test_parameter_count_is_that_of_transformers(family, overrides):
+    model = hf_model(family, **overrides)
+    config = config_of(model)
+    assert config.family == family
+    assert config.num_params == sum(p.numel() for p in model.parameters())
+    layers = model.model.decoder.layers if family == "opt" else model.model.layers
+    assert config.params_per_layer == sum(p.numel() for p in layers[0].parameters())
+    assert config.weight_bytes(2) == 2 * config.num_params
+    json.dumps(dataclasses.asdict(config))
+
+
+def test_counts_of_published_models():
+    llama, opt = ModelConfig.from_hf(LLAMA_8B), ModelConfig.from_hf(OPT_30B)
+    assert llama.num_params == 8_030_261_248
+    assert llama.kv_bytes_per_token(2) == 131_072
+    assert (llama.dtype, llama.eos_token_ids) == ("bfloat16", (128001, 128008, 128009))
+    assert 29.9e9 < opt.num_params < 30.1e9
+    assert opt.kv_bytes_per_token(2) == 48 * 2 * 7168 * 2
+    assert (opt.position_offset, opt.rope, opt.final_norm, opt.tied_embeddings) == (2, None, True, True)
+    assert (opt.num_kv_heads, opt.head_dim, opt.dtype, opt.eos_token_ids) == (56, 128, "float16", (2,))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_torch_counts(family, tmp_path):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make_tiny_model(family, tmp_path)
+    model.set_attn_implementation("eager")
+    config = config_of(model)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.tensor([[8]]), past_key_values=cache)
+    rope_flops = 0 if family == "opt" else config.head_dim  # the reference makes angles by a product
+    assert counter.get_total_flops() - config.flops_per_token(4) in (0, rope_flops)
+
+
+def test_flops_stop_growing_at_the_window():
+    config = config_of(hf_model("mistral", sliding_window=16))
+    assert config.flops_per_token(16) == config.flops_per_token(1000) > config.flops_per_token(15)
+
+
+def test_old_and_new_spelling_mean_the_same():
+    new = {k: v for k, v in LLAMA_8B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    new |= {"rope_parameters": {**LLAMA_8B["rope_scaling"], "rope_theta": 500000.0}, "dtype": "bfloat16"}
+    old_type = {k: v for k, v in LLAMA_8B["rope_scaling"].items() if k != "rope_type"} | {"type": "llama3"}
+    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(LLAMA_8B)
+    assert ModelConfig.from_hf(LLAMA_8B | {"rope_scaling": old_type}) == ModelConfig.from_hf(LLAMA_8B)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(family):
+    fields = {"architectures": [CLASSES[family][1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
+    assert ModelConfig.from_hf(fields) == config_of(hf_model(family, **fields))
+
+
+def test_end_tokens_of_both_files_are_united():
+    base = {k: v for k, v in LLAMA_8B.items() if k != "eos_token_id"}
+    assert ModelConfig.from_hf(base | {"eos_token_id": 7}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
+    assert ModelConfig.from_hf(base | {"eos_token_id": None}).eos_token_ids == ()
+
+
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 512,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 512, "truncate": False},
+    {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "beta_fast": 20,
+        "beta_slow": 2,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.25,
+    },
+]
+
+
+@pytest.mark.parametrize("parameters", ROPES)
+@pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 64), (500000.0, 128), (1e6, 80), (100000.0, 8)])
+def test_rope_is_that_of_transformers(parameters, theta, head_dim):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    hf = transformers.LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=16384,
+        rope_parameters={**parameters, "rope_theta": theta},
+    )
+    reference = LlamaRotaryEmbedding(hf)
+    rope = ModelConfig.from_hf(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
+    ours = np.array(rope.inv_freq(head_dim), dtype=np.float32)
+    theirs = reference.inv_freq.numpy()
+    # Every operation is the same, so equal powers give equal bits; torch's powers may be one unit in the last
+    # place off, on which instruction set it runs decides where.
+    plain = np.array(RopeConfig(theta).inv_freq(head_dim), np.float32)
+    same_power = plain == (1.0 / theta ** (torch.arange(0, head_dim, 2) / head_dim)).numpy()
+    assert same_power.mean() > 0.9
+    np.testing.assert_array_equal(ours[same_power], theirs[same_power])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert rope.attention_scaling() == pytest.approx(reference.attention_scaling, rel=1e-12)
+
+
+def test_rope_factors_divide_each_frequency():
+    plain = np.array(RopeConfig(10000.0).inv_freq(8))
+    divided = np.array(RopeConfig(10000.0, factors=(1.0, 2.0, 4.0, 8.0)).inv_freq(8))
+    np.testing.assert_allclose(divided, plain / [1, 2, 4, 8], rtol=1e-7)
+
+
+def test_yarn_lengthens_the_context():
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = ModelConfig.from_hf(LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": rope})
+    assert config.max_position == 131072
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", {"sliding_window": 16}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
+    ],
+)
+def test_windows_are_those_of_transformers(family, overrides):
+    model = hf_model(family, **overrides)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if family == "mistral":
+        expected = tuple(model.config.sliding_window for _ in attentions)
+    else:
+        expected = tuple(attention.sliding_window for attention in attentions)
+    assert config_of(model).windows == expected
+
+
+REFUSED = [
+    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", *ARCHITECTURES]),
+    ({"architectures": [], "model_type": "gemma3"}, ["gemma3"]),
+    ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
+    ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
+    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ({"hidden_act": "xielu"}, ["xielu", "silu"]),
+    ({"num_key_value_heads": 3}, ["32", "3"]),
+    ({"hidden_size": 4100}, ["4100", "32"]),
+    ({"hidden_size": None}, ["hidden_size"]),
+    ({"hidden_size": "4096"}, ["hidden_size", "'4096'"]),
+    ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+    ({"head_dim": 33}, ["head_dim", "33"]),
+    ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(change, named):
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf(LLAMA_8B | change)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in named:
+        assert word in message
+
+
+def test_mixed_mistral_layers_and_unknown_layer_types_are_refused():
+    mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+    with pytest.raises(InputError, match="layer_types"):
+        ModelConfig.from_hf(mistral | {"layer_types": ["full_attention", "sliding_attention"]})
+    qwen = LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
+    with pytest.raises(InputError, match="linear_attention"):
+        ModelConfig.from_hf(qwen | {"layer_types": ["full_attention", "linear_attention"]})
+    with pytest.raises(InputError, match="1 layer types"):
+        ModelConfig.from_hf(qwen | {"layer_types": ["full_attention"]})
+
+
+def test_values_of_the_wrong_kind_are_input_errors(tmp_path):
+    """Whatever stands in a config.json, it is a model or one line that names the place."""
+    path = tmp_path / "config.json"
+    more = {"quantization_config": None, "layer_types": None, "head_dim": 128, "hidden_act": "silu"}
+    configs = [LLAMA_8B | more, OPT_30B | {"enable_bias": True, "eos_token_id": 2}]
+    for config in configs:
+        for key in config:
+            for value in ("x", -1, 0, 2.5, [], ["x"], {}, {"a": {}}, True, None):
+                path.write_text(json.dumps(config | {key: value}))
+                try:
+                    read_config(ModelFiles(tmp_path, "hf", "any"))
+                except InputError as error:
+                    assert str(tmp_path) in str(error) and "\n" not in str(error)
+
+
+def test_neither_torch_nor_transformers_is_imported():
+    code = (
+        "import sys, batchgen.model_config, batchgen.model_files;"
+        "assert not {'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,304 @@
+"""OpenAI batch lines: every parameter honoured or refused by name; responses and errors in OpenAI's shape."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from batchgen.dataset import open_dataset
+from batchgen.dataset.openai_batch import (
+    CHAT_URL,
+    COLUMNS,
+    COMPLETIONS_URL,
+    line_to_row,
+    parse_body,
+    rows_to_requests,
+)
+from batchgen.dataset.openai_response import format_error, format_response
+from batchgen.errors import RowError
+from batchgen.request import SamplingParams
+
+JOB = SamplingParams(max_tokens=33, seed=5, temperature=0.3, top_p=0.5, logprobs=3)
+MESSAGES = [{"role": "user", "content": "Hi é"}]
+
+
+def chat(**fields):
+    return parse_body(CHAT_URL, {"model": "m", "messages": MESSAGES, **fields}, JOB)
+
+
+def completion(**fields):
+    return parse_body(COMPLETIONS_URL, {"model": "m", "prompt": "Hi", **fields}, JOB)
+
+
+def refusal(make, **fields) -> str:
+    with pytest.raises(RowError) as raised:
+        make(**fields)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_defaults_are_openais_but_for_max_tokens_and_seed():
+    expected = SamplingParams(max_tokens=33, seed=5, temperature=1.0)
+    assert chat() == (MESSAGES, expected)
+    assert completion() == ("Hi", expected)
+    nulls = dict.fromkeys(("temperature", "stop", "max_tokens", "logprobs", "tools", "response_format", "n"))
+    assert chat(**nulls) == (MESSAGES, expected)
+
+
+def test_every_parameter_is_taken():
+    both = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "stop": ["a", "b"],
+        "seed": 11,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [7, 8],
+        "ignore_eos": True,
+    }
+    expected = SamplingParams(**both, max_tokens=9, logprobs=2)
+    assert chat(**both, max_completion_tokens=9, logprobs=True, top_logprobs=2)[1] == expected
+    assert completion(**both, max_tokens=9, logprobs=2, best_of=2)[1] == expected
+    assert chat(max_tokens=8)[1].max_tokens == 8
+    assert chat(max_tokens=8, max_completion_tokens=9)[1].max_tokens == 9
+    assert chat(stop="end")[1].stop == ("end",)
+    assert chat(logprobs=True)[1].logprobs == 0
+    assert completion(logprobs=0)[1].logprobs == 0
+    assert chat(logprobs=False)[1].logprobs is None
+    assert chat(top_k=-1)[1].top_k == 0
+
+
+def test_prompts():
+    assert completion(prompt=[5, 6, 7])[0] == [5, 6, 7]
+    assert completion(prompt=["only"])[0] == "only"
+    assert completion(prompt=[[1, 2]])[0] == [1, 2]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}])[0] == [{"role": "user", "content": "a\nb"}]
+    for prompt in ("", [], ["a", "b"], [1, -2], [True], 7, {"x": 1}, [""], [[]]):
+        assert "prompt" in refusal(completion, prompt=prompt)
+    for messages in (
+        [],
+        "text",
+        [{"role": "user"}],
+        [{"content": "x"}],
+        ["x"],
+        [{"role": 1, "content": "x"}],
+    ):
+        assert "message" in refusal(chat, messages=messages)
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    assert "image_url" in refusal(chat, messages=[{"role": "user", "content": [image]}])
+    assert "messages" in refusal(completion, messages=MESSAGES)
+    assert "prompt" in refusal(chat, prompt="x")
+    assert "messages is missing" in refusal(chat, messages=None)
+    assert "prompt is missing" in refusal(completion, prompt=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "active"),
+    [
+        ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "none", "required"),
+        ("functions", [], [{"name": "f"}]),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("presence_penalty", 0, 0.5),
+        ("frequency_penalty", 0.0, -1),
+        ("logit_bias", {}, {"50256": -100}),
+        ("stream", False, True),
+        ("echo", False, True),
+        ("suffix", "", "end"),
+        ("modalities", ["text"], ["text", "audio"]),
+        ("best_of", 1, 3),
+        ("min_tokens", 0, 4),
+        ("reasoning_effort", None, "high"),
+        ("guided_json", None, {}),
+        ("temprature", None, 0.5),
+    ],
+)
+def test_unsupported_parameters_are_refused_by_name_where_they_ask_for_something(name, neutral, active):
+    for make in (chat, completion):
+        assert make(**{name: neutral})[1] == make()[1]
+        assert name in refusal(make, **{name: active})
+
+
+def test_what_does_not_change_the_answer_is_accepted():
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}
+    assert chat(**fields) == chat()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", True),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("n", 0),
+        ("n", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", "10"),
+        ("stop", 5),
+        ("stop", [1]),
+        ("stop", ""),
+        ("seed", "x"),
+        ("top_k", -5),
+        ("stop_token_ids", "7"),
+        ("ignore_eos", "yes"),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_wrong_values_are_refused_by_name(name, bad):
+    assert name in refusal(chat, **{name: bad})
+    assert name in refusal(completion, **{name: bad})
+
+
+def test_wrong_combinations():
+    assert "top_logprobs" in refusal(chat, top_logprobs=2)
+    assert "logprobs" in refusal(chat, logprobs=3)
+    assert "logprobs" in refusal(completion, logprobs=True)
+    message = refusal(chat, n=2, temperature=0)
+    assert "n > 1" in message and "temperature" in message
+    assert "echo" in refusal(completion, echo=True, logprobs=1)
+
+
+def line(custom_id="a", **changes):
+    body = {"model": "m", "messages": MESSAGES, "temperature": 0}
+    whole = {"custom_id": custom_id, "method": "POST", "url": CHAT_URL, "body": body, **changes}
+    return {name: value for name, value in whole.items() if value is not ...}
+
+
+def test_bad_lines_fail_alone(tmp_path):
+    lines = [
+        line("ok"),
+        line(custom_id=...),
+        line(custom_id=17),
+        line("ok"),
+        line("m", method="GET"),
+        line("u", url="/v1/embeddings"),
+        line("b", body=...),
+        line("t", body="text"),
+        line("n", body={**line()["body"], "n": 2}),
+        line("c", url=COMPLETIONS_URL, body={"prompt": "x", "max_tokens": 4}),
+    ]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in lines), encoding="utf-8")
+    dataset = open_dataset(path)
+    requests = []
+    for first, batch in dataset.batches(start_row=0, batch_rows=3):
+        requests += rows_to_requests(batch, first, JOB, dataset.duplicate_rows)
+    assert [r.id for r in requests] == ["ok", 1, 2, "ok", "m", "u", "b", "t", "n", "c"]
+    errors = [r.error for r in requests]
+    assert errors[0] is None and errors[9] is None
+    for error, word in zip(
+        errors[1:9],
+        ["custom_id", "custom_id", "earlier", "POST", "url", "body", "body", "n > 1"],
+        strict=True,
+    ):
+        assert word in error and "\n" not in error
+    assert requests[0].prompt == MESSAGES and requests[0].sampling.temperature == 0
+    assert requests[9].prompt == "x" and requests[9].sampling.max_tokens == 4
+    # A later start finds the same duplicate.
+    ((first, batch),) = dataset.batches(start_row=3, batch_rows=1000)
+    assert next(rows_to_requests(batch, first, JOB, dataset.duplicate_rows)).error == errors[3]
+
+
+def test_line_to_row_is_text_throughout():
+    assert line_to_row({"custom_id": 1, "url": ["x"], "body": {"é": 1}}) == {
+        "custom_id": None,
+        "method": None,
+        "url": None,
+        "body": '{"é": 1}',
+    }
+    pa.RecordBatch.from_pylist([line_to_row(line())], pa.schema([(name, pa.string()) for name in COLUMNS]))
+
+
+def token(text, token_id, logprob, top=None):
+    found = {"token": text, "token_id": token_id, "logprob": logprob}
+    return found if top is None else {**found, "top": top}
+
+
+ROW = {
+    "samples": [
+        {
+            "text": "é!",
+            "finish_reason": "stop",
+            "logprobs": [
+                token("é", 5, -0.5, [token("é", 5, -0.5), token("e", 6, -1.5)]),
+                token("!", 7, -3.0, [token(".", 8, -0.1), token("\ufffd", 9, float("-inf"))]),
+            ],
+        },
+        {"text": "zz", "finish_reason": "length", "logprobs": None},
+    ],
+    "prompt_tokens": 4,
+    "generated_tokens": [2, 6],
+    "error": None,
+}
+
+
+def test_chat_response():
+    found = format_response("id-1", json.dumps({"messages": MESSAGES}), ROW, "demo", 3)
+    assert found["custom_id"] == "id-1" and found["error"] is None
+    assert found["response"]["status_code"] == 200
+    body = found["response"]["body"]
+    assert body["object"] == "chat.completion" and body["model"] == "demo" and body["created"] == 0
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    first, second = body["choices"]
+    assert first["index"] == 0 and first["finish_reason"] == "stop"
+    assert first["message"]["role"] == "assistant" and first["message"]["content"] == "é!"
+    assert second["index"] == 1 and second["finish_reason"] == "length" and second["logprobs"] is None
+    assert first["logprobs"]["content"] == [
+        {
+            "token": "é",
+            "logprob": -0.5,
+            "bytes": [195, 169],
+            "top_logprobs": [
+                {"token": "é", "logprob": -0.5, "bytes": [195, 169]},
+                {"token": "e", "logprob": -1.5, "bytes": [101]},
+            ],
+        },
+        {
+            "token": "!",
+            "logprob": -3.0,
+            "bytes": [33],
+            "top_logprobs": [
+                {"token": ".", "logprob": -0.1, "bytes": [46]},
+                {"token": "\ufffd", "logprob": -9999.0, "bytes": None},
+            ],
+        },
+    ]
+    json.dumps(found, allow_nan=False)
+
+
+def test_completion_response():
+    found = format_response("id-1", {"prompt": "x"}, ROW, "demo", 3)
+    body = found["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert [c["text"] for c in body["choices"]] == ["é!", "zz"]
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["é", "!"],
+        "token_logprobs": [-0.5, -3.0],
+        "top_logprobs": [{"é": -0.5, "e": -1.5}, {".": -0.1, "\ufffd": -9999.0, "!": -3.0}],
+        "text_offset": [0, 1],
+    }
+    assert body["choices"][1]["logprobs"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def test_error_line():
+    found = format_error("id-1", "tools is not supported", 3)
+    assert found["custom_id"] == "id-1"
+    assert found["error"]["message"] == "tools is not supported" and found["error"]["code"]
+    assert found["response"]["status_code"] == 400
+    assert found["response"]["body"]["error"]["message"] == "tools is not supported"
+
+
+def test_ids_are_repeatable_and_differ_by_row():
+    def ids(custom_id, row):
+        found = format_response(custom_id, {"prompt": "x"}, ROW, "demo", row)
+        return found["id"], found["response"]["request_id"], found["response"]["body"]["id"]
+
+    assert ids("a", 0) == ids("a", 0)
+    several = [ids("a", 0), ids("a", 1), ids("b", 0), ids(None, 0)]
+    assert len({i for found in several for i in found}) == 12

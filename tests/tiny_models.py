@@ -1,0 +1,221 @@
+"""Tiny random models and tokenizers on disk, small enough to make anew in each test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = """\
+The ferry left the harbour at half past six, an hour late, with forty-one passengers and a cargo of onions.
+On the upper deck a schoolteacher was reading the timetable aloud to nobody in particular: "Monday, Wednesday,
+Friday; in winter, only Fridays." The captain's dog slept beside the funnel. Question: which day has two
+sailings? Answer: none of them. In 1987 the company had owned three ships; by 1994 it owned one, and the bank
+owned most of that. Still, people came. They came for the islands, for the light, for the cheap hotels with
+their blue shutters, and because there was no other way to get there.
+
+A restaurant by the quay served grilled fish, bread, lemons and a white wine that tasted of stones. Name: The
+Anchor; address: 12 Harbour Road; city: Port Ellen; phone: 310-246-1501; type: seafood. Are these two entries
+the same? Yes. The cook had worked in Lyon, Osaka and Buenos Aires before the weather, as she put it, blew her
+home. She wrote the menu every morning on a slate, and every evening she wiped it clean with a wet cloth.
+
+def total(prices):
+    return sum(price for price in prices if price is not None)
+
+When the storm came the lights went out one street after another, first the school, then the post office, then
+the long row of houses above the beach. Somebody rang the bell of the chapel. Children counted the seconds
+between the flash and the thunder: one, two, three, four. Nobody slept much. By morning the sea was flat and
+grey, the roofs were where they had always been, and the ferry, with its onions, was waiting outside the bar.
+"""
+
+
+def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides):
+    """A random model of the family, saved to `path` with a tokenizer; returns the transformers model in fp32.
+
+    Every weight is random, biases and norms too. overrides: fields of the transformers config; a `dtype` only
+    affects what is saved.
+    """
+    import transformers
+
+    stored_dtype = overrides.pop("dtype", torch.float32)
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 3,
+    }
+    if family == "opt":
+        fields = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
+    else:
+        fields = {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.2}
+    if family == "qwen3":
+        fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
+    if family == "mistral":
+        fields["sliding_window"] = None
+    prefix = {"opt": "OPT"}.get(family, family.capitalize())
+    config = getattr(transformers, f"{prefix}Config")(**{**common, **fields, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
+            else:  # wide enough that one token clearly wins; the embedding's padding row random like the rest
+                weight.normal_(std=0.2)
+    model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    make_tiny_tokenizer(path)
+    return model.float()
+
+
+def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):
+    """A byte-level BPE tokenizer of at most VOCAB_SIZE tokens, saved to `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[0],
+        pad_token=SPECIAL_TOKENS[3],
+    )
+    hf.chat_template = chat_template
+    hf.save_pretrained(path)
+    return hf
+
+
+def make_tiny_sentencepiece_tokenizer(path: Path):
+    """A tokenizer as Llama 2's: "▁" for spaces, one before the first word, bytes for unknown characters."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=240, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    hf.save_pretrained(path)
+    return hf
+
+
+def write_tiny_gguf(model, path: Path, *, tensor_type: str = "F32", tokenizer=None, rope_freqs=None) -> None:
+    """A llama, qwen2 or qwen3 model as llama.cpp's converter would write it.
+
+    tensor_type: "F32", "F16", "BF16", "Q8_0" or another that the gguf package can quantise to, for matrices;
+    vectors stay F32. tokenizer: a byte-level one to carry along. rope_freqs: values for `rope_freqs.weight`.
+    """
+    import gguf
+    import numpy as np
+
+    config, arch = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    for full_name, tensor in model.state_dict().items():
+        stem, suffix = full_name.rsplit(".", 1)
+        if stem == "lm_head" and config.tie_word_embeddings:
+            continue
+        parts = stem.split(".")
+        if parts[1:2] == ["layers"]:
+            name = f"blk.{parts[2]}.{names['.'.join(parts[3:])]}.{suffix}"
+        else:
+            name = f"{names[stem]}.{suffix}"
+        values = tensor.float().numpy()
+        if arch == "llama" and parts[-1] in ("q_proj", "k_proj"):
+            heads = values.shape[0] // head_dim
+            halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if values.ndim == 1 or tensor_type == "F32":
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_tokenizer(writer, hf) -> None:
+    spec = json.loads(hf.backend_tokenizer.to_str())
+    tokens = sorted(hf.get_vocab(), key=hf.get_vocab().get)
+    special = {token["content"] for token in spec["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    writer.add_bos_token_id(hf.bos_token_id)
+    writer.add_eos_token_id(hf.eos_token_id)
+    writer.add_add_bos_token(False)
+    if hf.chat_template:
+        writer.add_chat_template(hf.chat_template)
