@@ -86,7 +86,9 @@ class SharedGroup:
     num_blocks: int
 
 
-def find_shared_groups(slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], block_size: int) -> list[SharedGroup]:
+def find_shared_groups(
+    slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], block_size: int
+) -> list[SharedGroup]:
     """Groups of sequences with a common prefix long enough to attend to once, the most saving one first.
 
     matched_blocks: per sequence, how many leading blocks it took from the prefix cache. A block belongs to one
@@ -101,7 +103,8 @@ def find_shared_groups(slices: Sequence[SequenceSlice], matched_blocks: Sequence
         for depth, block in candidates:
             # Every query of a member must come after the shared keys.
             members = tuple(
-                i for i in sorted(left)
+                i
+                for i in sorted(left)
                 if slices[i].num_cached >= depth * block_size
                 and len(slices[i].blocks) >= depth
                 and slices[i].blocks[depth - 1] == block

@@ -288,8 +288,10 @@ class Engine:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
         pool = self.policy.num_kv_blocks * self.policy.block_size
         if count + sampling.max_tokens - 1 > pool:
-            raise RowError(f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
-                           " that fit the memory budget")
+            raise RowError(
+                f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
+                " that fit the memory budget"
+            )
         return replace(request, sampling=sampling), token_ids
 
     def _take_requests(self, source: Prefetch[_Prepared], scheduler: Scheduler, in_flight: dict, detectors: dict):

@@ -19,6 +19,7 @@ from batchgen.hardware import peak_resident_bytes
 from batchgen.loading import load_parts, resolve_dtype
 from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
 from batchgen.output import output_schema
+from batchgen.output_formats import check_writable
 from batchgen.progress import Counts, Progress
 from batchgen.report import check_report_path, versions, write_report
 from batchgen.request import Completion, Request, SamplingParams
@@ -184,8 +185,10 @@ def _check_options(options: JobOptions) -> None:
     if options.limit is not None and options.limit < 1:
         raise InputError(f"--limit must be at least 1, not {options.limit}")
     if options.overwrite and options.retry_failed:
-        raise InputError("--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
-                         " keeps the rows that are fine")
+        raise InputError(
+            "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
+            " keeps the rows that are fine"
+        )
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
     check_report_path(options.report)
@@ -222,7 +225,9 @@ def _open_source(options: JobOptions) -> _Source:
         options.chat,
     )
     compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    output_schema(dataset.schema, options.sampling.n, options.sampling.logprobs is not None, options.output_prefix)
+    wants_logprobs = options.sampling.logprobs is not None
+    schema = output_schema(dataset.schema, options.sampling.n, wants_logprobs, options.output_prefix)
+    check_writable(Path(options.output), schema)
     return _Source(
         dataset,
         lambda batch, first: rows_to_requests(batch, first, compiled, options.sampling, options.id_column),
@@ -285,6 +290,7 @@ def _generate(
             Counts(total_rows, state.rows_resumed, done, failed, stats.prompt_tokens, stats.generated_tokens)
         )
 
+    progress.start()
     completions = engine.generate(source.requests(state, rows), should_stop=expired, on_sweep=show)
     with state.writer(flush_interval_s=_seconds(options.flush_interval)) as writer:
         try:

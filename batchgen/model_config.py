@@ -86,9 +86,7 @@ class ModelConfig:
             if self.head_dim % 2:
                 raise InputError(f"rotary positions need an even head_dim, not {self.head_dim}")
             if self.rope.factors is not None and len(self.rope.factors) != self.head_dim // 2:
-                raise InputError(
-                    f"{len(self.rope.factors)} rope frequency factors do not fit head_dim {self.head_dim}"
-                )
+                raise InputError(f"{len(self.rope.factors)} rope frequency factors do not fit head_dim {self.head_dim}")
         if len(self.windows) != self.num_layers:
             raise InputError(f"{len(self.windows)} layer types do not fit {self.num_layers} layers")
         for window in self.windows:
@@ -101,9 +99,7 @@ class ModelConfig:
             raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """From a parsed `config.json`, in transformers' old spelling or that of version 5.
 
         Raises InputError for an architecture, rope type or quantised format that is not supported.
@@ -186,9 +182,7 @@ class ModelConfig:
         """
         arch = metadata.get("general.architecture")
         if arch not in GGUF_ARCHITECTURES:
-            raise InputError(
-                f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
-            )
+            raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
         fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
         if fields.get("expert_count"):
             raise InputError("mixture-of-experts GGUFs (expert_count) are not supported")

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,12 @@ def read_config(files: ModelFiles) -> ModelConfig:
     path = files.path / "config.json"
     config = _read_json(path)
     generation = files.path / "generation_config.json"
-    if not (config.get("dtype") or config.get("torch_dtype")):
-        config["dtype"] = _stored_dtype(files)
     defaults = _read_json(generation) if generation.exists() else None
     with _naming(path):
-        return ModelConfig.from_hf(config, defaults)
+        parsed = ModelConfig.from_hf(config, defaults)
+    if not (config.get("dtype") or config.get("torch_dtype")):  # only after all that needs no weight file
+        parsed = replace(parsed, dtype=_stored_dtype(files))
+    return parsed
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:

@@ -36,7 +36,12 @@ class TokenClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._past: deque[tuple[float, int, int]] = deque([(now(), 0, 0)])
+        self._started_s = now()
+        self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
+
+    def restart(self) -> None:
+        """The work begins now: what came before was loading."""
+        self.__init__(self._now)
 
     def update(self, prompt_tokens: int, generated_tokens: int) -> None:
         now = self._now()
@@ -51,11 +56,12 @@ class TokenClock:
         return ((p1 - p0) / elapsed, (g1 - g0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     def remaining_s(self, counts: Counts) -> float | None:
-        """Seconds to go: tokens the rows left will take, if they are like those finished, at the recent rate."""
-        rate = sum(self.rates())
+        """Seconds to go: tokens the rows left will take, if they are like those finished, at this run's rate (a
+        sweep may take seconds: over the recent past the rate jumps too much for a promise)."""
+        tokens = counts.prompt_tokens + counts.generated_tokens
+        rate = tokens / max(self._past[-1][0] - self._started_s, 1e-9)
         if counts.total_rows is None or counts.done == 0 or rate <= 0:
             return None
-        tokens = counts.prompt_tokens + counts.generated_tokens
         expected = tokens / counts.done * (counts.total_rows - counts.resumed)
         return max(0.0, expected - tokens) / rate
 
@@ -85,6 +91,10 @@ class Progress:
         self._clock = TokenClock()
         self._shown_s = time.monotonic()
 
+    def start(self) -> None:
+        """Rates and time left count from here."""
+        self._clock.restart()
+
     def say(self, line: str) -> None:
         """A line of its own, above the bar if there is one."""
         if self._silent:
@@ -113,8 +123,12 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=counts.total_rows, file=self._stream, dynamic_ncols=True, leave=False,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}" if counts.total_rows
+                total=counts.total_rows,
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=False,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
+                if counts.total_rows
                 else "{n_fmt} rows{postfix}",
             )
         self._bar.n = rows

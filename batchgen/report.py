@@ -66,5 +66,7 @@ def summary(report: dict) -> list[str]:
     if failed and report["state"] != "stopped":
         lines.append("the error column tells why rows failed; --retry-failed runs just those again")
     if report["state"] != "stopped":
-        lines.append(f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else ""))
+        lines.append(
+            f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")
+        )
     return lines

@@ -282,8 +282,7 @@ def _lock(path: Path, output_path: Path) -> int:
         holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
         os.close(descriptor)
         raise BatchgenError(
-            f"another batchgen is writing {output_path} ({holder}): wait for it, stop it, "
-            "or give another --output"
+            f"another batchgen is writing {output_path} ({holder}): wait for it, stop it, or give another --output"
         ) from None
     except OSError:
         os.close(descriptor)

@@ -98,7 +98,9 @@ def main() -> None:
     for turn in range(args.repeats):
         walls["batchgen"].append(run_batchgen(engine, work))
         walls["transformers"].append(run_transformers(model, work, args.batch_size, pad))
-        print(f"turn {turn + 1}: batchgen {walls['batchgen'][-1]:.1f} s, transformers {walls['transformers'][-1]:.1f} s")
+        print(
+            f"turn {turn + 1}: batchgen {walls['batchgen'][-1]:.1f} s, transformers {walls['transformers'][-1]:.1f} s"
+        )
     best = {name: min(times) for name, times in walls.items()}
     result = {
         "benchmark": "azure_vs_transformers",
@@ -113,8 +115,10 @@ def main() -> None:
         "versions": versions(),
     }
     Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"batchgen {result['total_tokens_per_s']['batchgen']:,.0f} tokens/s,"
-          f" transformers {result['total_tokens_per_s']['transformers']:,.0f} tokens/s: {result['ratio']:.2f} times")
+    print(
+        f"batchgen {result['total_tokens_per_s']['batchgen']:,.0f} tokens/s,"
+        f" transformers {result['total_tokens_per_s']['transformers']:,.0f} tokens/s: {result['ratio']:.2f} times"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The quickstart job with prefix sharing on and off, in turn: wall time of generation and of the whole job.
 
-    python benchmarks/prefix_sharing.py
+python benchmarks/prefix_sharing.py
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def main() -> None:
         "versions": versions(),
     }
     Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"with prefix sharing {result['ratio_wall']:.1f} times faster ({result['ratio_without_loading']:.1f} times"
-          f" without loading); {differing} of {first['rows']} answers differ")
+    print(
+        f"with prefix sharing {result['ratio_wall']:.1f} times faster ({result['ratio_without_loading']:.1f} times"
+        f" without loading); {differing} of {first['rows']} answers differ"
+    )
 
 
 if __name__ == "__main__":

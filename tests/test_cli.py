@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,8 @@ from click.testing import CliRunner
 import batchgen
 from batchgen import cli
 from batchgen.errors import BatchgenError
+
+PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,12 @@ def test_a_job_end_to_end(model, table, tmp_path):
         assert texts[[0, 19][completion.index]] == completion.text
     report = json.loads(report_path.read_text())
     assert (report["rows_ok"], report["rows_failed"], report["rows_resumed"]) == (17, 3, 0)
-    assert report["generated_tokens"] == sum(g for g, e in zip(result["generated_tokens"].to_pylist(), errors, strict=True) if not e)
-    assert report["prompt_tokens"] == sum(p for p, e in zip(result["prompt_tokens"].to_pylist(), errors, strict=True) if not e)
+    assert report["generated_tokens"] == sum(
+        g for g, e in zip(result["generated_tokens"].to_pylist(), errors, strict=True) if not e
+    )
+    assert report["prompt_tokens"] == sum(
+        p for p, e in zip(result["prompt_tokens"].to_pylist(), errors, strict=True) if not e
+    )
     for key in ("wall_s", "total_tokens_per_s", "generated_tokens_per_s", "bottleneck", "peak_bytes", "bytes_moved",
                 "busy_s", "policy", "versions", "predicted_wall_s"):  # fmt: skip
         assert key in report
@@ -163,7 +170,7 @@ def test_config_file(model, table, tmp_path):
     output = tmp_path / "out.csv"
     assert invoke("run", "--config", config, "-o", output, "--limit", 2)[0] == 0
     assert len(output.read_text().strip().splitlines()) == 3
-    config.write_text('max-toke = 2\n')
+    config.write_text("max-toke = 2\n")
     code, _, message = invoke("run", "--config", config, "-o", output)
     assert code == 2 and "max_toke" in message
 
@@ -185,7 +192,9 @@ def test_on_error_fail_stops_but_keeps_rows(model, table, tmp_path):
 
 
 def test_library_run_returns_the_report(model, table, tmp_path):
-    report = batchgen.run(model, table, tmp_path / "o.parquet", prompt_column="q", max_tokens=2, limit=3, dtype="float32")
+    report = batchgen.run(
+        model, table, tmp_path / "o.parquet", prompt_column="q", max_tokens=2, limit=3, dtype="float32"
+    )
     assert report["state"] == "complete" and report["rows_ok"] == 3
     with pytest.raises(TypeError, match="max_token'"):
         batchgen.run(model, table, tmp_path / "p.parquet", max_token=2)
@@ -205,7 +214,9 @@ def broken_models(tmp_path, model):
 
     unsupported = tmp_path / "falcon"
     unsupported.mkdir()
-    (unsupported / "config.json").write_text(json.dumps({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}))
+    (unsupported / "config.json").write_text(
+        json.dumps({"architectures": ["FalconForCausalLM"], "model_type": "falcon"})
+    )
     (unsupported / "model.safetensors").write_bytes(b"not read")
     corrupt = tmp_path / "corrupt"
     shutil.copytree(model, corrupt)
@@ -274,7 +285,7 @@ def test_mistakes_get_one_clear_line(model, table, tmp_path, broken_models, args
 
 def test_usage_errors_and_messages_come_from_the_real_program(model, tmp_path):
     def program(*args):
-        return subprocess.run([sys.executable, "-m", "batchgen", *args], capture_output=True, text=True, cwd=tmp_path)
+        return subprocess.run([PROGRAM, *args], capture_output=True, text=True, cwd=tmp_path)
 
     found = program("run", "-m", model, "-i", "rows.jsonl", "-o", "out.parquet")
     assert found.returncode == 2 and found.stdout == ""
@@ -287,7 +298,7 @@ def test_usage_errors_and_messages_come_from_the_real_program(model, tmp_path):
 def test_help_is_quick():
     def seconds():
         started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "batchgen", "run", "--help"], check=True, capture_output=True)
+        subprocess.run([PROGRAM, "run", "--help"], check=True, capture_output=True)
         return time.perf_counter() - started
 
     assert min(seconds() for _ in range(3)) < 0.5

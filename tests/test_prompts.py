@@ -101,9 +101,7 @@ def test_invalid_utf8_in_one_row_is_that_rows_error():
 
 
 def test_ids():
-    assert [
-        r.id for r in requests_of({"prompt": ["a", "b"], "k": ["x", None]}, id_column="k", first_row=5)
-    ] == ["x", 6]
+    assert [r.id for r in requests_of({"prompt": ["a", "b"], "k": ["x", None]}, id_column="k", first_row=5)] == ["x", 6]
     assert [r.id for r in requests_of({"prompt": ["a", None], "k": [7, 9]}, id_column="k")] == [7, 9]
     assert "did you mean 'key'" in error_of({"prompt": ["a"], "key": [1]}, id_column="kei")
     assert "double" in error_of({"prompt": ["a"], "key": [1.5]}, id_column="key")

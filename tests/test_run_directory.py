@@ -29,9 +29,7 @@ HERE = Path(__file__).parent
 PYTHONPATH = {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
 
 
-def work(
-    output, rows=range(40), *, result=result_of, finish=True, dataset=None, fingerprint=FINGERPRINT, **flags
-):
+def work(output, rows=range(40), *, result=result_of, finish=True, dataset=None, fingerprint=FINGERPRINT, **flags):
     """Run the job as a caller would; returns (rows computed, the closed run)."""
     computed = []
     with open_run(output, fingerprint, **flags) as run:
@@ -203,9 +201,7 @@ def test_settings_may_change_while_there_is_nothing_to_lose(output):
 def test_no_resume_refuses_while_there_are_rows(output):
     work(output, [], finish=False, resume=False)
     work(output, range(12), finish=False, resume=False)
-    with pytest.raises(
-        InputError, match=r"batchgen has 12 finished rows: leave out --no-resume .* --overwrite"
-    ):
+    with pytest.raises(InputError, match=r"batchgen has 12 finished rows: leave out --no-resume .* --overwrite"):
         open_run(output, FINGERPRINT, resume=False)
     work(output)
     with pytest.raises(InputError, match=r"out\.parquet has 40 finished rows"):
@@ -230,9 +226,7 @@ def test_overwrite_keeps_the_old_output_until_the_end(output):
     work(output)
     old = output.read_bytes()
     other = {"other": 1}
-    computed, run = work(
-        output, range(25), fingerprint=other, result=bad_every_5, finish=False, overwrite=True
-    )
+    computed, run = work(output, range(25), fingerprint=other, result=bad_every_5, finish=False, overwrite=True)
     assert len(computed) == 25 and output.read_bytes() == old
     # The same settings go on without asking again.
     computed, run = work(output, fingerprint=other, result=bad_every_5)
@@ -292,9 +286,7 @@ def test_a_retry_cut_short_keeps_the_old_errors(output):
     assert read(output) == expected_rows(FakeDataset(40), bad_every_5)
     computed, _ = work(output)
     assert computed == []
-    assert read(output) == expected_rows(
-        FakeDataset(40), lambda r: result_of(r) if r < 10 else bad_every_5(r)
-    )
+    assert read(output) == expected_rows(FakeDataset(40), lambda r: result_of(r) if r < 10 else bad_every_5(r))
 
 
 # ---- a complete job whose output is not there any more
@@ -345,9 +337,7 @@ def test_paths_that_cannot_be_an_output(tmp_path):
 
 
 def test_an_unwritable_directory(tmp_path):
-    with pytest.raises(
-        InputError, match=r"cannot write /proc/out\.parquet\.batchgen: .*a directory you can write to"
-    ):
+    with pytest.raises(InputError, match=r"cannot write /proc/out\.parquet\.batchgen: .*a directory you can write to"):
         open_run("/proc/out.parquet", FINGERPRINT)
     folder = tmp_path / "locked"
     folder.mkdir()
@@ -365,7 +355,7 @@ def test_a_disk_that_is_full_at_the_start(output, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        expected = r"cannot open .*batchgen: No space left on device: free space and run the same command again"
+        expected = r"cannot open .*: No space left on device: free space and run the same command again"
         with pytest.raises(BatchgenError, match=expected):
             open_run(output, FINGERPRINT)
     assert len(work(output)[0]) == 30
@@ -389,9 +379,7 @@ def test_two_runs_at_once(output):
     try:
         assert holder.stdout.readline() == "open\n"
         for flags in ({}, {"overwrite": True}):
-            with pytest.raises(
-                BatchgenError, match=rf"another batchgen .*\(process {holder.pid} on .*\): wait"
-            ):
+            with pytest.raises(BatchgenError, match=rf"another batchgen .*\(process {holder.pid} on .*\): wait"):
                 open_run(output, FINGERPRINT, **flags)
     finally:
         holder.kill()
@@ -508,9 +496,7 @@ def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
             read(output),
             *(expected_rows(FakeDataset(40), r) for r in (bad_every_5, result_of)),
         )
-        assert rows == second or (
-            k % 2 and all(row in (a, b) for row, a, b in zip(rows, first, second, strict=True))
-        )
+        assert rows == second or (k % 2 and all(row in (a, b) for row, a, b in zip(rows, first, second, strict=True)))
 
 
 @pytest.mark.slow
@@ -589,9 +575,7 @@ def bulky(row: int) -> RowResult:
 def test_a_disk_that_fills_up_while_rows_come_in(small_disk, tmp_path):
     work(tmp_path / "whole.parquet", range(300), result=bulky, dataset=FakeDataset(300))
     output = small_disk("size=256k") / "out.parquet"
-    with pytest.raises(
-        BatchgenError, match=r"No space left on device; .* free space and run the same command again"
-    ):
+    with pytest.raises(BatchgenError, match=r"No space left on device; .* free space and run the same command again"):
         work(output, range(300), result=bulky, dataset=FakeDataset(300))
     small_disk("size=256k")
     assert not list(output.parent.rglob("*.tmp"))
@@ -612,9 +596,7 @@ def test_a_disk_that_has_no_room_for_the_final_file(small_disk, tmp_path):
     used = os.statvfs(output.parent)
     used_kib = (used.f_blocks - used.f_bfree) * used.f_frsize // 1024
     small_disk(f"size={used_kib + needed_kib // 2}k")
-    with pytest.raises(
-        BatchgenError, match=r"cannot write .*out\.parquet: No space left.*; 300 finished rows"
-    ):
+    with pytest.raises(BatchgenError, match=r"cannot write .*out\.parquet: No space left.*; 300 finished rows"):
         work(output, range(300), result=bulky, dataset=FakeDataset(300))
     assert not output.exists() and not list(output.parent.rglob("*.tmp"))
     small_disk("size=64m")
@@ -644,9 +626,7 @@ def test_an_error_while_joining_keeps_everything(tmp_path, monkeypatch, suffix):
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail)
-            with pytest.raises(
-                BatchgenError, match="No space left on device; 40 finished rows are safe on disk"
-            ):
+            with pytest.raises(BatchgenError, match="No space left on device; 40 finished rows are safe on disk"):
                 run.finish(FakeDataset(40))
         assert not output.exists() and not list(run.directory.rglob("*.tmp"))
         assert run.finish(FakeDataset(40))["rows"] == 40

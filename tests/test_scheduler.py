@@ -29,7 +29,9 @@ def loads(draw):
             max_size=25,
         )
     )
-    prompts = [(prefixes[p] + [1000 + i] * own, budget, min(wish, budget)) for i, (p, own, budget, wish) in enumerate(rows)]
+    prompts = [
+        (prefixes[p] + [1000 + i] * own, budget, min(wish, budget)) for i, (p, own, budget, wish) in enumerate(rows)
+    ]
     longest = max(-(-(len(prompt) + budget) // BLOCK) for prompt, budget, _ in prompts)
     return (
         prompts,

@@ -54,6 +54,4 @@ def _csv_records(path: str) -> Iterator[tuple[int, list[str]]]:
         try:
             yield from ((reader.line_num, fields) for fields in reader if fields)
         except csv.Error as error:
-            raise InputError(
-                f"{path}, line {reader.line_num} is not valid CSV ({error}): correct it"
-            ) from error
+            raise InputError(f"{path}, line {reader.line_num} is not valid CSV ({error}): correct it") from error

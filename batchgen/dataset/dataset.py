@@ -90,6 +90,4 @@ class Dataset:
             if stop is not None and first + batch.num_rows >= stop:
                 return
         if self._total is not None:
-            raise InputError(
-                f"the input ended before row {stop}: it changed while it was read, so start again"
-            )
+            raise InputError(f"the input ended before row {stop}: it changed while it was read, so start again")

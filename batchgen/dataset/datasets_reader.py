@@ -101,9 +101,7 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
     return Source("datasets", schema, total, read, identity)
 
 
-def _table_batches(
-    tables: Iterator[pa.Table], schema: pa.Schema, first: int
-) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _table_batches(tables: Iterator[pa.Table], schema: pa.Schema, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
     for table in tables:
         for batch in table.combine_chunks().to_batches():
             yield first, conform(batch, schema)

@@ -53,9 +53,7 @@ def openai_source(paths: list[str], limit: int | None) -> Source:
             seen.add(digest)
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
-    read = row_reader(
-        lambda start: (line_to_row(row) for _, row in _json_rows(paths, start)), schema, total, paths[0]
-    )
+    read = row_reader(lambda start: (line_to_row(row) for _, row in _json_rows(paths, start)), schema, total, paths[0])
     return Source("openai", schema, total, read, lambda: files_identity(paths), frozenset(duplicates))
 
 

@@ -37,9 +37,7 @@ def infer_schema(rows: Iterable[dict], name: str) -> tuple[pa.Schema, int]:
     for row in rows:
         kinds = _widen(kinds, row)
         if kinds is _Kind.MIXED:
-            raise InputError(
-                f"the rows of {name} have more than {_MAX_FIELDS} different keys: nest or rename them"
-            )
+            raise InputError(f"the rows of {name} have more than {_MAX_FIELDS} different keys: nest or rename them")
         total += 1
     types = {column: _arrow_type(kind) for column, kind in kinds.items()}
     return pa.schema([(c, pa.string() if t is None else t) for c, t in types.items()]), total

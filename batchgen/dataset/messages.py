@@ -30,9 +30,7 @@ def _normalize_message(message: Any, number: int) -> dict:
     if isinstance(content, list):
         content = "\n".join(_text_part(part, number) for part in content)
     if not isinstance(content, str):
-        raise RowError(
-            f"message {number} has no content" if content is None else f"message {number}: not text"
-        )
+        raise RowError(f"message {number} has no content" if content is None else f"message {number}: not text")
     return {"role": role, "content": content}
 
 

@@ -114,9 +114,7 @@ def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, Sam
     if chat:
         max_tokens = _take(fields, "max_completion_tokens", _is_int, "an integer", max_tokens)
     n = _take(fields, "n", _is_int, "an integer", 1)
-    _take(
-        fields, "best_of", lambda value: value == n, f"equal to n ({n}): choosing the best is not supported"
-    )
+    _take(fields, "best_of", lambda value: value == n, f"equal to n ({n}): choosing the best is not supported")
     stop = _take(fields, "stop", _is_stop, "a string or a list of strings", [])
     values = {
         "max_tokens": max_tokens,

@@ -60,9 +60,7 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
     if not os.path.exists(name) and _may_be_on_hub(name, input_format):
         return hub_source(name, split, limit)
     if input_format == "datasets":
-        raise InputError(
-            f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets"
-        )
+        raise InputError(f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets")
     if split is not None:
         raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
     paths = find_files(name, input_format)

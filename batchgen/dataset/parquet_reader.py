@@ -27,9 +27,7 @@ def parquet_source(paths: list[str]) -> Source:
             schema = found if schema is None else pa.unify_schemas([schema, found])
         except pa.ArrowException as error:
             reason = one_line(error)
-            raise InputError(
-                f"{path} and {paths[0]} differ in a column's type ({reason}): cast it"
-            ) from error
+            raise InputError(f"{path} and {paths[0]} differ in a column's type ({reason}): cast it") from error
 
     def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         first = 0
@@ -54,6 +52,4 @@ def parquet_source(paths: list[str]) -> Source:
 def _open_parquet(path: str):
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(
-        path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
-    )
+    return pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)

@@ -96,9 +96,7 @@ def compile_prompts(spec: PromptSpec, schema: pa.Schema, id_column: str | None =
     column, holds_messages = _source_column(spec, schema)
     if holds_messages:
         return CompiledPrompts((column,), lambda row: _message_prompt(row[column], column, spec), True)
-    return CompiledPrompts(
-        (column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat
-    )
+    return CompiledPrompts((column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat)
 
 
 def rows_to_requests(
@@ -157,11 +155,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
             f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}}, or JSON of them"
         )
     if not messages and not _is_text(column_type):
-        fix = (
-            "--messages-column"
-            if _is_list(column_type)
-            else "--prompt-template '{{ row[\"" + column + "\"] }}'"
-        )
+        fix = "--messages-column" if _is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"
         raise InputError(f"{flag} {column!r} holds {column_type}, not text: give {fix}")
     return column, messages
 
@@ -174,8 +168,9 @@ def _value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
 
 
 def _closest(name: str, schema: pa.Schema) -> str:
-    close = difflib.get_close_matches(name, schema.names, n=1)
-    return (f"; did you mean {close[0]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
+    by_lower = {column.lower(): column for column in schema.names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
 
 
 def _is_text(column_type: pa.DataType) -> bool:

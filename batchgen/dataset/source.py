@@ -43,9 +43,7 @@ def naming(path: str, *more_errors: type[Exception]):
         yield
     except (*_READ_ERRORS, *more_errors) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise InputError(
-                f"cannot read {path} ({error.strerror}): check its permissions and its disk"
-            ) from error
+            raise InputError(f"cannot read {path} ({error.strerror}): check its permissions and its disk") from error
         if isinstance(error, UnicodeError):
             raise InputError(f"{path} is not UTF-8 ({one_line(error)}): convert it, as iconv does") from error
         raise InputError(

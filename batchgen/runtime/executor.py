@@ -41,9 +41,7 @@ class Executor:
             window: ops.prepare_attention(plan, config.num_kv_heads, kv_cache.block_size, hidden.dtype)
             for window, plan in batch.plans.items()
         }
-        for layer, (k_cache, v_cache), window in zip(
-            weights.layers, kv_cache.layers, config.windows, strict=True
-        ):
+        for layer, (k_cache, v_cache), window in zip(weights.layers, kv_cache.layers, config.windows, strict=True):
             q, k, v = layers.pre_attention(config, layer, hidden, cos, sin)
             ops.write_kv(k_cache, v_cache, rows, k, v)
             attention = ops.paged_attention(q, k_cache, v_cache, plans[window])

@@ -14,7 +14,6 @@ from torch import Tensor
 from batchgen.request import SamplingParams
 from batchgen.runtime.sequence import Sequence
 
-
 # Sorting whole vocabularies in float64 takes several times the logits' memory: this bounds it.
 _ROWS_AT_ONCE = 32
 

@@ -1,0 +1,114 @@
+"""Peak memory of a whole job against its number of rows: it must not grow with them.
+
+The network is replaced by a stub that always answers the same token, so that a million rows take minutes; reading,
+templating, tokenizing, scheduling, writing parts and joining are the real thing. Each size runs in a process of
+its own.
+
+    python benchmarks/memory_flat.py --rows 10000 --rows 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def write_input(path: Path, rows: int) -> None:
+    """Short rows of different texts, in row groups as real files have them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("name", pa.string()), ("number", pa.int64())])
+    with pq.ParquetWriter(path, schema) as writer:
+        for first in range(0, rows, 50_000):
+            numbers = range(first, min(first + 50_000, rows))
+            names = [f"item {i * 2654435761 % 2**32:08x}" for i in numbers]
+            writer.write_table(pa.table({"name": names, "number": list(numbers)}, schema))
+
+
+def stub_engine(options, files, tokenizer, progress):
+    """In place of the job's own: everything but the network."""
+    import torch
+
+    from batchgen.engine import Engine, EngineParts
+    from batchgen.model_files import read_config
+    from batchgen.policy import MemoryPlan, Policy
+    from batchgen.runtime.batch import pack
+    from batchgen.runtime.sampler import sample
+
+    config = read_config(files)
+
+    class Stub:
+        def run(self, batch):
+            logits = torch.zeros(len(batch.sampled), config.vocab_size)
+            logits[:, 300] = 1.0
+            return logits
+
+    parts = EngineParts(
+        config=config,
+        tokenizer=tokenizer(),
+        executor=Stub(),
+        pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
+        sample=sample,
+        policy=Policy("continuous", 256, 4096, config.max_position, 16, 4096, True),
+        memory=MemoryPlan(0, 0, 0, 0, 0),
+        eos_token_ids=frozenset(),
+        dtype="float32",
+        weights_file_bytes=0,
+    )
+    return Engine.from_parts(parts, sampling=options.sampling)
+
+
+def run_one(model: str, rows: int, folder: Path) -> dict:
+    """The job with a stubbed network, in this process; returns rows, peak bytes and seconds."""
+    from batchgen import job
+    from batchgen.request import SamplingParams
+
+    source, output = folder / "in.parquet", folder / "out.parquet"
+    write_input(source, rows)
+    job._load_engine = stub_engine
+    started = time.perf_counter()
+    report = job.run_job(
+        job.JobOptions(
+            model, str(source), output, prompt_template="Say {{ name }}", sampling=SamplingParams(max_tokens=2),
+            flush_interval="1s", progress="none",
+        )
+    )  # fmt: skip
+    assert report["rows_ok"] == rows
+    return {"rows": rows, "peak_bytes": report["peak_bytes"]["cpu"], "wall_s": time.perf_counter() - started}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="whose tokenizer is used")
+    parser.add_argument("--rows", type=int, action="append", help="may be repeated")
+    parser.add_argument("--output", default=str(HERE / "results" / "memory_flat.json"))
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(run_one(args.model, args.one, Path(folder))))
+        return
+    results = []
+    for rows in args.rows or [10_000, 1_000_000]:
+        command = [sys.executable, __file__, "--model", args.model, "--one", str(rows)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"{rows:,} rows: peak {results[-1]['peak_bytes'] / 1e6:.0f} MB, {results[-1]['wall_s']:.0f} s")
+    growth = results[-1]["peak_bytes"] - results[0]["peak_bytes"]
+    Path(args.output).write_text(
+        json.dumps({"benchmark": "memory_flat", "runs": results, "growth_bytes": growth}, indent=2) + "\n"
+    )
+    print(f"growth: {growth / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What the product promises: killed at any moment nothing is lost, and memory does not grow with the rows."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = Path(sys.executable).with_name("batchgen")
+
+
+@pytest.fixture(scope="module")
+def job(tiny_models, tmp_path_factory):
+    """A command that takes a few seconds, as (output path) -> arguments; fp32, so that batches change no token."""
+    folder = tmp_path_factory.mktemp("job")
+    rng = random.Random(0)
+    words = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
+    rows = [" ".join(rng.choices(words, k=rng.randrange(1, 30))) for _ in range(1500)]
+    rows[40] = None
+    pq.write_table(pa.table({"prompt": rows, "n": range(1500)}), folder / "in.parquet", row_group_size=200)
+
+    def command(output):
+        return [
+            str(PROGRAM), "run", "-m", str(tiny_models("llama")[0]), "-i", str(folder / "in.parquet"), "-o", str(output),
+            "--max-tokens", "24", "--temperature", "0.8", "--dtype", "float32", "--flush-interval", "0.2s",
+            "--max-num-seqs", "32", "--progress", "none", "--cpu-memory", "2GiB",
+        ]  # fmt: skip
+
+    return command
+
+
+def finished(run_directory):
+    """Rows that are safe in parts."""
+    return sum(pq.read_metadata(p).num_rows for p in (run_directory / "parts").glob("part-*.parquet"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kill_9_at_twenty_moments(job, tmp_path):
+    whole, killed = tmp_path / "whole.parquet", tmp_path / "killed.parquet"
+    started = time.monotonic()
+    subprocess.run(job(whole), check=True)
+    seconds = time.monotonic() - started
+    rng = random.Random(20)
+    safe, kills = [], 0
+    while kills < 20:
+        process = subprocess.Popen(job(killed), stderr=subprocess.PIPE)
+        try:
+            process.wait(timeout=rng.uniform(0.3, 1.0) * seconds * (0.6 if kills < 15 else 1.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            safe.append(finished(tmp_path / "killed.parquet.batchgen"))
+            continue
+        assert process.returncode == 0, process.stderr.read()
+        assert pq.read_table(killed).equals(pq.read_table(whole))
+        # Done before its twentieth kill: once more from the start.
+        killed.unlink()
+        for path in (tmp_path / "killed.parquet.batchgen").rglob("*"):
+            if path.is_file():
+                path.unlink()
+    assert max(safe) > 0, "no kill came after the first part"
+    subprocess.run(job(killed), check=True)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def test_sigterm_saves_what_is_finished(job, tmp_path):
+    output = tmp_path / "out.parquet"
+    process = subprocess.Popen([*job(output), "--flush-interval", "1h"], stderr=subprocess.PIPE, text=True)
+    manifest = tmp_path / "out.parquet.batchgen" / "manifest.json"
+    while not manifest.exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    time.sleep(2.5)
+    process.terminate()
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in message and "Traceback" not in message
+    assert finished(tmp_path / "out.parquet.batchgen") > 0
+
+
+def test_two_runs_on_one_output(job, tmp_path):
+    output = tmp_path / "out.parquet"
+    first = subprocess.Popen(job(output))
+    while not (tmp_path / "out.parquet.batchgen" / "manifest.json").exists():
+        time.sleep(0.05)
+        assert first.poll() is None
+    second = subprocess.run(job(output), capture_output=True, text=True)
+    assert second.returncode == 1 and str(first.pid) in second.stderr and second.stderr.count("\n") == 1
+    assert first.wait() == 0
+    assert pq.read_metadata(output).num_rows == 1500
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_full_disk_stops_cleanly_and_the_job_goes_on(job, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small]).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        output = small / "out.parquet"
+        found = subprocess.run(job(output), capture_output=True, text=True)
+        assert found.returncode == 1, found.stderr
+        assert "No space left" in found.stderr and "same command" in found.stderr and found.stderr.count("\n") == 1
+        safe = finished(small / "out.parquet.batchgen")
+        subprocess.run(["mount", "-o", "remount,size=20m", small], check=True)
+        report = tmp_path / "report.json"
+        subprocess.run([*job(output), "--report", str(report)], check=True)
+        assert json.loads(report.read_text())["rows_resumed"] == safe > 0
+        whole = tmp_path / "whole.parquet"
+        subprocess.run(job(whole), check=True)
+        assert output.read_bytes() == whole.read_bytes()
+    finally:
+        subprocess.run(["umount", "-l", small])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_does_not_grow_with_rows(tiny_models, tmp_path):
+    """In small here; benchmarks/memory_flat.py does it with a million rows."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "memory_flat.py"), "--model", str(tiny_models("llama")[0])]
+    command += ["--rows", "10000", "--rows", "120000", "--output", str(result)]
+    subprocess.run(command, check=True)
+    assert json.loads(result.read_text())["growth_bytes"] < 60e6
