@@ -18,13 +18,13 @@ from batchgen.errors import BatchgenError, InputError
 from batchgen.hardware import peak_resident_bytes
 from batchgen.loading import load_parts, resolve_dtype
 from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
-from batchgen.output import output_schema
-from batchgen.output_formats import check_writable
+from batchgen.output.formats import check_writable
+from batchgen.output.join import output_schema
+from batchgen.output.row_result import RowResult
+from batchgen.output.run_directory import Run, errors_path, open_run
 from batchgen.progress import Counts, Progress
 from batchgen.report import check_report_path, versions, write_report
 from batchgen.request import Completion, Request, SamplingParams
-from batchgen.row_result import RowResult
-from batchgen.run_directory import Run, errors_path, open_run
 from batchgen.units import parse_seconds, parse_shard
 
 

@@ -126,7 +126,7 @@ def _decode_group(q, k_cache, v_cache, group: DecodeGroup, pages, mask, out, lse
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
     """[tokens, heads, dim] -> [kv_heads, heads / kv_heads * tokens, dim]."""
-    tokens, heads, head_dim = q.shape
+    tokens, _, head_dim = q.shape
     return q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
 
 

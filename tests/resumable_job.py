@@ -10,7 +10,7 @@ import time
 
 from fake_rows import FakeDataset, result_of
 
-from batchgen.run_directory import open_run
+from batchgen.output.run_directory import open_run
 
 
 class SlowDataset(FakeDataset):

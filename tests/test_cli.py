@@ -263,7 +263,7 @@ def broken_models(tmp_path, model):
 def test_mistakes_get_one_clear_line(model, table, tmp_path, broken_models, args, words):
     empty, truncated, bad = tmp_path / "empty.parquet", tmp_path / "truncated.parquet", tmp_path / "bad.jsonl"
     pq.write_table(pa.table({"q": pa.array([], pa.string())}), empty)
-    truncated.write_bytes(open(table, "rb").read()[:-200])
+    truncated.write_bytes(Path(table).read_bytes()[:-200])
     bad.write_text('{"prompt": "x"}\n{"prompt": \n')
     names = {
         "EMPTY": str(empty), "TRUNCATED": str(truncated), "BADJSON": str(bad), "UNSUPPORTED": broken_models["unsupported"],

@@ -208,8 +208,8 @@ def test_stops(tiny_models):
 
 
 def test_end_of_text_ends_a_sample(tiny_models):
-    path, model = tiny_models("llama")
-    rows = [ids for ids in prompts(60, seed=3)]
+    path, _ = tiny_models("llama")
+    rows = prompts(60, seed=3)
     found, _ = generate(path, [Request(ids) for ids in rows], sampling=SamplingParams(max_tokens=100))
     ended = [c.samples[0] for c in found if c.samples[0].finish_reason == "stop"]
     assert ended, "no row of the test data reaches end-of-text"

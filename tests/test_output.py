@@ -22,12 +22,12 @@ from fake_rows import FakeDataset, expected_rows, result_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import output_formats, parts
 from batchgen.errors import BatchgenError, InputError
-from batchgen.output import join, join_formatted, output_schema
-from batchgen.output_formats import check_writable, output_format
-from batchgen.parts import write_part
-from batchgen.row_result import RowResult
+from batchgen.output import formats, parts
+from batchgen.output.formats import check_writable, output_format
+from batchgen.output.join import join, join_formatted, output_schema
+from batchgen.output.parts import write_part
+from batchgen.output.row_result import RowResult
 
 
 def joined(dataset, parts_dir: Path, suffix: str = ".parquet", *, n=1, logprobs=False, prefix="", note="{}"):
@@ -100,7 +100,7 @@ def test_join_gives_every_row_in_order_however_it_lies_in_parts(data):
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(output_formats, "_GROUP_ROWS", 60),
+        mock.patch.object(formats, "_GROUP_ROWS", 60),
         mock.patch.object(os, "fsync"),  # for speed
     ):
         scattered, plain = Path(folder, "scattered"), Path(folder, "plain")
@@ -134,7 +134,7 @@ def test_join_gives_every_row_in_order_however_it_lies_in_parts(data):
 
 
 def test_row_groups_are_bounded_in_bytes_and_do_not_depend_on_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_formats, "_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(formats, "_GROUP_BYTES", 20_000)
     dataset = FakeDataset(400, rows_per_batch=16)
     for layout, sizes in {"one": [400], "many": [7] * 58}.items():
         (tmp_path / layout).mkdir()
@@ -289,8 +289,8 @@ _JOIN_MANY = """
 import sys, time
 from pathlib import Path
 from fake_rows import FakeDataset, result_of
-from batchgen.output import join
-from batchgen.parts import write_part
+from batchgen.output.join import join
+from batchgen.output.parts import write_part
 import random
 parts_dir, num_rows = Path(sys.argv[1]), int(sys.argv[2])
 results = [result_of(r, fail_every=13) for r in range(1000)]

@@ -16,9 +16,9 @@ import pytest
 from fake_rows import FakeDataset, expected_rows, result_of
 
 from batchgen.errors import BatchgenError, InputError
-from batchgen.parts import part_paths
-from batchgen.row_result import RowResult
-from batchgen.run_directory import errors_path, open_run
+from batchgen.output.parts import part_paths
+from batchgen.output.row_result import RowResult
+from batchgen.output.run_directory import errors_path, open_run
 
 FINGERPRINT = {
     "input": {"path": "a.parquet"},
@@ -371,7 +371,7 @@ def test_a_link_is_kept_and_its_target_written(tmp_path):
 
 def test_two_runs_at_once(output):
     script = (
-        "import sys, time; from batchgen.run_directory import open_run\n"
+        "import sys, time; from batchgen.output.run_directory import open_run\n"
         f"run = open_run(sys.argv[1], {FINGERPRINT!r}); print('open', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script, str(output)]

@@ -29,8 +29,8 @@ def job(tiny_models, tmp_path_factory):
 
     def command(output):
         return [
-            str(PROGRAM), "run", "-m", str(tiny_models("llama")[0]), "-i", str(folder / "in.parquet"), "-o", str(output),
-            "--max-tokens", "24", "--temperature", "0.8", "--dtype", "float32", "--flush-interval", "0.2s",
+            str(PROGRAM), "run", "-m", str(tiny_models("llama")[0]), "-i", str(folder / "in.parquet"),
+            "-o", str(output), "--max-tokens", "24", "--temperature", "0.8", "--dtype", "float32", "--flush-interval", "0.2s",
             "--max-num-seqs", "32", "--progress", "none", "--cpu-memory", "2GiB",
         ]  # fmt: skip
 
@@ -75,7 +75,8 @@ def test_kill_9_at_twenty_moments(job, tmp_path):
 
 def test_sigterm_saves_what_is_finished(job, tmp_path):
     output = tmp_path / "out.parquet"
-    process = subprocess.Popen([*job(output), "--flush-interval", "1h"], stderr=subprocess.PIPE, text=True)
+    slow = ["--flush-interval", "1h", "--ignore-eos", "--max-tokens", "60", "--max-num-seqs", "8"]
+    process = subprocess.Popen([*job(output), *slow], stderr=subprocess.PIPE, text=True)
     manifest = tmp_path / "out.parquet.batchgen" / "manifest.json"
     while not manifest.exists():
         time.sleep(0.05)
@@ -103,7 +104,7 @@ def test_two_runs_on_one_output(job, tmp_path):
 def test_a_full_disk_stops_cleanly_and_the_job_goes_on(job, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small]).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", small]).returncode:
         pytest.skip("cannot mount here")
     try:
         output = small / "out.parquet"

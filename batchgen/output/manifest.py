@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen._version import __version__
-from batchgen.atomic_file import write_atomically
 from batchgen.errors import InputError
+from batchgen.output.atomic_file import write_atomically
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48

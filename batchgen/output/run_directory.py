@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from batchgen._version import __version__
-from batchgen.atomic_file import replace_durably, staged, storage_error, sync_directory
 from batchgen.errors import BatchgenError, InputError
-from batchgen.manifest import Manifest, describe_changes
-from batchgen.output import Dataset, FormatRow, join, join_formatted
-from batchgen.output_formats import output_format
-from batchgen.part_writer import PartWriter
-from batchgen.parts import DamagedPart, part_paths, scan_part, set_aside
-from batchgen.row_map import DoneRows
+from batchgen.output.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.output.formats import output_format
+from batchgen.output.join import Dataset, FormatRow, join, join_formatted
+from batchgen.output.manifest import Manifest, describe_changes
+from batchgen.output.part_writer import PartWriter
+from batchgen.output.parts import DamagedPart, part_paths, scan_part, set_aside
+from batchgen.output.row_map import DoneRows
 
 
 def errors_path(output_path: Path) -> Path:

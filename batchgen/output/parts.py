@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.atomic_file import replace_durably, staged
 from batchgen.errors import BatchgenError
-from batchgen.row_map import RowMap
-from batchgen.row_result import RESULT_SCHEMA, RowResult, to_batch
+from batchgen.output.atomic_file import replace_durably, staged
+from batchgen.output.row_map import RowMap
+from batchgen.output.row_result import RESULT_SCHEMA, RowResult, to_batch
 
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet(\.damaged)?")
 _GROUP_BYTES = 2 << 20  # a row group is what a join decodes at once

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from batchgen.atomic_file import storage_error
-from batchgen.parts import next_part_number, write_part
-from batchgen.row_map import DoneRows
-from batchgen.row_result import RowResult
+from batchgen.output.atomic_file import storage_error
+from batchgen.output.parts import next_part_number, write_part
+from batchgen.output.row_map import DoneRows
+from batchgen.output.row_result import RowResult
 
 
 class _Row(NamedTuple):

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.errors import InputError
-from batchgen.output_formats import FORMATS, json_line
-from batchgen.parts import PartIndex
-from batchgen.row_result import SAMPLE_LOGPROBS_TYPE
+from batchgen.output.formats import FORMATS, json_line
+from batchgen.output.parts import PartIndex
+from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 _WINDOW_INPUT_BYTES = 16 << 20
 

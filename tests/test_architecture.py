@@ -1,0 +1,53 @@
+"""Imports lead one way, as docs/design.md says."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "batchgen"
+VOCABULARY = ("attention_plan", "errors", "hardware", "model_config", "ops", "policy", "request", "rope", "units")
+
+
+def imports(path):
+    """Every batchgen module a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "batchgen":
+            yield node.module if node.module != "batchgen" else "batchgen." + node.names[0].name
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "batchgen")
+
+
+def users(folder, forbidden):
+    return {
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for name in imports(path)
+        if name.startswith(forbidden)
+    }
+
+
+def test_planner_and_runtime_do_not_know_each_other():
+    assert users("planner", "batchgen.runtime") == set()
+    assert users("runtime", "batchgen.planner") == set()
+
+
+def test_the_rooms_below_do_not_know_the_front_doors():
+    doors = ("batchgen.cli", "batchgen.job", "batchgen.engine", "batchgen.loading", "batchgen.report")
+    for folder in ("planner", "runtime", "dataset", "output"):
+        assert users(folder, doors) == set()
+    assert users("dataset", "batchgen.output") == users("output", "batchgen.dataset") == set()
+
+
+def test_the_vocabulary_knows_only_itself():
+    for name in VOCABULARY:
+        known = {m.split(".")[1] for m in imports(PACKAGE / f"{name}.py")}
+        assert known <= {*VOCABULARY, "_version"}, f"{name}.py imports {known}"
+
+
+def test_planning_and_scheduling_need_no_torch():
+    code = (
+        "import sys, batchgen, batchgen.cli, batchgen.planner.memory, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
