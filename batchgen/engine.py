@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _ENCODE_CHUNK = 64  # requests tokenized together
-_INPUT_AHEAD = 1024  # tokenized requests waiting for the scheduler
+_INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
 class SweepRunner(Protocol):
@@ -107,7 +108,7 @@ class _Finish:
 class _Prepared:
     index: int
     request: Request
-    token_ids: list[int]
+    token_ids: array  # four bytes a token: many of these wait
     error: str | None
 
 
@@ -255,7 +256,7 @@ class Engine:
                         request, token_ids = self._fit(request, token_ids)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, token_ids, error)
+                yield _Prepared(index, request, array("i", token_ids), error)
 
     def _encode(self, request: Request, encoded: Iterator[list[int]]) -> list[int]:
         prompt = request.prompt

@@ -81,15 +81,18 @@ def describe(counts: Counts, clock: TokenClock) -> str:
 class Progress:
     """Shows `Counts` as they come in; also usable as a context manager. Writes to stderr, never to stdout."""
 
-    def __init__(self, style: str = "auto", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, style: str = "auto", stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         if style not in STYLES:
             raise InputError(f"--progress must be one of {', '.join(STYLES)}, not {style!r}")
         self._stream = stream or sys.stderr
         self._terminal = style == "auto" and self._stream.isatty()
         self._silent = style == "none"
         self._bar = None
-        self._clock = TokenClock()
-        self._shown_s = time.monotonic()
+        self._now = now
+        self._clock = TokenClock(now)
+        self._shown_s = now()
 
     def start(self) -> None:
         """Rates and time left count from here."""
@@ -107,7 +110,7 @@ class Progress:
     def update(self, counts: Counts) -> None:
         """Call as often as you like: it shows at most a few times a second (plain: every ten seconds)."""
         self._clock.update(counts.prompt_tokens, counts.generated_tokens)
-        now = time.monotonic()
+        now = self._now()
         if self._silent or now - self._shown_s < (_BAR_EVERY_S if self._terminal else _PLAIN_EVERY_S):
             return
         self._shown_s = now

@@ -25,7 +25,7 @@ def test_durations(text, value):
 @pytest.mark.parametrize("parse", [parse_bytes, parse_seconds, parse_shard])
 @pytest.mark.parametrize("text", ["", "x", "-3GiB", "3 parsecs", "1/0", "2/2", "1h, then more"])
 def test_nonsense_is_refused(parse, text):
-    with pytest.raises(InputError, match="is not|size|duration"):
+    with pytest.raises(InputError, match=r"is not"):
         parse(text)
 
 
@@ -63,11 +63,10 @@ def test_rates_forget_what_is_long_past():
     assert tokens.rates() == (0.0, 0.0)
 
 
-def test_plain_lines_when_not_a_terminal(monkeypatch):
+def test_plain_lines_when_not_a_terminal():
     clock = Clock()
-    monkeypatch.setattr("time.monotonic", clock)
     stream = io.StringIO()
-    with Progress("auto", stream) as progress:
+    with Progress("auto", stream, clock) as progress:
         progress.start()
         for second in range(31):
             clock.now = float(second)

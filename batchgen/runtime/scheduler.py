@@ -64,10 +64,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of this many tokens can be run at all."""
-        return self._blocks_for(num_tokens) <= self.blocks.num_blocks
-
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep. Allocates its blocks; empty only if there is no work."""
         budget = self.limits.max_num_batched_tokens
