@@ -6,69 +6,23 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from batchgen.dataset import Dataset, open_dataset
-from batchgen.engine import ON_OVERLONG, Engine, EngineStats
-from batchgen.errors import BatchgenError, InputError
-from batchgen.hardware import peak_resident_bytes
+from batchgen.engine import Engine, EngineStats
+from batchgen.errors import BatchgenError
+from batchgen.job_options import JobOptions, check_options, seconds
+from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, resolve_dtype
 from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
-from batchgen.output.formats import check_writable
-from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import Run, errors_path, open_run
+from batchgen.output.run_directory import Run, open_run
 from batchgen.progress import Counts, Progress
-from batchgen.report import check_report_path, versions, write_report
-from batchgen.request import Completion, Request, SamplingParams
-from batchgen.units import parse_seconds, parse_shard
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
-
-    input may also be a `datasets.Dataset` or `IterableDataset`.
-    """
-
-    model: str
-    input: Any
-    output: str | Path
-    prompt_column: str | None = None
-    prompt_template: str | None = None
-    messages_column: str | None = None
-    system_prompt: str | None = None
-    chat: bool = False
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    dtype: str = "auto"
-    device: str = "auto"
-    cpu_memory: str | int | None = None
-    admission: str = "continuous"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 1024
-    max_model_len: int | None = None
-    share_prefixes: bool = True
-    expected_output_len: int | None = None
-    resume: bool = True
-    overwrite: bool = False
-    retry_failed: bool = False
-    max_time: str | float | None = None
-    flush_interval: str | float = "5s"
-    on_error: str = "record"
-    on_overlong: str = "error"
-    shard: str | None = None
-    limit: int | None = None
-    split: str | None = None
-    id_column: str | None = None
-    input_format: str | None = None
-    output_prefix: str = ""
-    report: str | None = None
-    progress: str = "auto"
-    dry_run: bool = False
+from batchgen.report import make_report, write_report
+from batchgen.request import Completion, SamplingParams
 
 
 def run(model: str, input: Any, output: str | Path, **options: Any) -> dict:
@@ -90,11 +44,11 @@ def run_job(options: JobOptions) -> dict:
     A KeyboardInterrupt leaves finished rows on disk and is raised again. Raises BatchgenError.
     """
     started_s = time.monotonic()
-    _check_options(options)
-    deadline_s = None if options.max_time is None else started_s + _seconds(options.max_time)
+    check_options(options)
+    deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
-        source = _open_source(options)
+        source = open_source(options)
         files = resolve_model(options.model, notify=progress.say)
         config = read_config(files)
         dtype = resolve_dtype(config, options.dtype)
@@ -127,7 +81,7 @@ def run_job(options: JobOptions) -> dict:
                 progress.say(notice)
             total_rows = source.dataset.num_rows
             if state.complete:
-                return _report(options, source, state, None, started_s, "already complete")
+                return _close(options, make_report(options, source, state, None, started_s, "already complete"))
             engine = None
             if total_rows is None or len(state.done_rows) < total_rows:
                 if state.rows_resumed:
@@ -135,7 +89,7 @@ def run_job(options: JobOptions) -> dict:
                 engine = _load_engine(options, files, tokenizer.result, progress)
                 reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
                 if not reached_end:
-                    return _report(options, source, state, engine, started_s, "stopped")
+                    return _close(options, make_report(options, source, state, engine, started_s, "stopped"))
             progress.close()
             state.finish(
                 source.dataset,
@@ -144,96 +98,7 @@ def run_job(options: JobOptions) -> dict:
                 prefix=options.output_prefix,
                 format_row=source.format_row,
             )
-            return _report(options, source, state, engine, started_s, "complete")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The input and how its rows become requests. format_row: OpenAI batches are answered in their own format."""
-
-    dataset: Dataset
-    requests_of: Callable[[Any, int], Iterator[Request]]  # (record batch, first row)
-    identity: dict
-    needs_chat_template: bool
-    format_row: Callable | None = None
-
-    @property
-    def is_openai(self) -> bool:
-        return self.format_row is not None
-
-    def requests(self, state: Run, rows: dict[int, int]) -> Iterator[Request]:
-        """Requests for every row not done yet; notes in `rows` which row the i-th request is for."""
-        count = 0
-        first_needed = state.done_rows.next_unfinished(0)
-        for first, batch in self.dataset.batches(first_needed):
-            needed = [row not in state.done_rows for row in range(first, first + batch.num_rows)]
-            if not any(needed):
-                continue
-            for offset, request in enumerate(self.requests_of(batch, first)):
-                if needed[offset]:
-                    rows[count] = first + offset
-                    count += 1
-                    yield request
-
-
-def _check_options(options: JobOptions) -> None:
-    """Everything that can be refused without reading anything."""
-    if options.on_error not in ("record", "fail"):
-        raise InputError(f"--on-error must be record or fail, not {options.on_error!r}")
-    if options.on_overlong not in ON_OVERLONG:
-        raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
-    if options.limit is not None and options.limit < 1:
-        raise InputError(f"--limit must be at least 1, not {options.limit}")
-    if options.overwrite and options.retry_failed:
-        raise InputError(
-            "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
-            " keeps the rows that are fine"
-        )
-    if options.retry_failed and not options.resume:
-        raise InputError("--retry-failed needs what was done before: leave out --no-resume")
-    check_report_path(options.report)
-    if options.max_time is not None:
-        _seconds(options.max_time)
-    if _seconds(options.flush_interval) <= 0:
-        raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
-
-
-def _seconds(value: str | float) -> float:
-    return parse_seconds(value) if isinstance(value, str) else float(value)
-
-
-def _open_source(options: JobOptions) -> _Source:
-    dataset = open_dataset(
-        options.input,
-        input_format=options.input_format,
-        split=options.split,
-        limit=options.limit,
-        shard=parse_shard(options.shard) if options.shard else None,
-    )
-    if dataset.num_rows == 0:
-        raise InputError(f"shard {options.shard} has no rows: the input has fewer rows than shards")
-    if dataset.format == "openai":
-        return _openai_source(options, dataset)
-
-    from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
-
-    spec = PromptSpec(
-        options.prompt_column,
-        options.prompt_template,
-        options.messages_column,
-        options.system_prompt,
-        options.chat,
-    )
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    wants_logprobs = options.sampling.logprobs is not None
-    schema = output_schema(dataset.schema, options.sampling.n, wants_logprobs, options.output_prefix)
-    check_writable(Path(options.output), schema)
-    return _Source(
-        dataset,
-        lambda batch, first: rows_to_requests(batch, first, compiled, options.sampling, options.id_column),
-        spec.identity(),
-        compiled.uses_chat,
-    )
+            return _close(options, make_report(options, source, state, engine, started_s, "complete"))
 
 
 def _load_tokenizer(files: ModelFiles):
@@ -268,7 +133,7 @@ def _load_engine(options: JobOptions, files: ModelFiles, tokenizer: Callable, pr
 
 def _generate(
     options: JobOptions,
-    source: _Source,
+    source: RequestSource,
     state: Run,
     engine: Engine,
     progress: Progress,
@@ -291,8 +156,8 @@ def _generate(
         )
 
     progress.start()
-    completions = engine.generate(source.requests(state, rows), should_stop=expired, on_sweep=show)
-    with state.writer(flush_interval_s=_seconds(options.flush_interval)) as writer:
+    completions = engine.generate(source.requests(state.done_rows, rows), should_stop=expired, on_sweep=show)
+    with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
             for completion in completions:
                 row = rows.pop(completion.index)
@@ -311,50 +176,8 @@ def _on_failed_row(options: JobOptions, row: int, completion: Completion) -> Non
         raise BatchgenError(f"row {row}: {completion.error} (--on-error record notes it in the row and goes on)")
 
 
-def _openai_source(options: JobOptions, dataset: Dataset) -> _Source:
-    """An OpenAI batch brings its own prompts and parameters."""
-    from batchgen.dataset.openai_batch import rows_to_requests
-    from batchgen.dataset.openai_response import format_error, format_response
-
-    given = {
-        "--prompt-column": options.prompt_column,
-        "--prompt-template": options.prompt_template,
-        "--messages-column": options.messages_column,
-        "--system-prompt": options.system_prompt,
-        "--chat": options.chat,
-        "--id-column": options.id_column,
-        "--output-prefix": options.output_prefix,
-    }
-    for flag, value in given.items():
-        if value:
-            raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
-
-    def format_row(row: dict, result: dict) -> tuple[str, dict]:
-        if result["error"] is not None:
-            return "errors", format_error(row["custom_id"], result["error"], result["row"])
-        logprobs = result["logprobs"] or [None] * len(result["text"])
-        samples = [
-            {"text": text, "finish_reason": reason, "logprobs": positions}
-            for text, reason, positions in zip(result["text"], result["finish_reason"], logprobs, strict=True)
-        ]
-        answer = {
-            "samples": samples,
-            "prompt_tokens": result["prompt_tokens"],
-            "generated_tokens": result["generated_tokens"],
-        }
-        return "output", format_response(row["custom_id"], row["body"], answer, str(options.model), result["row"])
-
-    return _Source(
-        dataset,
-        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows),
-        {"format": "openai"},
-        False,
-        format_row,
-    )
-
-
 def _dry_run(
-    options: JobOptions, source: _Source, files: ModelFiles, dtype: str, tokenizer: Any, progress: Progress
+    options: JobOptions, source: RequestSource, files: ModelFiles, dtype: str, tokenizer: Any, progress: Progress
 ) -> dict:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     first, batch = next(source.dataset.batches(0, 1))
@@ -383,48 +206,7 @@ def _dry_run(
     }
 
 
-def _report(
-    options: JobOptions, source: _Source, state: Run, engine: Engine | None, started_s: float, outcome: str
-) -> dict:
-    """Makes the report, and writes it where it was asked for.
-
-    Rows are those of the whole output; tokens, times and bytes are this run's.
-    """
-    stats = engine.stats if engine else EngineStats()
-    wall_s = time.monotonic() - started_s
-    totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
-    tokens = stats.prompt_tokens + stats.generated_tokens
-    lanes = {"compute": stats.busy_s["compute"] + stats.busy_s["sampling"], "input": stats.busy_s["input_wait"]}
-    rows = totals["rows_ok"] + totals["rows_failed"]
-    total_rows = rows if outcome != "stopped" else source.dataset.num_rows
-    report = {
-        "state": outcome,
-        "output": str(options.output),
-        "errors_output": str(errors_path(Path(options.output))) if source.is_openai else None,
-        "rows": total_rows,
-        "rows_ok": totals["rows_ok"],
-        "rows_failed": totals["rows_failed"],
-        "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
-        "rows_left": None if total_rows is None else total_rows - rows,
-        "prompt_tokens": stats.prompt_tokens,
-        "cached_prompt_tokens": stats.cached_prompt_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "wall_s": wall_s,
-        "load_s": engine.parts.load_s if engine else 0.0,
-        "generated_tokens_per_s": stats.generated_tokens / wall_s,
-        "total_tokens_per_s": tokens / wall_s,
-        "predicted_wall_s": None,
-        "bottleneck": max(lanes, key=lanes.get) if engine else None,
-        "peak_bytes": {"gpu": 0, "cpu": peak_resident_bytes(), "disk": 0},
-        "bytes_moved": {"disk_read": engine.parts.weights_file_bytes if engine else 0},
-        "busy_s": dict(stats.busy_s),
-        "sweeps": stats.sweeps,
-        "preempted": stats.preempted,
-        "dtype": engine.parts.dtype if engine else None,
-        "policy": engine.policy.to_json() if engine else None,
-        "memory": engine.parts.memory.to_json() if engine else None,
-        "versions": versions(),
-    }
+def _close(options: JobOptions, report: dict) -> dict:
     if options.report:
         write_report(report, options.report)
     return report

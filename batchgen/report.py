@@ -7,23 +7,26 @@ import json
 import os
 import platform
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
 from batchgen.errors import InputError
+from batchgen.hardware import peak_resident_bytes
+from batchgen.output.run_directory import Run, errors_path
 from batchgen.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from batchgen.engine import Engine
+    from batchgen.job_options import JobOptions
+    from batchgen.job_source import RequestSource
 
 
 def versions() -> dict[str, str]:
     """Versions of batchgen and of what decides its results and speed."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "pyarrow")}
     return {"batchgen": __version__, "python": platform.python_version(), **packages}
-
-
-def check_report_path(path: str | None) -> None:
-    """Raises InputError now rather than after hours of work."""
-    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise InputError(f"--report {path} cannot be written: give a file in a directory that exists")
 
 
 def write_report(report: dict, path: str) -> None:
@@ -39,6 +42,52 @@ def write_report(report: dict, path: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise InputError(f"--report {path} cannot be written: {error.strerror}") from error
+
+
+def make_report(
+    options: JobOptions, source: RequestSource, state: Run, engine: Engine | None, started_s: float, outcome: str
+) -> dict:
+    """The report as JSON values; outcome is "complete", "already complete" or "stopped".
+
+    Rows are those of the whole output; tokens, times and bytes are this run's.
+    """
+    from batchgen.engine import EngineStats
+
+    stats = engine.stats if engine else EngineStats()
+    wall_s = time.monotonic() - started_s
+    totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
+    tokens = stats.prompt_tokens + stats.generated_tokens
+    lanes = {"compute": stats.busy_s["compute"] + stats.busy_s["sampling"], "input": stats.busy_s["input_wait"]}
+    rows = totals["rows_ok"] + totals["rows_failed"]
+    total_rows = rows if outcome != "stopped" else source.dataset.num_rows
+    return {
+        "state": outcome,
+        "output": str(options.output),
+        "errors_output": str(errors_path(Path(options.output))) if source.is_openai else None,
+        "rows": total_rows,
+        "rows_ok": totals["rows_ok"],
+        "rows_failed": totals["rows_failed"],
+        "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
+        "rows_left": None if total_rows is None else total_rows - rows,
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_prompt_tokens": stats.cached_prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "wall_s": wall_s,
+        "load_s": engine.parts.load_s if engine else 0.0,
+        "generated_tokens_per_s": stats.generated_tokens / wall_s,
+        "total_tokens_per_s": tokens / wall_s,
+        "predicted_wall_s": None,
+        "bottleneck": max(lanes, key=lanes.get) if engine else None,
+        "peak_bytes": {"gpu": 0, "cpu": peak_resident_bytes(), "disk": 0},
+        "bytes_moved": {"disk_read": engine.parts.weights_file_bytes if engine else 0},
+        "busy_s": dict(stats.busy_s),
+        "sweeps": stats.sweeps,
+        "preempted": stats.preempted,
+        "dtype": engine.parts.dtype if engine else None,
+        "policy": engine.policy.to_json() if engine else None,
+        "memory": engine.parts.memory.to_json() if engine else None,
+        "versions": versions(),
+    }
 
 
 def summary(report: dict) -> list[str]:

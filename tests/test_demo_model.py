@@ -22,7 +22,14 @@ def test_greedy_tokens_equal_those_of_transformers():
 
     rows = pq.read_table(ROWS).slice(0, 64).to_pylist()
     requests = [
-        Request([{"role": "user", "content": "Describe this restaurant: {left_name}, {left_addr}, {left_city}.".format(**row)}])
+        Request(
+            [
+                {
+                    "role": "user",
+                    "content": "Describe this restaurant: {left_name}, {left_addr}, {left_city}.".format(**row),
+                }
+            ]
+        )
         if i % 2
         else Request("{left_name} is a {left_type} restaurant in {left_city}. Its".format(**row))
         for i, row in enumerate(rows)

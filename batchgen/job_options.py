@@ -1,0 +1,89 @@
+"""Everything a job can be told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.engine import ON_OVERLONG
+from batchgen.errors import InputError
+from batchgen.request import SamplingParams
+from batchgen.units import parse_seconds
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
+
+    input may also be a `datasets.Dataset` or `IterableDataset`.
+    """
+
+    model: str
+    input: Any
+    output: str | Path
+    prompt_column: str | None = None
+    prompt_template: str | None = None
+    messages_column: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    dtype: str = "auto"
+    device: str = "auto"
+    cpu_memory: str | int | None = None
+    admission: str = "continuous"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 1024
+    max_model_len: int | None = None
+    share_prefixes: bool = True
+    expected_output_len: int | None = None
+    resume: bool = True
+    overwrite: bool = False
+    retry_failed: bool = False
+    max_time: str | float | None = None
+    flush_interval: str | float = "5s"
+    on_error: str = "record"
+    on_overlong: str = "error"
+    shard: str | None = None
+    limit: int | None = None
+    split: str | None = None
+    id_column: str | None = None
+    input_format: str | None = None
+    output_prefix: str = ""
+    report: str | None = None
+    progress: str = "auto"
+    dry_run: bool = False
+
+
+def check_options(options: JobOptions) -> None:
+    """Everything that can be refused without reading anything."""
+    if options.on_error not in ("record", "fail"):
+        raise InputError(f"--on-error must be record or fail, not {options.on_error!r}")
+    if options.on_overlong not in ON_OVERLONG:
+        raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
+    if options.limit is not None and options.limit < 1:
+        raise InputError(f"--limit must be at least 1, not {options.limit}")
+    if options.overwrite and options.retry_failed:
+        raise InputError(
+            "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
+            " keeps the rows that are fine"
+        )
+    if options.retry_failed and not options.resume:
+        raise InputError("--retry-failed needs what was done before: leave out --no-resume")
+    _check_report_path(options.report)
+    if options.max_time is not None:
+        seconds(options.max_time)
+    if seconds(options.flush_interval) <= 0:
+        raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
+
+
+def seconds(value: str | float) -> float:
+    """A duration given as text or as a number."""
+    return parse_seconds(value) if isinstance(value, str) else float(value)
+
+
+def _check_report_path(path: str | None) -> None:
+    """Raises InputError now rather than after hours of work."""
+    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise InputError(f"--report {path} cannot be written: give a file in a directory that exists")

@@ -1,0 +1,131 @@
+"""A job's input and how its rows become requests: prompts over a dataset, or an OpenAI batch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchgen.dataset import Dataset, open_dataset
+from batchgen.errors import InputError
+from batchgen.output.formats import check_writable
+from batchgen.output.join import output_schema
+from batchgen.request import Request
+from batchgen.units import parse_shard
+
+if TYPE_CHECKING:
+    from batchgen.job_options import JobOptions
+
+
+class DoneRows(Protocol):
+    """Which rows need no more work."""
+
+    def __contains__(self, row: int) -> bool: ...
+
+    def next_unfinished(self, row: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class RequestSource:
+    """The input and how its rows become requests. format_row: OpenAI batches are answered in their own format."""
+
+    dataset: Dataset
+    requests_of: Callable[[Any, int], Iterator[Request]]  # (record batch, first row)
+    identity: dict
+    needs_chat_template: bool
+    format_row: Callable | None = None
+
+    @property
+    def is_openai(self) -> bool:
+        return self.format_row is not None
+
+    def requests(self, done: DoneRows, rows: dict[int, int]) -> Iterator[Request]:
+        """Requests for every row not in `done`; notes in `rows` which row the i-th request is for."""
+        count = 0
+        for first, batch in self.dataset.batches(done.next_unfinished(0)):
+            needed = [row not in done for row in range(first, first + batch.num_rows)]
+            if not any(needed):
+                continue
+            for offset, request in enumerate(self.requests_of(batch, first)):
+                if needed[offset]:
+                    rows[count] = first + offset
+                    count += 1
+                    yield request
+
+
+def open_source(options: JobOptions) -> RequestSource:
+    """Opens the input and checks all that can be checked about it, its prompts and the columns of the output."""
+    dataset = open_dataset(
+        options.input,
+        input_format=options.input_format,
+        split=options.split,
+        limit=options.limit,
+        shard=parse_shard(options.shard) if options.shard else None,
+    )
+    if dataset.num_rows == 0:
+        raise InputError(f"shard {options.shard} has no rows: the input has fewer rows than shards")
+    if dataset.format == "openai":
+        return _openai_source(options, dataset)
+
+    from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+
+    spec = PromptSpec(
+        options.prompt_column,
+        options.prompt_template,
+        options.messages_column,
+        options.system_prompt,
+        options.chat,
+    )
+    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    wants_logprobs = options.sampling.logprobs is not None
+    schema = output_schema(dataset.schema, options.sampling.n, wants_logprobs, options.output_prefix)
+    check_writable(Path(options.output), schema)
+    return RequestSource(
+        dataset,
+        lambda batch, first: rows_to_requests(batch, first, compiled, options.sampling, options.id_column),
+        spec.identity(),
+        compiled.uses_chat,
+    )
+
+
+def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
+    """An OpenAI batch brings its own prompts and parameters."""
+    from batchgen.dataset.openai_batch import rows_to_requests
+    from batchgen.dataset.openai_response import format_error, format_response
+
+    given = {
+        "--prompt-column": options.prompt_column,
+        "--prompt-template": options.prompt_template,
+        "--messages-column": options.messages_column,
+        "--system-prompt": options.system_prompt,
+        "--chat": options.chat,
+        "--id-column": options.id_column,
+        "--output-prefix": options.output_prefix,
+    }
+    for flag, value in given.items():
+        if value:
+            raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
+
+    def format_row(row: dict, result: dict) -> tuple[str, dict]:
+        if result["error"] is not None:
+            return "errors", format_error(row["custom_id"], result["error"], result["row"])
+        logprobs = result["logprobs"] or [None] * len(result["text"])
+        samples = [
+            {"text": text, "finish_reason": reason, "logprobs": positions}
+            for text, reason, positions in zip(result["text"], result["finish_reason"], logprobs, strict=True)
+        ]
+        answer = {
+            "samples": samples,
+            "prompt_tokens": result["prompt_tokens"],
+            "generated_tokens": result["generated_tokens"],
+        }
+        return "output", format_response(row["custom_id"], row["body"], answer, str(options.model), result["row"])
+
+    return RequestSource(
+        dataset,
+        lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows),
+        {"format": "openai"},
+        False,
+        format_row,
+    )
