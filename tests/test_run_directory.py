@@ -292,18 +292,25 @@ def test_a_retry_cut_short_keeps_the_old_errors(output):
 # ---- a complete job whose output is not there any more
 
 
-@pytest.mark.parametrize("change", ["gone", "cut"])
-def test_a_lost_output_is_made_again(output, undisturbed, change):
+def test_an_output_that_was_changed_is_not_replaced(output):
+    work(output)
+    edited = output.read_bytes()[:100]
+    output.write_bytes(edited)
+    with pytest.raises(InputError, match=r"was changed since this job wrote it: .*--overwrite"):
+        work(output)
+    assert output.read_bytes() == edited
+    work(output, overwrite=True)
+    assert read(output) == expected_rows(FakeDataset(40))
+
+
+def test_a_lost_output_is_made_again(output, undisturbed):
     for result, computed_rows in ((bad_every_5, 0), (result_of, 40)):
         work(output, result=result, overwrite=True)
-        if change == "gone":
-            output.unlink()
-        else:
-            output.write_bytes(output.read_bytes()[:100])
+        output.unlink()
         computed, run = work(output, result=result)
         # With failed rows the parts were kept, and joining them is enough.
         assert len(computed) == computed_rows
-        assert "is gone or was changed" in run.notices[0]
+        assert "is gone since" in run.notices[0]
         assert read(output) == expected_rows(FakeDataset(40), result)
     assert output.read_bytes() == undisturbed
 

@@ -185,6 +185,8 @@ class Run:
             return
         is_complete = held.state == "complete"
         is_intact = is_complete and all(_size_bytes(t) == held.files.get(t.name) for t in self._targets)
+        if is_complete and not is_intact:
+            _refuse_changed([t for t in self._targets if _size_bytes(t) not in (None, held.files.get(t.name))])
         if not is_intact or retry_failed:
             self._scan_parts()
         rows = held.totals["rows"] if is_intact else len(self.done_rows)
@@ -212,7 +214,7 @@ class Run:
             _refuse_existing(self._targets)
         if is_complete and not is_intact:
             names = " or ".join(t.name for t in self._targets)
-            self.notices.append(f"{names} is gone or was changed since this job wrote it: it is made again")
+            self.notices.append(f"{names} is gone since this job wrote it: it is made again")
         if retry_failed:
             self.done_rows.forget_failed()
         self.rows_resumed = len(self.done_rows)
@@ -265,6 +267,14 @@ def _refuse_existing(targets: tuple[Path, ...]) -> None:
                 f"{target} exists and is not the output of this job: move it, give another --output, "
                 "or replace it with --overwrite"
             )
+
+
+def _refuse_changed(targets: list[Path]) -> None:
+    """A finished output that somebody worked on since is theirs."""
+    for target in targets:
+        raise InputError(
+            f"{target} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
+        )
 
 
 def _size_bytes(path: Path) -> int | None:
