@@ -109,8 +109,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool
     if mask is not None:
         masked = scores.view(mask.shape[0], -1, mask.shape[2] if mask.shape[2] > 1 else q.shape[1], scores.shape[2])
         masked[..., -mask.shape[3] :].add_(mask)
-    lse = torch.logsumexp(scores.float(), -1) if want_lse else None
-    return torch.bmm(torch.softmax(scores, -1), v), lse
+    shares = torch.softmax(scores, -1)
+    lse = None
+    if want_lse:
+        # The likeliest key's share is exp(its score - lse): two maxima cost far less than torch.logsumexp.
+        lse = scores.amax(-1).float() - shares.amax(-1).float().log()
+    return torch.bmm(shares, v), lse
 
 
 def _decode_group(q, k_cache, v_cache, group: DecodeGroup, pages, mask, out, lse) -> None:
