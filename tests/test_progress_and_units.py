@@ -83,3 +83,20 @@ def test_none_is_silent():
     progress.say("x")
     progress.update(Counts(1))
     assert stream.getvalue() == ""
+
+
+def test_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    clock, stream = Clock(), Terminal()
+    with Progress("auto", stream, clock) as progress:
+        progress.start()
+        for second in range(5):
+            clock.now = float(second)
+            progress.update(Counts(100, 10, 7 * second, second, 1000 * second, 10 * second))
+        progress.say("a line of its own")
+    shown = stream.getvalue()
+    assert "38/100 rows" in shown and "1,000 prompt + 10 output tokens/s, 4 failed, 10 resumed" in shown
+    assert "a line of its own\n" in shown
