@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from batchgen._version import __version__
 from batchgen.errors import InputError
 from batchgen.hardware import peak_resident_bytes
+from batchgen.output.atomic_file import write_atomically
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.units import format_bytes, format_seconds
 
@@ -35,12 +35,9 @@ def write_report(report: dict, path: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        write_atomically(Path(path), text.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(f"--report {path} cannot be written: {error.strerror}") from error
 
 

@@ -185,8 +185,12 @@ class Run:
             return
         is_complete = held.state == "complete"
         is_intact = is_complete and all(_size_bytes(t) == held.files.get(t.name) for t in self._targets)
-        if is_complete and not is_intact:
-            _refuse_changed([t for t in self._targets if _size_bytes(t) not in (None, held.files.get(t.name))])
+        for target in self._targets if is_complete else ():
+            if _size_bytes(target) not in (None, held.files.get(target.name)):  # somebody worked on it since
+                raise InputError(
+                    f"{target} was changed since this job wrote it: move it away and run again, "
+                    "or replace it with --overwrite"
+                )
         if not is_intact or retry_failed:
             self._scan_parts()
         rows = held.totals["rows"] if is_intact else len(self.done_rows)
@@ -267,14 +271,6 @@ def _refuse_existing(targets: tuple[Path, ...]) -> None:
                 f"{target} exists and is not the output of this job: move it, give another --output, "
                 "or replace it with --overwrite"
             )
-
-
-def _refuse_changed(targets: list[Path]) -> None:
-    """A finished output that somebody worked on since is theirs."""
-    for target in targets:
-        raise InputError(
-            f"{target} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
-        )
 
 
 def _size_bytes(path: Path) -> int | None:

@@ -39,9 +39,5 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def max_len(self) -> int:
-        return self.num_prompt + self.sampling.max_tokens
-
-    @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
