@@ -126,9 +126,11 @@ def test_a_full_disk_stops_cleanly_and_the_job_goes_on(job, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_memory_does_not_grow_with_rows(tiny_models, tmp_path):
-    """In small here; benchmarks/memory_flat.py does it with a million rows."""
+    """In small; benchmarks/memory_flat.py does it with a million rows. Both sizes are past the point where queues
+    and buffers are full; what is left between two processes is the allocator's noise, up to some 75 MB seen, while a
+    kilobyte kept per row would be 160 MB."""
     result = tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "memory_flat.py"), "--model", str(tiny_models("llama")[0])]
-    command += ["--rows", "10000", "--rows", "120000", "--output", str(result)]
+    command += ["--rows", "40000", "--rows", "200000", "--output", str(result)]
     subprocess.run(command, check=True)
-    assert json.loads(result.read_text())["growth_bytes"] < 60e6
+    assert json.loads(result.read_text())["growth_bytes"] < 120e6
