@@ -198,7 +198,7 @@ class Engine:
         self._on_overlong = on_overlong
         policy = parts.policy
         # Outlives a call of `generate`: later rows find the prefixes of earlier ones.
-        self._blocks = BlockManager(policy.num_kv_blocks, policy.block_size, policy.share_prefixes)
+        self._blocks = BlockManager(policy.num_kv_blocks, policy.kv_block_size, policy.share_prefixes)
 
     @property
     def policy(self) -> Policy:
@@ -287,7 +287,7 @@ class Engine:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        pool = self.policy.num_kv_blocks * self.policy.block_size
+        pool = self.policy.num_kv_blocks * self.policy.kv_block_size
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(
                 f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"

@@ -1,84 +1,286 @@
-"""What memory this process may use: the machine's, or its container's."""
+"""What a machine can do: measured rates and sizes, as a frozen value that travels as JSON."""
 
 from __future__ import annotations
 
-import os
+import bisect
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-_CGROUP = Path("/sys/fs/cgroup")
+from batchgen.errors import InputError
 
-
-def available_memory_bytes() -> int:
-    """Memory that can still be taken: what the kernel calls available, or less where a cgroup limits us."""
-    available = _meminfo().get("MemAvailable")
-    if available is None:  # not Linux
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min([available, *_cgroup_room()])
+SIXTEEN_BIT = ("bfloat16", "float16")
 
 
-def resident_bytes() -> int:
-    """This process's resident memory now; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
+@dataclass(frozen=True)
+class Rates:
+    """A rate as a function of sizes, as measured at a grid of points.
 
-
-def peak_resident_bytes() -> int:
-    """The most resident memory this process has had."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def _meminfo() -> dict[str, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-
-
-def _cgroup_room() -> list[int]:
-    """Limit less use, for every cgroup (version 1 or 2) this process is in and every one above those.
-
-    Page cache the kernel would give back first (inactive_file) does not count as used.
+    axes: names of the sizes, outermost first. points: with no axes a number; else (size, points of the remaining
+    axes) pairs in ascending order. Between points the logarithm of the rate is linear in the logarithm of the
+    size; beyond the ends it is what it is at the end.
     """
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    room = []
-    for _, controllers, path in groups:
-        if controllers == "":
-            root, limit_name, use_name, cache_key = _CGROUP, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit_name, use_name = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_key = "total_inactive_file"
+
+    axes: tuple[str, ...]
+    points: Any
+
+    def at(self, **sizes: float) -> float:
+        """The rate at these sizes; sizes that are no axis of this table are ignored."""
+        return _interpolate(self.points, [sizes[axis] for axis in self.axes])
+
+    def scaled(self, factor: float) -> Rates:
+        """The same curve, `factor` times as fast."""
+        return Rates(self.axes, _map_points(self.points, len(self.axes), lambda rate: rate * factor))
+
+    def to_json(self) -> Any:
+        return {"axes": list(self.axes), "points": self.points} if self.axes else self.points
+
+    @classmethod
+    def from_json(cls, value: Any, name: str) -> Rates:
+        """Raises InputError, calling the field `name`, unless every rate and size is a positive number."""
+        if not isinstance(value, Mapping):
+            return cls((), _positive(value, name))
+        if not isinstance(value.get("axes"), list) or "points" not in value:
+            raise InputError(f"hardware profile: {name} must be a number, or have axes and points")
+        axes = tuple(value["axes"])
+        return cls(axes, _checked_points(value["points"], len(axes), name))
+
+
+def _interpolate(points: Any, sizes: list[float]) -> float:
+    if not sizes:
+        return points
+    xs = [x for x, _ in points]
+    x = min(max(sizes[0], xs[0]), xs[-1])
+    right = max(1, bisect.bisect_left(xs, x))
+    high = _interpolate(points[min(right, len(xs) - 1)][1], sizes[1:])
+    if len(xs) == 1 or x == xs[right]:
+        return high
+    low = _interpolate(points[right - 1][1], sizes[1:])
+    share = math.log(x / xs[right - 1]) / math.log(xs[right] / xs[right - 1])
+    return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+
+def _map_points(points: Any, depth: int, function: Callable[[float], float]) -> Any:
+    if depth == 0:
+        return function(points)
+    return tuple((x, _map_points(rest, depth - 1, function)) for x, rest in points)
+
+
+def _checked_points(points: Any, depth: int, name: str) -> Any:
+    if depth == 0:
+        return _positive(points, name)
+    if not isinstance(points, (list, tuple)) or not points or any(len(pair) != 2 for pair in points):
+        raise InputError(f"hardware profile: {name} needs a list of [size, rate] pairs for each of its axes")
+    sizes = [_positive(x, f"{name} (a size)") for x, _ in points]
+    if any(a >= b for a, b in itertools.pairwise(sizes)):
+        raise InputError(f"hardware profile: the sizes of {name} must ascend")
+    return tuple((x, _checked_points(rest, depth - 1, name)) for x, (_, rest) in zip(sizes, points, strict=True))
+
+
+def _positive(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"hardware profile: {name} must be a number above 0, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """What one compute device does, per number format ("bfloat16", "float32", ..., "int4" for KV).
+
+    gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).
+    prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
+    decode_attention_bytes_per_s: stored KV bytes attended to, over `group` (query heads per KV head), `batch`
+        (sequences) and `context` (tokens each).
+    elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
+    expand_bytes_per_s: 4-bit weights or KV to the compute format, in expanded bytes; None: not supported.
+    step_overhead_s: fixed cost of one layer of one GPU batch.
+    """
+
+    gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
+    prefill_attention_flops_per_s: dict[str, Rates] = field(default_factory=dict)
+    decode_attention_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
+    elementwise_bytes_per_s: float | None = None
+    expand_bytes_per_s: float | None = None
+    step_overhead_s: float = 0.0
+
+    def rates(self, kind: str, number_format: str) -> Rates:
+        """The table `kind` for a format; the two 16-bit formats stand in for each other. Raises InputError."""
+        table = getattr(self, kind)
+        for name in _stand_ins(number_format):
+            if name in table:
+                return table[name]
+        raise InputError(
+            f"the hardware profile has no {kind} for {number_format} (it has {', '.join(table) or 'none'}):"
+            " measure with `batchgen profile --refresh`, or choose another --dtype"
+        )
+
+    def has_rates(self, kind: str, number_format: str) -> bool:
+        return any(name in getattr(self, kind) for name in _stand_ins(number_format))
+
+
+def _stand_ins(number_format: str) -> tuple[str, ...]:
+    return (number_format, *(SIXTEEN_BIT if number_format in SIXTEEN_BIT else ()))
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine. Rates in bytes, FLOPs or items per second; sizes in bytes.
+
+    gpu: None on a CPU-only machine; h2d, d2h and gpu_memory_bytes are then None too.
+    gpu_memory_bytes, cpu_memory_bytes, disk_bytes: what a job may use at most.
+    dram_bytes_per_s: host memory traffic, all of it together.
+    sampling_logits_per_s: logits turned into tokens. sweep_overhead_s: fixed cost of one sweep (scheduling, packing);
+    sequence_overhead_s: per sequence and sweep; row_overhead_s: per row (prompt in, text out).
+    load_bytes_per_s, gguf_load_bytes_per_s: weights from safetensors, or from a quantised GGUF, to where they belong, in
+    bytes of the compute format; without the latter, GGUFs load as fast as safetensors.
+    sources: where each figure comes from, by field name; empty for a measured profile.
+    """
+
+    name: str
+    cpu: ComputeRates
+    gpu: ComputeRates | None
+    cpu_memory_bytes: int
+    disk_bytes: int
+    dram_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    load_bytes_per_s: float
+    sampling_logits_per_s: float
+    gguf_load_bytes_per_s: float | None = None
+    gpu_memory_bytes: int | None = None
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    sweep_overhead_s: float = 0.0
+    sequence_overhead_s: float = 0.0
+    row_overhead_s: float = 0.0
+    measured: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        needs_gpu = {n: getattr(self, n) for n in ("gpu_memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s")}
+        for name, value in needs_gpu.items():
+            if (value is None) != (self.gpu is None):
+                state = "needs" if self.gpu else "without a gpu must not have"
+                raise InputError(f"hardware profile {self.name!r} {state} {name}")
+        if self.gpu is not None and self.gpu.elementwise_bytes_per_s is None:
+            raise InputError(f"hardware profile {self.name!r} needs gpu.elementwise_bytes_per_s")
+        if self.gpu is None and self.cpu.elementwise_bytes_per_s is None:
+            raise InputError(f"hardware profile {self.name!r} needs cpu.elementwise_bytes_per_s")
+
+    @property
+    def compute(self) -> ComputeRates:
+        """The device that runs the matrix products: the GPU, or the CPU where there is none."""
+        return self.gpu or self.cpu
+
+    def scaled(self, **factors: float) -> HardwareProfile:
+        """A machine with some rates or sizes multiplied: scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1).
+
+        Names: any number of this class; "gemm", "prefill_attention", "decode_attention", "elementwise" and "expand"
+        of the compute device; "cpu_decode_attention".
+        """
+        profile = self
+        for name, factor in factors.items():
+            if name == "cpu_decode_attention":
+                profile = replace(profile, cpu=_scale_tables(profile.cpu, "decode_attention_bytes_per_s", factor))
+            elif name in _COMPUTE_FIELDS:
+                device = "gpu" if profile.gpu else "cpu"
+                scaled = _scale_tables(getattr(profile, device), _COMPUTE_FIELDS[name], factor)
+                profile = replace(profile, **{device: scaled})
+            else:
+                value = getattr(profile, name) * factor
+                profile = replace(profile, **{name: int(value) if name.endswith("_bytes") else value})
+        return profile
+
+    def to_json(self) -> dict:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
+
+    @classmethod
+    def from_json(cls, values: Any) -> HardwareProfile:
+        """Raises InputError, naming the field, where one is missing, unknown or absurd."""
+        if not isinstance(values, Mapping):
+            raise InputError("a hardware profile is a JSON object: write one with `batchgen profile -o FILE`")
+        _check_names(cls, values, "")
+        checked = dict(values)
+        for f in fields(cls):
+            if f.name not in values or f.name in ("name", "cpu", "gpu", "measured", "sources"):
+                continue
+            value = values[f.name]
+            if f.name.endswith("overhead_s"):
+                checked[f.name] = _not_negative(value, f.name)
+            elif value is not None or f.default is not None:
+                checked[f.name] = _positive(value, f.name)
+        checked["cpu"] = _compute_from_json(values["cpu"], "cpu")
+        checked["gpu"] = None if values.get("gpu") is None else _compute_from_json(values["gpu"], "gpu")
+        return cls(**checked)
+
+
+_COMPUTE_FIELDS = {
+    "gemm": "gemm_flops_per_s",
+    "prefill_attention": "prefill_attention_flops_per_s",
+    "decode_attention": "decode_attention_bytes_per_s",
+    "elementwise": "elementwise_bytes_per_s",
+    "expand": "expand_bytes_per_s",
+}
+
+
+def _scale_tables(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
+    value = getattr(rates, name)
+    if isinstance(value, dict):
+        return replace(rates, **{name: {key: table.scaled(factor) for key, table in value.items()}})
+    return replace(rates, **{name: value and value * factor})
+
+
+def _check_names(cls: type, values: Mapping, prefix: str) -> None:
+    known = {f.name: f for f in fields(cls)}
+    for name in values:
+        if name not in known:
+            raise InputError(f"hardware profile: {prefix}{name} is no field of it")
+    for name, f in known.items():
+        has_default = f.default is not f.default_factory  # both are MISSING where there is none
+        if name not in values and not has_default and name != "gpu":
+            raise InputError(f"hardware profile: {prefix}{name} is missing")
+
+
+def _not_negative(value: Any, name: str) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _positive(value, name)
+
+
+def _compute_to_json(rates: ComputeRates) -> dict:
+    def plain(value: Any) -> Any:
+        return {key: table.to_json() for key, table in value.items()} if isinstance(value, dict) else value
+
+    return {f.name: plain(getattr(rates, f.name)) for f in fields(rates)}
+
+
+def _compute_from_json(values: Any, device: str) -> ComputeRates:
+    if not isinstance(values, Mapping):
+        raise InputError(f"hardware profile: {device} must be an object of rates")
+    _check_names(ComputeRates, values, f"{device}.")
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        full = f"{device}.{name}"
+        if name.endswith("overhead_s"):
+            checked[name] = _not_negative(value, full)
+        elif name in ("elementwise_bytes_per_s", "expand_bytes_per_s"):
+            checked[name] = None if value is None else _positive(value, full)
+        elif not isinstance(value, Mapping):
+            raise InputError(f"hardware profile: {full} must map number formats to rates")
         else:
-            continue
-        here = root / path.lstrip("/")
-        for group in [here, *here.parents]:
-            try:
-                limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):
-                limit = "max"  # not mounted here, or the root, which has no limit
-            if limit != "max":
-                room.append(max(0, int(limit) - used + int(stat.get(cache_key, 0))))
-            if group == root:
-                break
-    return room
+            checked[name] = {key: Rates.from_json(table, f"{full}.{key}") for key, table in value.items()}
+    return ComputeRates(**checked)
+
+
+def read_profile(path: str | Path) -> HardwareProfile:
+    """A profile from a JSON file. Raises InputError."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"hardware profile {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"hardware profile {path} is not valid JSON: {error}") from error
+    return HardwareProfile.from_json(values)

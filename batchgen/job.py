@@ -10,19 +10,36 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine import Engine, EngineStats
 from batchgen.errors import BatchgenError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
-from batchgen.loading import load_parts, resolve_dtype
-from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
+from batchgen.loading import load_parts, process_bytes, resolve_budget, resolve_dtype
+from batchgen.model_config import ModelConfig
+from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
+from batchgen.planner.explain import headline
+from batchgen.planning import (
+    PlanRequest,
+    find_hardware,
+    loading_s,
+    on_this_machine,
+    plan_job,
+    problem_of,
+    read_plan,
+    runnable,
+)
+from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
 from batchgen.request import Completion, SamplingParams
+from batchgen.workload_sample import measure_workload
+
+if TYPE_CHECKING:
+    from batchgen.tokenizer import Tokenizer
 
 
 def run(model: str, input: Any, output: str | Path, **options: Any) -> dict:
@@ -56,7 +73,8 @@ def run_job(options: JobOptions) -> dict:
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
         if options.dry_run:
-            return _dry_run(options, source, files, dtype, tokenizer.result(), progress)
+            plan = _plan(options, source, files, config, dtype, tokenizer.result(), None, started_s, progress)
+            return _dry_run(options, source, files, plan, tokenizer.result(), progress)
         fingerprint = {
             "input": source.dataset.identity(),
             "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
@@ -81,15 +99,18 @@ def run_job(options: JobOptions) -> dict:
                 progress.say(notice)
             total_rows = source.dataset.num_rows
             if state.complete:
-                return _close(options, make_report(options, source, state, None, started_s, "already complete"))
-            engine = None
+                return _close(options, make_report(options, source, state, None, None, started_s, "already complete"))
+            engine = plan = None
             if total_rows is None or len(state.done_rows) < total_rows:
                 if state.rows_resumed:
                     progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
-                engine = _load_engine(options, files, tokenizer.result, progress)
+                plan = _plan(options, source, files, config, dtype, tokenizer.result(), state, started_s, progress)
+                for line in headline(plan):
+                    progress.say(line)
+                engine = _load_engine(options, plan, files, tokenizer.result, progress)
                 reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
                 if not reached_end:
-                    return _close(options, make_report(options, source, state, engine, started_s, "stopped"))
+                    return _close(options, make_report(options, source, state, engine, plan, started_s, "stopped"))
             progress.close()
             state.finish(
                 source.dataset,
@@ -98,7 +119,7 @@ def run_job(options: JobOptions) -> dict:
                 prefix=options.output_prefix,
                 format_row=source.format_row,
             )
-            return _close(options, make_report(options, source, state, engine, started_s, "complete"))
+            return _close(options, make_report(options, source, state, engine, plan, started_s, "complete"))
 
 
 def _load_tokenizer(files: ModelFiles):
@@ -107,7 +128,63 @@ def _load_tokenizer(files: ModelFiles):
     return load_tokenizer(files)
 
 
-def _load_engine(options: JobOptions, files: ModelFiles, tokenizer: Callable, progress: Progress) -> Engine:
+def _plan(
+    options: JobOptions,
+    source: RequestSource,
+    files: ModelFiles,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: Tokenizer,
+    state: Run | None,
+    started_s: float,
+    progress: Progress,
+) -> Plan:
+    """How to run the rows that are left: the plan given, or the fastest that keeps everything in memory."""
+    if options.plan is not None:
+        return runnable(read_plan(options.plan), files.name, dtype)
+    total_rows = source.dataset.num_rows
+    rows_done = len(state.done_rows) if state else 0
+    context = min(options.max_model_len or config.max_position, config.max_position)
+    workload, output_len_known = measure_workload(
+        source,
+        tokenizer,
+        sampling=options.sampling,
+        max_model_len=context,
+        rows_left=None if total_rows is None else max(1, total_rows - rows_done),
+        expected_output_len=options.expected_output_len,
+        finished_output_lens=state.output_lens() if state else (),
+        share_prefixes=options.share_prefixes,
+    )
+    hardware = find_hardware(
+        options.hardware,
+        dtype=dtype,
+        offload_dir=Path(options.offload_dir or cache_dir()),
+        cache_dir=cache_dir(),
+        notify=progress.say,
+    )
+    request = PlanRequest(
+        model_name=files.name,
+        dtype=dtype,
+        max_model_len=context,
+        cpu_memory=resolve_budget(options.cpu_memory),
+        admission=None if options.admission == "auto" else options.admission,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        share_prefixes=options.share_prefixes,
+        process_bytes=process_bytes(),
+        in_memory=True,
+    )
+    problem = problem_of(on_this_machine(hardware), config, workload, request)
+    return plan_job(
+        problem,
+        request,
+        startup_s=time.monotonic() - started_s,
+        loading_s=loading_s(hardware, config, dtype, files.kind),
+        output_len_known=output_len_known,
+    )
+
+
+def _load_engine(options: JobOptions, plan: Plan, files: ModelFiles, tokenizer: Callable, progress: Progress) -> Engine:
     progress.say(f"loading {files.name}")
     parts = load_parts(
         files,
@@ -115,9 +192,9 @@ def _load_engine(options: JobOptions, files: ModelFiles, tokenizer: Callable, pr
         dtype=options.dtype,
         device=options.device,
         cpu_memory=options.cpu_memory,
-        admission=options.admission,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        admission=plan.policy.admission,
+        max_num_seqs=plan.policy.max_num_seqs,
+        max_num_batched_tokens=plan.policy.max_num_batched_tokens,
         max_model_len=options.max_model_len,
         share_prefixes=options.share_prefixes,
         min_output_len=options.sampling.max_tokens,
@@ -177,7 +254,7 @@ def _on_failed_row(options: JobOptions, row: int, completion: Completion) -> Non
 
 
 def _dry_run(
-    options: JobOptions, source: RequestSource, files: ModelFiles, dtype: str, tokenizer: Any, progress: Progress
+    options: JobOptions, source: RequestSource, files: ModelFiles, plan: Plan, tokenizer: Tokenizer, progress: Progress
 ) -> dict:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     first, batch = next(source.dataset.batches(0, 1))
@@ -192,14 +269,17 @@ def _dry_run(
     else:
         prompt, token_ids = tokenizer.decode(list(request.prompt)), list(request.prompt)
     rows = source.dataset.num_rows
-    progress.say(f"model {files.name} in {dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
+    for line in headline(plan):
+        progress.say(line)
+    progress.say(f"model {files.name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
     progress.say(f"row {first}: {len(token_ids):,} prompt tokens, up to {options.sampling.max_tokens:,} generated")
     progress.say(prompt)
     return {
         "state": "dry run",
         "rows": rows,
         "model": files.name,
-        "dtype": dtype,
+        "dtype": plan.dtype,
+        "plan": plan.to_json(),
         "sampling": options.sampling.to_json(),
         "first_prompt": prompt,
         "first_prompt_tokens": len(token_ids),

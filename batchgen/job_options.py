@@ -17,12 +17,12 @@ from batchgen.units import parse_seconds
 class JobOptions:
     """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
 
-    input may also be a `datasets.Dataset` or `IterableDataset`.
+    input may also be a `datasets.Dataset` or `IterableDataset`. output: None where only a plan is asked for.
     """
 
     model: str
     input: Any
-    output: str | Path
+    output: str | Path | None
     prompt_column: str | None = None
     prompt_template: str | None = None
     messages_column: str | None = None
@@ -32,9 +32,12 @@ class JobOptions:
     dtype: str = "auto"
     device: str = "auto"
     cpu_memory: str | int | None = None
-    admission: str = "continuous"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 1024
+    hardware: str | None = None
+    offload_dir: str | Path | None = None
+    plan: str | None = None
+    admission: str = "auto"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     share_prefixes: bool = True
     expected_output_len: int | None = None
@@ -62,6 +65,16 @@ def check_options(options: JobOptions) -> None:
         raise InputError(f"--on-error must be record or fail, not {options.on_error!r}")
     if options.on_overlong not in ON_OVERLONG:
         raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
+    if options.plan is not None:
+        fixed = ("hardware", "max_num_seqs", "max_num_batched_tokens")
+        if options.admission != "auto" or any(getattr(options, name) is not None for name in fixed):
+            raise InputError(
+                "--plan says it all: leave out --hardware, --admission, --max-num-seqs and --max-num-batched-tokens"
+            )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "expected_output_len"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if options.limit is not None and options.limit < 1:
         raise InputError(f"--limit must be at least 1, not {options.limit}")
     if options.overwrite and options.retry_failed:

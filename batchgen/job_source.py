@@ -80,7 +80,8 @@ def open_source(options: JobOptions) -> RequestSource:
     compiled = compile_prompts(spec, dataset.schema, options.id_column)
     wants_logprobs = options.sampling.logprobs is not None
     schema = output_schema(dataset.schema, options.sampling.n, wants_logprobs, options.output_prefix)
-    check_writable(Path(options.output), schema)
+    if options.output is not None:
+        check_writable(Path(options.output), schema)
     return RequestSource(
         dataset,
         lambda batch, first: rows_to_requests(batch, first, compiled, options.sampling, options.id_column),

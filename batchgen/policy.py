@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchgen.errors import InputError
+from batchgen.workload import Workload
+
+TIERS = ("gpu", "cpu", "disk")
+# Where a sequence's KV lives, and where its decode attention runs (docs/design.md). "deferred" (APEX: the CPU's
+# result is collected one sweep later) has its place here; no runtime carries it out yet, so no plan uses it.
+KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """admission: "continuous" or "static". max_num_seqs: most sequences in flight.
+    """admission: "continuous" or "static".
+    gpu_batch_size, num_gpu_batches: FlexGen's; their product, the block, is the most sequences in flight.
     max_num_batched_tokens: most tokens in one sweep. max_model_len: longest prompt plus output, in tokens.
-    block_size: tokens per KV block. num_kv_blocks: KV blocks in the pool, for all layers together.
+    kv_block_size: tokens per KV block. num_kv_blocks: KV blocks in the pool, for all layers together.
     share_prefixes: whether rows take over the KV of a prompt prefix that another row has computed.
+    weight_format, kv_format: stored number formats.
+    weight_layers: for each weight matrix of a layer, in how many layers it is homed on (GPU, CPU, disk).
+    head_tier: home of the output matrix. kv_seqs: sequences of the block in each KV class.
+    activation_batches: GPU batches whose activations between layers stay on (GPU, CPU).
     """
 
     admission: str
-    max_num_seqs: int
+    gpu_batch_size: int
+    num_gpu_batches: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
+    kv_block_size: int
     num_kv_blocks: int
     share_prefixes: bool
+    weight_format: str
+    kv_format: str
+    weight_layers: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    head_tier: str = "cpu"
+    kv_seqs: Mapping[str, int] = field(default_factory=dict)
+    activation_batches: tuple[int, int] = (0, 1)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The block size: most sequences in flight."""
+        return self.gpu_batch_size * self.num_gpu_batches
 
     def to_json(self) -> dict:
-        return asdict(self)
+        return asdict(self) | {"max_num_seqs": self.max_num_seqs}
+
+
+def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
+    """The tier of each layer, when `counts` layers are to be on (GPU, CPU, disk): as evenly mixed as can be, so that
+    every layer has about as much to load as the next."""
+    total = sum(counts)
+    placed = [0, 0, 0]
+    for layer in range(total):
+        # The tier that is furthest behind its share.
+        tier = max(range(3), key=lambda t: (counts[t] * (layer + 1) / total - placed[t], counts[t]))
+        placed[tier] += 1
+        yield TIERS[tier]
 
 
 @dataclass(frozen=True)
@@ -37,3 +76,74 @@ class MemoryPlan:
 
     def to_json(self) -> dict:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is expected to do. Times in seconds, sizes in bytes.
+
+    total_s: the whole job, from start to finished output; low_s and high_s bracket it. startup_s: until the first sweep.
+    bound_s: of the sweeps, what no placement at this block size can beat. lane_s: busy time of each resource.
+    memory_bytes: tier -> part -> bytes. block_latency_s: from a block's first prompt to its last token.
+    memory_price_s: seconds one more GiB of a tier would save; lane_price_s: seconds 10 % more of a lane's rate would
+    save; both to first order, at this block size.
+    """
+
+    total_s: float
+    low_s: float
+    high_s: float
+    startup_s: float
+    sweeps: float
+    bound_s: float
+    generated_tokens_per_s: float
+    total_tokens_per_s: float
+    block_latency_s: float
+    lane_s: Mapping[str, float]
+    bottleneck: str
+    memory_bytes: Mapping[str, Mapping[str, float]]
+    memory_price_s: Mapping[str, float]
+    lane_price_s: Mapping[str, float]
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy, what it is for, and what it is expected to do. budgets: bytes per tier it was made for.
+
+    placement_bytes: weights, KV and activations -> tier -> bytes.
+    """
+
+    model: str
+    hardware: str
+    dtype: str
+    workload: Workload
+    budgets: Mapping[str, int]
+    policy: Policy
+    placement_bytes: Mapping[str, Mapping[str, float]]
+    prediction: Prediction
+
+    def to_json(self) -> dict:
+        return asdict(self) | {"policy": self.policy.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Plan:
+        """Raises InputError unless `values` is what `to_json` gives."""
+        try:
+            parsed = {
+                "workload": Workload.from_json(values["workload"]),
+                "policy": policy_from_json(values["policy"]),
+                "prediction": Prediction(**values["prediction"]),
+            }
+            return cls(**(values | parsed))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error
+
+
+def policy_from_json(values: Mapping[str, Any]) -> Policy:
+    """The inverse of `Policy.to_json`."""
+    values = {key: value for key, value in values.items() if key != "max_num_seqs"}
+    values["weight_layers"] = {name: tuple(counts) for name, counts in values["weight_layers"].items()}
+    values["activation_batches"] = tuple(values["activation_batches"])
+    return Policy(**values)

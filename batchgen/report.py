@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
 from batchgen.errors import InputError
-from batchgen.hardware import peak_resident_bytes
+from batchgen.machine import peak_resident_bytes
 from batchgen.output.atomic_file import write_atomically
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.units import format_bytes, format_seconds
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batchgen.engine import Engine
     from batchgen.job_options import JobOptions
     from batchgen.job_source import RequestSource
+    from batchgen.policy import Plan
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +43,13 @@ def write_report(report: dict, path: str) -> None:
 
 
 def make_report(
-    options: JobOptions, source: RequestSource, state: Run, engine: Engine | None, started_s: float, outcome: str
+    options: JobOptions,
+    source: RequestSource,
+    state: Run,
+    engine: Engine | None,
+    plan: Plan | None,
+    started_s: float,
+    outcome: str,
 ) -> dict:
     """The report as JSON values; outcome is "complete", "already complete" or "stopped".
 
@@ -73,7 +80,9 @@ def make_report(
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,
         "total_tokens_per_s": tokens / wall_s,
-        "predicted_wall_s": None,
+        "predicted_wall_s": plan.prediction.total_s if plan else None,
+        "predicted": plan.prediction.to_json() if plan else None,
+        "hardware": plan.hardware if plan else None,
         "bottleneck": max(lanes, key=lanes.get) if engine else None,
         "peak_bytes": {"gpu": 0, "cpu": peak_resident_bytes(), "disk": 0},
         "bytes_moved": {"disk_read": engine.parts.weights_file_bytes if engine else 0},
@@ -98,7 +107,9 @@ def summary(report: dict) -> list[str]:
         left = report["rows_left"]
         lines.append(f"stopped: {rows}, {left:,} left; the same command goes on from here")
     else:
-        lines.append(f"done in {format_seconds(report['wall_s'])}: {rows}")
+        predicted = report["predicted_wall_s"]
+        said = f" (predicted {format_seconds(predicted)})" if predicted else ""
+        lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
     if report["generated_tokens"]:
         cached = report["cached_prompt_tokens"]
         share = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""

@@ -82,6 +82,15 @@ def scan_part(path: Path) -> Iterator[PartGroup]:
             yield PartGroup(number, rows, failed, file.metadata.row_group(number).total_byte_size)
 
 
+def part_output_lens(path: Path) -> list[int]:
+    """Generated tokens of each sample in a part. Raises DamagedPart."""
+    file = _open_part(path)
+    with file:
+        groups = range(file.metadata.num_row_groups)
+        column = _read(path, file, list(groups), ["generated_tokens"]).column(0)
+        return column.combine_chunks().flatten().to_pylist()
+
+
 def _open_part(path: Path) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)

@@ -26,7 +26,7 @@ from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
 from batchgen.output.manifest import Manifest, describe_changes
 from batchgen.output.part_writer import PartWriter
-from batchgen.output.parts import DamagedPart, part_paths, scan_part, set_aside
+from batchgen.output.parts import DamagedPart, part_output_lens, part_paths, scan_part, set_aside
 from batchgen.output.row_map import DoneRows
 
 
@@ -155,6 +155,15 @@ class Run:
             with contextlib.suppress(OSError):  # the next open tries again
                 self._delete_parts()
         return totals
+
+    def output_lens(self, limit: int = 4096) -> list[int]:
+        """Generated tokens per sample of rows that are done, from the newest parts; at most about `limit`."""
+        lengths: list[int] = []
+        for path in reversed(part_paths(self.parts_dir)):
+            if len(lengths) >= limit:
+                break
+            lengths += part_output_lens(path)
+        return lengths
 
     def close(self) -> None:
         """Let go of the output. The kernel does it too when the process ends."""

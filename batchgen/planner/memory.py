@@ -8,7 +8,7 @@ from batchgen.policy import MemoryPlan
 from batchgen.units import format_bytes
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
-_WORKSPACE_BYTES = 192 << 20
+WORKSPACE_BYTES = 192 << 20
 
 
 def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -19,7 +19,9 @@ def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_toke
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     mlp = config.intermediate_size * (3 if config.gated_mlp else 2)
-    per_token = dtype_bytes * (4 * config.hidden_size + max(2 * heads, mlp)) + 4 * 3 * heads
+    per_token = dtype_bytes * (4 * config.hidden_size + max(2 * heads, mlp))
+    if config.rope is not None:
+        per_token += 4 * 3 * heads
     return max_num_batched_tokens * per_token + max_num_seqs * config.vocab_size * (dtype_bytes + 8)
 
 
@@ -41,7 +43,7 @@ def plan_memory(
     (its prompt and output); max_model_len: the longest. Raises InputError, naming the smallest budget that would do.
     """
     weights = config.weight_bytes(dtype_bytes)
-    activations = activation_bytes(config, dtype_bytes, max_num_batched_tokens, max_num_seqs) + _WORKSPACE_BYTES
+    activations = activation_bytes(config, dtype_bytes, max_num_batched_tokens, max_num_seqs) + WORKSPACE_BYTES
     block_bytes = block_size * config.kv_bytes_per_token(dtype_bytes)
     fixed = process_bytes + weights + activations
     needed = fixed + -(-min_tokens // block_size) * block_bytes

@@ -1,0 +1,84 @@
+"""What memory this process may use: the machine's, or its container's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be taken: what the kernel calls available, or less where a cgroup limits us."""
+    available = _meminfo().get("MemAvailable")
+    if available is None:  # not Linux
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min([available, *_cgroup_room()])
+
+
+def resident_bytes() -> int:
+    """This process's resident memory now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory this process has had."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _cgroup_room() -> list[int]:
+    """Limit less use, for every cgroup (version 1 or 2) this process is in and every one above those.
+
+    Page cache the kernel would give back first (inactive_file) does not count as used.
+    """
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    room = []
+    for _, controllers, path in groups:
+        if controllers == "":
+            root, limit_name, use_name, cache_key = _CGROUP, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name, use_name = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_key = "total_inactive_file"
+        else:
+            continue
+        here = root / path.lstrip("/")
+        for group in [here, *here.parents]:
+            try:
+                limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                limit = "max"  # not mounted here, or the root, which has no limit
+            if limit != "max":
+                room.append(max(0, int(limit) - used + int(stat.get(cache_key, 0))))
+            if group == root:
+                break
+    return room

@@ -1,0 +1,280 @@
+"""`batchgen plan` and `batchgen profile`: what a job will take, and what a machine can do."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.errors import InputError
+from batchgen.hardware import HardwareProfile
+from batchgen.job_options import JobOptions, seconds
+from batchgen.job_source import open_source
+from batchgen.loading import process_bytes, resolve_budget, resolve_dtype
+from batchgen.model_config import ModelConfig
+from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.output.atomic_file import write_atomically
+from batchgen.planner.explain import compare, explain, frontier_lines, headline
+from batchgen.planner.search import Problem
+from batchgen.planning import PlanRequest, find_hardware, loading_s, on_this_machine, plan_job, problem_of, what_if
+from batchgen.policy import Plan
+from batchgen.progress import Progress
+from batchgen.units import format_bytes, parse_bytes
+from batchgen.workload import Workload
+from batchgen.workload_sample import measure_workload
+
+# Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
+_STARTUP_S = 5.0
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything `batchgen plan` can be told: the job, under the names `batchgen run` has for it, and its own flags."""
+
+    job: JobOptions
+    num_prompts: int | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    gpu_memory: str | None = None
+    disk_memory: str | None = None
+    num_gpu_batches: int | None = None
+    max_block_latency: str | None = None
+    what_if: tuple[str, ...] = ()
+    explain: bool = False
+    frontier: bool = False
+    as_json: bool = False
+    plan_file: str | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A machine and what is asked of it."""
+
+    hardware: HardwareProfile
+    request: PlanRequest
+    startup_s: float
+
+
+def run_plan(options: PlanOptions) -> list[str]:
+    """What to print. Raises InputError."""
+    started_s = time.monotonic()
+    job = options.job
+    progress = Progress(job.progress)
+    files, config = resolve_for_planning(job.model, progress.say)
+    context = min(job.max_model_len or config.max_position, config.max_position)
+    workload, output_len_known = _workload(options, files, context)
+    here = _case_here(options, files, config, context, progress, started_s)
+    case = _case_there(options, files, config, context) if job.hardware else here()
+    plan, problem = _plan(case, files, config, workload, output_len_known)
+    if options.plan_file:
+        _write(options.plan_file, plan)
+    if options.as_json:
+        return [json.dumps(plan.to_json(), indent=2)]
+    lines = explain(plan) if options.explain else headline(plan)
+    if options.what_if:
+        hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
+        other, _ = _plan(replace(case, hardware=hardware, request=request), files, config, workload, output_len_known)
+        lines += ["", *compare([("now", plan), (", ".join(options.what_if), other)])]
+    elif job.hardware and options.explain:
+        lines += ["", *_beside_this_machine(here, plan, files, config, workload, output_len_known)]
+    if options.frontier:
+        lines += ["", *frontier_lines(problem)]
+    return lines
+
+
+def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Workload, bool]:
+    job = options.job
+    lengths = (options.num_prompts, options.input_len, options.output_len)
+    if job.input is None:
+        if None in lengths:
+            raise InputError("give an --input to plan for, or --num-prompts, --input-len and --output-len")
+        for name, value in zip(("num-prompts", "input-len", "output-len"), lengths, strict=True):
+            if value < 1:
+                raise InputError(f"--{name} must be at least 1, not {value}: a workload of nothing needs no plan")
+        if options.input_len + options.output_len > context:
+            raise InputError(
+                f"--input-len {options.input_len} and --output-len {options.output_len} exceed the context of {context}"
+            )
+        return Workload.uniform(options.num_prompts * job.sampling.n, options.input_len, options.output_len), True
+    if any(length is not None for length in lengths):
+        raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
+    from batchgen.tokenizer import load_tokenizer
+
+    source = open_source(job)
+    return measure_workload(
+        source,
+        load_tokenizer(files),
+        sampling=job.sampling,
+        max_model_len=context,
+        rows_left=source.dataset.num_rows,
+        expected_output_len=job.expected_output_len,
+        share_prefixes=job.share_prefixes,
+    )
+
+
+def _request(options: PlanOptions, files: ModelFiles, dtype: str, context: int) -> PlanRequest:
+    job = options.job
+
+    def size(text: str | int | None) -> int | None:
+        return parse_bytes(text) if isinstance(text, str) else text
+
+    return PlanRequest(
+        model_name=files.name,
+        dtype=dtype,
+        max_model_len=context,
+        gpu_memory=size(options.gpu_memory),
+        cpu_memory=size(job.cpu_memory),
+        disk_memory=size(options.disk_memory),
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        admission=None if job.admission == "auto" else job.admission,
+        max_num_seqs=job.max_num_seqs,
+        num_gpu_batches=options.num_gpu_batches,
+        max_num_batched_tokens=job.max_num_batched_tokens,
+        max_block_latency_s=None if options.max_block_latency is None else seconds(options.max_block_latency),
+        share_prefixes=job.share_prefixes,
+        process_bytes=process_bytes(),
+    )
+
+
+def _case_here(
+    options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int, progress: Progress, started_s: float
+):
+    """This machine, measured when asked for."""
+
+    def here() -> _Case:
+        job = options.job
+        dtype = resolve_dtype(config, job.dtype)
+        profile = find_hardware(
+            None,
+            dtype=dtype,
+            offload_dir=Path(job.offload_dir or cache_dir()),
+            cache_dir=cache_dir(),
+            notify=progress.say,
+        )
+        request = replace(_request(options, files, dtype, context), cpu_memory=resolve_budget(job.cpu_memory))
+        return _Case(on_this_machine(profile), request, time.monotonic() - started_s)
+
+    return here
+
+
+def _case_there(options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int) -> _Case:
+    """A machine that is only known by its profile."""
+    hardware = find_hardware(options.job.hardware, dtype=config.dtype, offload_dir=Path(), cache_dir=Path())
+    dtype = options.job.dtype
+    if dtype == "auto":
+        known = hardware.compute.has_rates("gemm_flops_per_s", config.dtype)
+        dtype = config.dtype if known else "float32"
+    return _Case(hardware, _request(options, files, dtype, context), _STARTUP_S)
+
+
+def _plan(
+    case: _Case, files: ModelFiles, config: ModelConfig, workload: Workload, output_len_known: bool
+) -> tuple[Plan, Problem]:
+    problem = problem_of(case.hardware, config, workload, case.request)
+    plan = plan_job(
+        problem,
+        case.request,
+        startup_s=case.startup_s,
+        loading_s=loading_s(case.hardware, config, case.request.dtype, files.kind),
+        output_len_known=output_len_known,
+    )
+    return plan, problem
+
+
+def _beside_this_machine(
+    here, plan: Plan, files: ModelFiles, config: ModelConfig, workload: Workload, output_len_known: bool
+) -> list[str]:
+    try:
+        own, _ = _plan(here(), files, config, workload, output_len_known)
+    except InputError as error:
+        return [f"on this machine: {error}"]
+    return compare([("this machine", own), (plan.hardware, plan)])
+
+
+def _changes(given: tuple[str, ...]) -> dict[str, str]:
+    changes = {}
+    for change in given:
+        name, equals, value = change.partition("=")
+        if not equals or not value:
+            raise InputError(f"--what-if {change!r} is not NAME=SIZE, as in gpu-memory=48GiB")
+        changes[name.strip()] = value.strip()
+    return changes
+
+
+def _write(path: str, plan: Plan) -> None:
+    _write_json(path, plan.to_json(), "-o")
+
+
+def _write_json(path: str, value: dict, flag: str) -> None:
+    try:
+        write_atomically(Path(path), (json.dumps(value, indent=2) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"{flag} {path} cannot be written: {error.strerror}") from error
+
+
+def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None, refresh: bool, output: str | None):
+    """Measures, or recalls, this machine's profile; returns the lines that show it."""
+    import torch
+
+    progress = Progress("plain")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no CUDA device here; leave it out to profile the CPU")
+    formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in dtype or ("auto",))
+    profile = None
+    for name in formats:
+        profile = find_hardware(
+            "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), cache_dir=cache_dir(), device=device,
+            refresh=refresh and profile is None, notify=progress.say,
+        )  # fmt: skip
+    if output == "-":
+        return [json.dumps(profile.to_json(), indent=2)]
+    if output:
+        _write_json(output, profile.to_json(), "-o")
+    return describe_profile(profile)
+
+
+def native_format(device: str) -> str:
+    """What models stored in 16 bits run in here."""
+    from batchgen.machine import has_fast_bfloat16
+
+    return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"
+
+
+def describe_profile(profile: HardwareProfile) -> list[str]:
+    """The figures that matter most, one a line."""
+    lines = [f"{profile.name}"]
+    sizes = [
+        ("CPU memory", profile.cpu_memory_bytes),
+        ("GPU memory", profile.gpu_memory_bytes),
+        ("disk", profile.disk_bytes),
+    ]
+    lines.append(", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size))
+    for device, rates in (("GPU", profile.gpu), ("CPU", profile.cpu)):
+        for number_format in rates.gemm_flops_per_s if rates else ():
+            curve = [
+                f"{rates.rates('gemm_flops_per_s', number_format).at(width=2048, tokens=t) / 1e9:,.0f}"
+                for t in (1, 16, 256, 1024)
+            ]
+            lines.append(f"{device} {number_format} GEMM, GFLOP/s at 1, 16, 256, 1024 tokens: {', '.join(curve)}")
+        for number_format in rates.decode_attention_bytes_per_s if rates else ():
+            table = rates.rates("decode_attention_bytes_per_s", number_format)
+            curve = [f"{table.at(group=g, batch=32, context=1024) / 1e9:,.1f}" for g in (1, 4, 8)]
+            lines.append(
+                f"{device} {number_format} decode attention, GB/s of KV at groups of 1, 4, 8: {', '.join(curve)}"
+            )
+    for name, rate in (
+        ("host to GPU", profile.h2d_bytes_per_s),
+        ("GPU to host", profile.d2h_bytes_per_s),
+        ("host memory", profile.dram_bytes_per_s),
+        ("disk read", profile.disk_read_bytes_per_s),
+        ("disk write", profile.disk_write_bytes_per_s),
+    ):
+        if rate:
+            lines.append(f"{name}: {rate / 1e9:,.2f} GB/s")
+    return lines

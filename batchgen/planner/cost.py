@@ -1,0 +1,394 @@
+"""What a sweep costs: seconds per resource lane and bytes per memory tier, each formula once.
+
+Every function is linear in the `Shares` it is given. With numbers it explains; with PuLP variables it makes the rows
+of the linear programme (lp.py). The equations follow FlexGen's appendix A.3; each docstring says which and what was
+changed. The common changes: rates are curves measured on the machine instead of constants; prompts are prefilled
+next to decoding sequences (continuous admission), so T_pre and T_gen are one function of a Stage; KV is counted
+with grouped-query attention, in bytes; decode attention on CPU and GPU is bound by bytes, not FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.formats import FORMAT_BYTES
+from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.flow import Stage
+from batchgen.planner.memory import WORKSPACE_BYTES, activation_bytes
+from batchgen.workload import Workload
+
+LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
+# Below these, sequences read a shared prefix one by one (attention_plan.py).
+_MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
+
+# An output matrix that is not on the GPU comes over in pieces, two at a time.
+_HEAD_PIECES = 8
+
+Linear = Any  # a number, or an expression of PuLP variables
+
+
+@dataclass(frozen=True)
+class RuntimeModel:
+    """What tells one runtime from another. Lanes named in `serial` run by themselves, before the others.
+
+    expands_per_gpu_batch: 4-bit weights are expanded for every GPU batch, not once per layer and sweep.
+    reads_int4_kv: attention kernels read 4-bit KV; otherwise it is expanded first.
+    attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
+    """
+
+    name: str
+    serial: tuple[str, ...] = ()
+    expands_per_gpu_batch: bool = False
+    reads_int4_kv: bool = True
+    attends_disk_kv_on_cpu: bool = False
+
+
+BATCHGEN = RuntimeModel("batchgen")
+# FlexGen's released code starts loading a layer's weights with its first GPU batch, and its CPU attention keeps the
+# launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
+FLEXGEN = RuntimeModel(
+    "flexgen", serial=("h2d",), expands_per_gpu_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
+)
+NO_OVERLAP = RuntimeModel("none", serial=LANES)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that is fixed while placement is decided. Memory budgets in bytes, None where there is no such tier.
+
+    block_size: sequences in flight. process_bytes: host memory the process takes before any of the model's.
+    """
+
+    hardware: HardwareProfile
+    model: ModelConfig
+    workload: Workload
+    runtime: RuntimeModel
+    compute_format: str
+    weight_format: str
+    kv_format: str
+    admission: str
+    block_size: int
+    num_gpu_batches: int
+    max_num_batched_tokens: int
+    kv_block_size: int
+    budgets: Mapping[str, int]
+    process_bytes: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.hardware.gpu is not None
+
+    @property
+    def rates(self) -> ComputeRates:
+        return self.hardware.compute
+
+    @property
+    def gpu_batch_size(self) -> int:
+        return -(-self.block_size // self.num_gpu_batches)
+
+    # Sizes in bytes, under the names DESIGN and the papers use.
+
+    @property
+    def element_bytes(self) -> float:
+        return FORMAT_BYTES[self.compute_format]
+
+    @property
+    def layer_bytes(self) -> float:
+        """W: one layer's weights as stored."""
+        return self.model.params_per_layer * FORMAT_BYTES[self.weight_format]
+
+    @property
+    def expanded_layer_bytes(self) -> float:
+        return self.model.params_per_layer * self.element_bytes
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """κ: keys and values of one token in one layer, as stored."""
+        return 2 * self.model.num_kv_heads * self.model.head_dim * FORMAT_BYTES[self.kv_format]
+
+    @property
+    def hidden_bytes(self) -> float:
+        """h: a token's activations between layers."""
+        return self.model.hidden_size * self.element_bytes
+
+    @property
+    def head_bytes(self) -> float:
+        """Final norm and output matrix."""
+        params = self.model.head_params
+        return (params + (self.model.embedding_params if self.model.tied_embeddings else 0)) * self.element_bytes
+
+    @property
+    def embedding_bytes(self) -> float:
+        """The input embedding, where it is a tensor of its own."""
+        return 0.0 if self.model.tied_embeddings else self.model.embedding_params * self.element_bytes
+
+    @property
+    def seq_kv_bytes(self) -> float:
+        """KV reserved for one sequence, all layers: its prompt and as much output as it may have."""
+        tokens = self.workload.computed_prompt_len + self.workload.max_output_len
+        blocks = -(-tokens // self.kv_block_size) if tokens > self.kv_block_size else tokens / self.kv_block_size
+        return blocks * self.kv_block_size * self.kv_token_bytes * self.model.num_layers
+
+    @property
+    def longest_seq_layer_kv_bytes(self) -> float:
+        tokens = self.workload.prompt_len.max + self.workload.max_output_len
+        return tokens * self.kv_token_bytes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where things live, each group adding up to 1: FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of
+    docs/design.md. `streamed_peak` and `disk_peak`: the largest share of any one layer that is not on the GPU, or
+    is on disk; buffers are made for that. Members are numbers, or PuLP expressions."""
+
+    w_gpu: Linear
+    w_cpu: Linear
+    w_disk: Linear
+    kv_gpu: Linear
+    kv_cpu: Linear
+    kv_streamed: Linear
+    kv_disk: Linear
+    act_gpu: Linear
+    act_cpu: Linear
+    head_gpu: Linear
+    head_cpu: Linear
+    streamed_peak: Linear
+    disk_peak: Linear
+
+    @property
+    def w_streamed(self) -> Linear:
+        """Weights that come over the bus in every sweep."""
+        return self.w_cpu + self.w_disk
+
+
+def _attended_on_cpu(s: Setting, at: Shares) -> Linear:
+    return at.kv_cpu + (at.kv_disk if s.runtime.attends_disk_kv_on_cpu else 0)
+
+
+def _brought_to_gpu(s: Setting, at: Shares) -> Linear:
+    return at.kv_streamed + (0 if s.runtime.attends_disk_kv_on_cpu else at.kv_disk)
+
+
+def linear_s(s: Setting, stage: Stage) -> float:
+    """Matrix products of one layer: FlexGen's linear_layer^p and linear_layer^g over mm_flops. Changed: the rate
+    depends on the tokens of one GPU batch (equal parts of the sweep), and prefill and decode tokens ride together."""
+    if stage.tokens == 0:
+        return 0.0
+    rate = s.rates.rates("gemm_flops_per_s", s.compute_format).at(
+        width=s.model.hidden_size, tokens=max(1.0, stage.tokens / s.num_gpu_batches)
+    )
+    return 2 * s.model.matmul_params_per_layer * stage.tokens / rate
+
+
+def elementwise_s(s: Setting, stage: Stage) -> float:
+    """Norms, rotary embedding, activation, adds and KV writes of one layer; not in FlexGen's model."""
+    return stage.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / s.rates.elementwise_bytes_per_s
+
+
+def _seen(s: Setting, context: float) -> float:
+    """Tokens attended to, averaged over layers with and without a sliding window."""
+    windows = s.model.windows
+    return sum(context if w is None else min(w, context) for w in windows) / len(windows)
+
+
+def _shared_tokens(s: Setting, stage: Stage) -> float:
+    """Prefix tokens that the block attends to once for all, on a compute device that holds them."""
+    shared = s.workload.shared_prefix_len
+    worth_it = shared >= _MIN_SHARED_TOKENS and stage.decode_seqs >= _MIN_SHARED_SEQS and not any(s.model.windows)
+    return shared if worth_it else 0.0
+
+
+def prefill_attention_s(s: Setting, stage: Stage) -> float:
+    """Attention of new prompts in one layer: FlexGen's att^p over bmm_flops. Changed: causal (half of s^2), and a
+    shared prefix is attended to but not computed again: ((s - p) (s + p)) / 2 keys for s tokens of which p shared."""
+    if stage.prefill_seqs == 0:
+        return 0.0
+    shared = s.workload.shared_prefix_len
+    keys = max(0.0, s.workload.prompt_len.mean_square - shared**2) / 2
+    longest = s.workload.prompt_len.mean_square**0.5
+    keys *= _seen(s, longest) / longest
+    flops = 4 * s.model.num_heads * s.model.head_dim * keys * stage.prefill_seqs
+    return flops / s.rates.rates("prefill_attention_flops_per_s", s.compute_format).at(context=longest)
+
+
+def shared_attention_s(s: Setting, stage: Stage) -> float:
+    """Decode attention over a prefix shared by the block: one product for all, bound by FLOPs like prefill."""
+    shared = _shared_tokens(s, stage)
+    if not shared:
+        return 0.0
+    flops = 4 * s.model.num_heads * s.model.head_dim * shared * stage.decode_seqs
+    return flops / s.rates.rates("prefill_attention_flops_per_s", s.compute_format).at(context=shared)
+
+
+def decode_kv_bytes(s: Setting, stage: Stage) -> float:
+    """Stored KV that one layer's decode attention reads if all sequences were of one class: 4 bls (s + n/2) h1 in
+    FlexGen, which has one KV head per head and 2 bytes per number."""
+    return stage.decode_seqs * (_seen(s, stage.context) - _shared_tokens(s, stage)) * s.kv_token_bytes
+
+
+def decode_attention_s(s: Setting, stage: Stage, device: ComputeRates) -> float:
+    """Decode attention of one layer if all of the block were on `device`: att^g of FlexGen's gpu_comp^g and cpu_comp^g.
+    Changed: bytes of KV over a measured rate, per head group, batch and context."""
+    if stage.decode_seqs == 0:
+        return 0.0
+    expands = s.kv_format == "int4" and not s.runtime.reads_int4_kv
+    bytes_read = decode_kv_bytes(s, stage)
+    if expands:
+        bytes_read *= s.element_bytes / FORMAT_BYTES["int4"]
+    rate = device.rates("decode_attention_bytes_per_s", s.compute_format if expands else s.kv_format).at(
+        group=s.model.num_heads // s.model.num_kv_heads,
+        batch=max(1.0, stage.decode_seqs / s.num_gpu_batches),
+        context=max(1.0, _seen(s, stage.context) - _shared_tokens(s, stage)),
+    )
+    seconds = bytes_read / rate
+    return seconds + (bytes_read / device.expand_bytes_per_s if expands else 0.0)
+
+
+def expand_weights_s(s: Setting) -> float:
+    """Turning one layer's 4-bit weights into the compute format, once per sweep (or per GPU batch, FlexGen)."""
+    if s.weight_format != "int4":
+        return 0.0
+    return (
+        s.expanded_layer_bytes
+        / s.rates.expand_bytes_per_s
+        * (s.num_gpu_batches if s.runtime.expands_per_gpu_batch else 1)
+    )
+
+
+def moved_bytes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
+    """Bytes of one layer over each transfer lane: FlexGen's ctog, gtoc, dtoc and ctod, prefill and decode together.
+
+    Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
+    with the activations); KV of streamed sequences comes over the bus.
+    """
+    kv_read = decode_kv_bytes(s, stage)
+    kv_prefilled = stage.prefill_tokens * s.kv_token_bytes
+    kv_new = kv_prefilled + stage.decode_seqs * s.kv_token_bytes
+    disk_read = at.w_disk * s.layer_bytes + at.kv_disk * kv_read
+    disk_write = at.kv_disk * kv_new
+    if not s.on_gpu:
+        return {"disk_read": disk_read, "disk_write": disk_write}
+    on_cpu, loaded = _attended_on_cpu(s, at), _brought_to_gpu(s, at)
+    activations = at.act_cpu * (stage.tokens * s.hidden_bytes)
+    result = s.model.num_heads * s.model.head_dim * s.element_bytes
+    qkv = s.model.qkv_size * s.element_bytes
+    return {
+        "h2d": at.w_streamed * s.layer_bytes + loaded * kv_read + on_cpu * (stage.decode_seqs * result) + activations,
+        "d2h": on_cpu * (stage.decode_seqs * qkv + kv_prefilled) + loaded * kv_new + activations,
+        "disk_read": disk_read,
+        "disk_write": disk_write,
+    }
+
+
+def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
+    """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
+
+    comp of FlexGen is two lanes here: with K >= 2 GPU batches, CPU attention of one runs during the products of
+    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. On a CPU-only
+    machine attention is part of compute. DRAM carries every byte that enters or leaves host memory.
+    """
+    moved = moved_bytes(s, stage, at)
+    kv_read = decode_kv_bytes(s, stage)
+    overhead = s.num_gpu_batches * s.rates.step_overhead_s
+    before = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage) + shared_attention_s(s, stage)
+    before += expand_weights_s(s) + overhead
+    own_attention = decode_attention_s(s, stage, s.rates)
+    hardware = s.hardware
+    lanes: dict[str, Linear] = {
+        "disk_read": moved["disk_read"] * (1 / hardware.disk_read_bytes_per_s),
+        "disk_write": moved["disk_write"] * (1 / hardware.disk_write_bytes_per_s),
+    }
+    on_disk = moved["disk_read"] + moved["disk_write"]
+    if s.on_gpu:
+        # Where the CPU cannot attend to this format, no sequence is placed there, so its cost does not matter.
+        cpu = decode_attention_s(s, stage, hardware.cpu) if can_delegate(s) else 0.0
+        lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
+        lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
+        if s.num_gpu_batches == 1:
+            lanes["chain"] = before + lanes["cpu_attention"]
+        lanes["h2d"] = moved["h2d"] * (1 / hardware.h2d_bytes_per_s)
+        lanes["d2h"] = moved["d2h"] * (1 / hardware.d2h_bytes_per_s)
+        dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
+    else:
+        lanes["compute"] = before + own_attention
+        dram = on_disk + (s.expanded_layer_bytes + kv_read)
+    lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
+    return lanes
+
+
+def can_delegate(s: Setting) -> bool:
+    """Whether decode attention can run on the CPU beside the GPU: FlexGen cannot with compressed KV."""
+    if s.kv_format == "int4" and not s.runtime.reads_int4_kv:
+        return False
+    return s.hardware.cpu.has_rates("decode_attention_bytes_per_s", s.kv_format)
+
+
+def head_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
+    """Seconds of each lane for what comes before the first and after the last layer: embeddings in, logits and sampling
+    out. FlexGen leaves them out (footnote 1); with small models or large vocabularies they count."""
+    params = s.model.vocab_size * s.model.embed_size
+    gemm = s.rates.rates("gemm_flops_per_s", s.compute_format).at(
+        width=s.model.hidden_size, tokens=max(1.0, stage.sampled / s.num_gpu_batches)
+    )
+    compute = 2 * params * stage.sampled / gemm + stage.sampled * s.model.vocab_size / s.hardware.sampling_logits_per_s
+    lanes: dict[str, Linear] = {"compute": compute}
+    if s.on_gpu:
+        moved = at.head_cpu * s.head_bytes + stage.tokens * s.hidden_bytes
+        lanes["h2d"] = moved * (1 / s.hardware.h2d_bytes_per_s)
+        lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
+    return lanes
+
+
+def sweep_overhead_s(s: Setting, stage: Stage) -> float:
+    """Scheduling, packing and bookkeeping of one sweep, during which nothing else runs."""
+    return s.hardware.sweep_overhead_s + stage.sampled * s.hardware.sequence_overhead_s
+
+
+def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
+    """Expressions none of which may exceed the time: max over lanes under perfect overlap (FlexGen 4.3), plus what the
+    runtime runs by itself."""
+    alone = [lanes[name] for name in runtime.serial if name in lanes]
+    together = [lane for name, lane in lanes.items() if name not in runtime.serial]
+    base = sum(alone) if alone else 0.0
+    return [base + lane for lane in together] or [base]
+
+
+def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
+    """Most bytes held in each tier, of the whole job: FlexGen's gpu_peak, cpu_peak and nvme_peak, prefill and decode
+    in one, as both may be in one sweep.
+
+    Changed: weights in transit are double-buffered in pieces of a layer's streamed part; KV in transit for two
+    GPU batches; activations for the tokens of one sweep; logits; KV is what the scheduler reserves.
+    """
+    model, layers = s.model, s.model.num_layers
+    tokens, batch = s.max_num_batched_tokens, s.num_gpu_batches
+    element = int(s.element_bytes)
+    batch_tokens, batch_seqs = -(-tokens // batch), s.gpu_batch_size
+    work = activation_bytes(model, element, batch_tokens, batch_seqs) + WORKSPACE_BYTES
+    if s.weight_format == "int4":
+        work += s.expanded_layer_bytes
+    kv = s.block_size * s.seq_kv_bytes
+    shared_kv = s.workload.shared_prefix_len * s.kv_token_bytes * layers
+    kv_staging = 2 * batch_seqs * s.longest_seq_layer_kv_bytes
+    disk = at.w_disk * (s.layer_bytes * layers) + at.kv_disk * kv
+    staged = at.disk_peak * (2 * s.layer_bytes) + at.kv_disk * kv_staging
+    cpu = s.process_bytes + s.embedding_bytes + staged
+    if not s.on_gpu:
+        weights = at.w_cpu * (s.layer_bytes * layers) + s.head_bytes
+        return {"cpu": cpu + work + weights + at.kv_cpu * kv + shared_kv, "disk": disk}
+    activations = tokens * s.hidden_bytes
+    exchanged = s.block_size * (model.qkv_size + model.num_heads * model.head_dim) * s.element_bytes
+    gpu = (
+        work
+        + at.w_gpu * (s.layer_bytes * layers)
+        + at.head_gpu * s.head_bytes
+        + at.head_cpu * (2 * s.head_bytes / _HEAD_PIECES)
+    )
+    gpu += at.streamed_peak * (2 * s.layer_bytes) + at.kv_gpu * kv + _brought_to_gpu(s, at) * kv_staging
+    gpu += at.act_gpu * activations + at.act_cpu * (2 * activations / batch) + shared_kv
+    cpu += at.w_cpu * (s.layer_bytes * layers) + at.head_cpu * s.head_bytes
+    cpu += (at.kv_cpu + at.kv_streamed) * kv + at.act_cpu * activations + at.kv_cpu * exchanged
+    return {"gpu": gpu, "cpu": cpu, "disk": disk}

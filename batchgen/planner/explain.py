@@ -1,0 +1,300 @@
+"""A plan as a value and as text: what goes where, which resource binds, and what more of each would buy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from batchgen.planner.cost import Setting, Shares, bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.lp import job_seconds
+from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
+from batchgen.policy import Plan, Policy, Prediction
+from batchgen.units import format_bytes, format_seconds
+from batchgen.workload import Lengths
+
+GIB = 1 << 30
+LANE_NAMES = {
+    "compute": "compute",
+    "cpu_attention": "CPU attention",
+    "chain": "one batch: linear + CPU attention",
+    "h2d": "host to GPU",
+    "d2h": "GPU to host",
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+    "dram": "host memory",
+}
+TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+# How far measured rates move from one day to the next on a shared machine.
+_RATE_SPREAD = 0.15
+# Where outputs may end early and nothing is known of their length, they may be this short.
+_SHORTEST_OUTPUT = 0.25
+
+
+def make_plan(
+    problem: Problem,
+    candidate: Candidate,
+    *,
+    model_name: str,
+    max_model_len: int,
+    share_prefixes: bool,
+    startup_s: float,
+    output_len_known: bool,
+) -> Plan:
+    """The candidate as a plan. startup_s: time before the first sweep. output_len_known: whether the workload's output
+    lengths are more than an upper limit."""
+    s, counts = candidate.setting, candidate.counts
+    at = counts.shares(s)
+    kv_pool = s.block_size * s.seq_kv_bytes / (s.kv_token_bytes * s.model.num_layers * s.kv_block_size)
+    policy = Policy(
+        admission=s.admission,
+        gpu_batch_size=s.gpu_batch_size,
+        num_gpu_batches=s.num_gpu_batches,
+        max_num_batched_tokens=s.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_block_size=s.kv_block_size,
+        num_kv_blocks=math.ceil(kv_pool),
+        share_prefixes=share_prefixes,
+        weight_format=s.weight_format,
+        kv_format=s.kv_format,
+        weight_layers=counts.weight_layers,
+        head_tier="gpu" if counts.head_on_gpu else "cpu",
+        kv_seqs={name: count for name, count in counts.kv_seqs.items() if count},
+        activation_batches=counts.activation_batches,
+    )
+    return Plan(
+        model=model_name,
+        hardware=s.hardware.name,
+        dtype=s.compute_format,
+        workload=s.workload,
+        budgets=dict(s.budgets),
+        policy=policy,
+        placement_bytes=placement_bytes(s, at),
+        prediction=_predict(problem, candidate, at, startup_s, output_len_known),
+    )
+
+
+def _predict(
+    problem: Problem, candidate: Candidate, at: Shares, startup_s: float, output_len_known: bool
+) -> Prediction:
+    s, workload = candidate.setting, candidate.setting.workload
+    lane_s = lane_seconds(candidate, at)
+    rows_s = workload.num_seqs * s.hardware.row_overhead_s
+    total_s = startup_s + candidate.seconds + rows_s
+    shortest = 1.0 if output_len_known else _shorter(candidate, at)
+    generated = workload.num_seqs * workload.output_len.mean
+    tokens = generated + workload.num_seqs * workload.prompt_len.mean
+    return Prediction(
+        total_s=total_s,
+        low_s=startup_s + (candidate.seconds * shortest + rows_s) * (1 - _RATE_SPREAD),
+        high_s=startup_s + (candidate.seconds + rows_s) * (1 + _RATE_SPREAD),
+        startup_s=startup_s,
+        sweeps=sum(stage.sweeps for stage in candidate.stages),
+        bound_s=candidate.relaxed.seconds,
+        generated_tokens_per_s=generated / total_s,
+        total_tokens_per_s=tokens / total_s,
+        block_latency_s=block_latency_s(candidate),
+        lane_s=lane_s,
+        bottleneck=max(lane_s, key=lane_s.get),
+        memory_bytes=memory_parts(s, at),
+        memory_price_s=candidate.relaxed.memory_price_s,
+        lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
+    )
+
+
+def _shorter(candidate: Candidate, at: Shares) -> float:
+    """The job's time if outputs end as early as they might, as part of the time at full length."""
+    from batchgen.planner.flow import stages_of
+
+    s = candidate.setting
+    outputs = tuple(max(1, round(n * _SHORTEST_OUTPUT)) for n in s.workload.output_len.values)
+    workload = replace(s.workload, output_len=Lengths(outputs))
+    stages = stages_of(workload, s.admission, s.block_size, s.max_num_batched_tokens)
+    return min(1.0, job_seconds(replace(s, workload=workload), stages, at) / candidate.seconds)
+
+
+def lane_seconds(candidate: Candidate, at: Shares) -> dict[str, float]:
+    """Busy seconds of every lane over the whole job; fixed overheads count as compute."""
+    s, total = candidate.setting, {}
+    for stage in candidate.stages:
+        for times, lanes in ((s.model.num_layers, layer_lanes(s, stage, at)), (1, head_lanes(s, stage, at))):
+            for lane, seconds in lanes.items():
+                total[lane] = total.get(lane, 0.0) + stage.sweeps * times * seconds
+    in_layers = sum(
+        stage.sweeps
+        * (
+            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, stage, at)))
+            + max(bounds(s.runtime, head_lanes(s, stage, at)))
+        )
+        for stage in candidate.stages
+    )
+    total["compute"] += candidate.seconds - in_layers
+    return {lane: seconds for lane, seconds in total.items() if lane != "chain"}
+
+
+def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
+    """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
+    layers = s.model.num_layers
+    weights = s.layer_bytes * layers
+    kv = s.block_size * s.seq_kv_bytes
+    activations = s.max_num_batched_tokens * s.hidden_bytes
+    on_gpu = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
+    on_gpu["gpu"] += at.head_gpu * s.head_bytes if s.on_gpu else 0
+    on_gpu["cpu"] += s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
+    return {
+        "weights": on_gpu,
+        "KV": {"gpu": at.kv_gpu * kv, "cpu": (at.kv_cpu + at.kv_streamed) * kv, "disk": at.kv_disk * kv},
+        "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
+    }
+
+
+def memory_parts(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
+    """Peak bytes of each tier: what is placed there, and the buffers beside it."""
+    placed = placement_bytes(s, at)
+    parts: dict[str, dict[str, float]] = {}
+    for tier, peak in peak_bytes(s, at).items():
+        own = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
+        if not s.on_gpu:
+            own.pop("activations", None)  # of the buffers below
+        if tier == "cpu":
+            own["process"] = float(s.process_bytes)
+        own["buffers"] = max(0.0, float(peak) - sum(own.values()))
+        parts[tier] = own
+    return parts
+
+
+def headline(plan: Plan) -> list[str]:
+    """The plan in a line or two, before a job starts."""
+    policy, predicted, workload = plan.policy, plan.prediction, plan.workload
+    between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
+    return [
+        f"plan: {workload.num_seqs:,} sequences of {workload.prompt_len.mean:,.0f} + {workload.output_len.mean:,.0f} tokens,"
+        f" {policy.max_num_seqs:,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
+        f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
+    ]
+
+
+def explain(plan: Plan) -> list[str]:
+    """The plan for a person."""
+    policy, predicted, workload = plan.policy, plan.prediction, plan.workload
+    lines = [
+        f"{plan.model} in {plan.dtype} on {plan.hardware}",
+        f"{workload.num_seqs:,} sequences, prompts of {workload.prompt_len.mean:,.0f} tokens"
+        f" ({workload.prompt_len.quantile(0.05):,} to {workload.prompt_len.quantile(0.95):,}), outputs of"
+        f" {workload.output_len.mean:,.0f}"
+        + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
+        "",
+        f"block of {policy.max_num_seqs:,} sequences = {policy.num_gpu_batches} GPU batch"
+        f"{'es' if policy.num_gpu_batches > 1 else ''} of {policy.gpu_batch_size:,}, {policy.admission} admission, up to"
+        f" {policy.max_num_batched_tokens:,} tokens a sweep, weights {policy.weight_format}, KV {policy.kv_format}",
+        "",
+        *_placement_lines(plan),
+        "",
+        *_lane_lines(plan),
+        "",
+        *_memory_lines(plan),
+        "",
+        f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
+        f" {format_seconds(predicted.high_s)}), {predicted.generated_tokens_per_s:,.4g} generated tokens/s,"
+        f" {predicted.total_tokens_per_s:,.4g} tokens/s in all; a block takes {format_seconds(predicted.block_latency_s)}",
+        *_price_lines(plan),
+    ]
+    return lines
+
+
+def _placement_lines(plan: Plan) -> list[str]:
+    tiers = [t for t in TIER_NAMES if t in plan.budgets]
+    rows = [["", *(TIER_NAMES[t] for t in tiers)]]
+    for name, by_tier in plan.placement_bytes.items():
+        total = sum(by_tier.values()) or 1.0
+        rows.append([name, *(f"{by_tier[t] / GIB:,.2f} GiB {by_tier[t] / total:4.0%}" for t in tiers)])
+    lines = aligned(rows)
+    if plan.policy.kv_seqs:
+        classes = ", ".join(f"{count:,} {name}" for name, count in plan.policy.kv_seqs.items())
+        lines.append(f"KV classes: {classes}")
+    return lines
+
+
+def _lane_lines(plan: Plan) -> list[str]:
+    predicted = plan.prediction
+    working = predicted.total_s - predicted.startup_s
+    rows = [["lane", "busy", "of the time", ""]]
+    for lane, seconds in sorted(predicted.lane_s.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            mark = "<- binding" if lane == predicted.bottleneck else ""
+            rows.append([LANE_NAMES[lane], format_seconds(seconds), f"{seconds / working:.0%}", mark])
+    return aligned(rows)
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    rows = [["memory", "peak", "budget", ""]]
+    for tier, parts in plan.prediction.memory_bytes.items():
+        peak = sum(parts.values())
+        if peak:
+            made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+            rows.append([TIER_NAMES[tier], format_bytes(peak), format_bytes(plan.budgets[tier]), made])
+    return aligned(rows)
+
+
+def _price_lines(plan: Plan) -> list[str]:
+    predicted = plan.prediction
+    worth = 0.001 * predicted.total_s
+    bought = [
+        (saved, f"1 GiB more {TIER_NAMES[tier]} memory" if tier != "disk" else "1 GiB more disk")
+        for tier, saved in predicted.memory_price_s.items()
+    ]
+    bought += [(saved, f"10 % more {LANE_NAMES[lane]}") for lane, saved in predicted.lane_price_s.items()]
+    useful = sorted((item for item in bought if item[0] > worth), reverse=True)
+    if not useful:
+        return ["at this block size, no single resource would save a thousandth of the time"]
+    return ["would save (first order, same block size):"] + [
+        f"  {what}: {format_seconds(saved)} ({saved / predicted.total_s:.1%})" for saved, what in useful
+    ]
+
+
+def compare(plans: list[tuple[str, Plan]]) -> list[str]:
+    """Plans side by side, the first one the current."""
+    base = plans[0][1].prediction.total_s
+
+    def rows_of(label: str, value: Callable[[Plan], str]) -> list[str]:
+        return [label, *(value(plan) for _, plan in plans)]
+
+    def placed(kind: str) -> Callable[[Plan], str]:
+        def shares(plan: Plan) -> str:
+            by_tier = plan.placement_bytes[kind]
+            total = sum(by_tier.values()) or 1.0
+            return " ".join(f"{TIER_NAMES[t]} {by_tier[t] / total:.0%}" for t in TIER_NAMES if by_tier[t])
+
+        return shares
+
+    return aligned(
+        [
+            ["", *(label for label, _ in plans)],
+            rows_of("hardware", lambda p: p.hardware),
+            rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
+            rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
+            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}"),
+            rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
+            rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
+            rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
+            rows_of("weights", placed("weights")),
+            rows_of("KV", placed("KV")),
+        ]
+    )
+
+
+def frontier_lines(problem: Problem) -> list[str]:
+    """FlexGen figure 1 for this job."""
+    rows = [["block latency", "generated tokens/s", "block", "bottleneck"]]
+    for latency_s, rate, candidate in frontier(problem):
+        s = candidate.setting
+        lanes = lane_seconds(candidate, candidate.counts.shares(s))
+        block = f"{s.num_gpu_batches} x {s.gpu_batch_size}"
+        rows.append([format_seconds(latency_s), f"{rate:,.4g}", block, LANE_NAMES[max(lanes, key=lanes.get)]])
+    return aligned(rows)
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Rows of cells as lines, columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,235 @@
+"""Placement as a linear programme: FlexGen's equation (1), over the cost terms of cost.py, solved with PuLP.
+
+The unknowns are counts: layers per weight tensor and tier, sequences per KV class, GPU batches whose activations stay
+on the GPU. As real numbers they make the LP, a bound no placement can beat; as integers the placement that can be
+carried out. Both come from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import pulp
+
+from batchgen.planner.cost import (
+    Setting,
+    Shares,
+    bounds,
+    can_delegate,
+    head_lanes,
+    layer_lanes,
+    peak_bytes,
+    sweep_overhead_s,
+)
+from batchgen.planner.flow import Stage
+from batchgen.policy import KV_CLASSES, TIERS
+
+GIB = 1 << 30
+# Integer placements are proven this close to the best one.
+_GAP = 1e-4
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a plan may use. weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES."""
+
+    weight_tiers: tuple[str, ...] = TIERS
+    kv_classes: tuple[str, ...] = ("gpu", "cpu", "streamed", "disk")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches and head_tier."""
+
+    weight_layers: dict[str, tuple[float, float, float]]
+    kv_seqs: dict[str, float]
+    activation_batches: tuple[float, float]
+    head_on_gpu: float
+
+    def shares(self, s: Setting) -> Shares:
+        """Each group as parts of 1, and the buffers that the placement needs."""
+        sizes, layers = s.model.layer_tensors, s.model.num_layers
+        total = sum(sizes.values())
+
+        def weights(tier: int) -> float:
+            return sum(self.weight_layers[t][tier] * size for t, size in sizes.items()) / (layers * total)
+
+        def peak(tiers: Sequence[int]) -> float:
+            return sum(size for t, size in sizes.items() if any(self.weight_layers[t][i] > 0 for i in tiers)) / total
+
+        kv = {name: self.kv_seqs.get(name, 0) / s.block_size for name in KV_CLASSES}
+        batches = sum(self.activation_batches)
+        return Shares(
+            *(weights(tier) for tier in range(3)),
+            kv["gpu"], kv["cpu"], kv["streamed"], kv["disk"],
+            self.activation_batches[0] / batches, self.activation_batches[1] / batches,
+            self.head_on_gpu, 1 - self.head_on_gpu,
+            peak((1, 2)), peak((2,)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Solution:
+    """seconds: of all sweeps. shares, counts: the placement. memory_price_s: seconds that one more GiB of a tier would
+    save, lane_price_s: seconds that a 10 % faster lane would save, both at this block size and to first order
+    (from the duals; empty for integer placements)."""
+
+    seconds: float
+    shares: Shares
+    counts: Counts
+    memory_price_s: dict[str, float]
+    lane_price_s: dict[str, float]
+
+
+def job_seconds(s: Setting, stages: Sequence[Stage], at: Shares) -> float:
+    """T = T_pre l + T_gen (n - 1) l (FlexGen A.3), for any sequence of stages, with what is not in the layers."""
+    return sum(
+        stage.sweeps
+        * (
+            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, stage, at)))
+            + max(bounds(s.runtime, head_lanes(s, stage, at)))
+            + sweep_overhead_s(s, stage)
+        )
+        for stage in stages
+    )
+
+
+def solve(s: Setting, stages: Sequence[Stage], allowed: Allowed, *, integer: bool) -> Solution | None:
+    """The fastest placement, or None where the budgets allow none."""
+    programme = _Programme(s, stages, allowed, integer)
+    if not programme.solve():
+        return None
+    counts = programme.counts()
+    # Integer placements are costed as numbers; a relaxed one is what the solver says (its buffers are relaxed too).
+    shares = counts.shares(s) if integer else programme.shares_value()
+    seconds = job_seconds(s, stages, shares) if integer else pulp.value(programme.problem.objective) + programme.fixed_s
+    memory, lanes = ({}, {}) if integer else programme.prices()
+    return Solution(seconds, shares, counts, memory, lanes)
+
+
+def shortfall_bytes(s: Setting, stages: Sequence[Stage], allowed: Allowed, tier: str) -> float | None:
+    """The least extra memory of one tier with which some placement of whole things fits; None if it alone cannot help."""
+    programme = _Programme(s, stages, allowed, True, elastic=tier)
+    return pulp.value(programme.slack) * GIB if programme.solve() else None
+
+
+class _Programme:
+    """The variables and rows of one setting."""
+
+    def __init__(
+        self, s: Setting, stages: Sequence[Stage], allowed: Allowed, integer: bool, elastic: str | None = None
+    ) -> None:
+        self.s, self.stages = s, stages
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.category = "Integer" if integer else "Continuous"
+        self._make_variables(allowed)
+        self.slack = pulp.LpVariable("slack_gib", 0) if elastic else None
+        self.memory_rows: dict[str, str] = {}
+        for tier, peak in peak_bytes(s, self.shares).items():
+            room = s.budgets[tier] / GIB + (self.slack if tier == elastic else 0)
+            self.problem += peak * (1 / GIB) <= room, f"memory_{tier}"
+        self.lane_rows: list[tuple[str, dict[str, float]]] = []
+        objective = []
+        self.fixed_s = 0.0
+        for i, stage in enumerate(stages if elastic is None else ()):
+            layer = pulp.LpVariable(f"layer_s_{i}", 0)
+            head = pulp.LpVariable(f"head_s_{i}", 0)
+            self._add_bounds(f"layer_{i}", layer, layer_lanes(s, stage, self.shares))
+            self._add_bounds(f"head_{i}", head, head_lanes(s, stage, self.shares))
+            objective += [stage.sweeps * s.model.num_layers * layer, stage.sweeps * head]
+            self.fixed_s += stage.sweeps * sweep_overhead_s(s, stage)
+        self.problem.setObjective(pulp.lpSum(objective) if elastic is None else self.slack + 0)
+
+    def _make_variables(self, allowed: Allowed) -> None:
+        s = self.s
+        sizes, layers = s.model.layer_tensors, s.model.num_layers
+        total = sum(sizes.values())
+        tiers = [t for t in allowed.weight_tiers if t in s.budgets]
+        classes = [c for c in allowed.kv_classes if _class_exists(s, c)]
+        self.weights = {
+            tensor: tuple(self._count(f"{tensor}_{tier}", layers if tier in tiers else 0) for tier in TIERS)
+            for tensor in sizes
+        }
+        self.kv = {c: self._count(f"kv_{c}", s.block_size if c in classes else 0) for c in KV_CLASSES}
+        batches = s.num_gpu_batches
+        self.activations = (self._count("act_gpu", batches if s.on_gpu else 0), self._count("act_cpu", batches))
+        self.head_gpu = self._count("head_gpu", 1 if s.on_gpu else 0)
+        for tensor in sizes:
+            self.problem += pulp.lpSum(self.weights[tensor]) == layers
+        self.problem += pulp.lpSum(self.kv.values()) == s.block_size
+        self.problem += pulp.lpSum(self.activations) == batches
+
+        def share(tier: int) -> pulp.LpAffineExpression:
+            return pulp.lpSum(self.weights[t][tier] * (size / (layers * total)) for t, size in sizes.items())
+
+        self.peaks = []
+        for name, members in (("streamed", (1, 2)), ("disk", (2,))):
+            used = []
+            for tensor, size in sizes.items():
+                # 1 as soon as any layer has this tensor there: a buffer holds the fullest layer.
+                flag = pulp.LpVariable(f"{name}_{tensor}", 0, 1, self.category)
+                self.problem += pulp.lpSum(self.weights[tensor][m] for m in members) <= layers * flag
+                used.append(flag * (size / total))
+            self.peaks.append(pulp.lpSum(used))
+        kv = [self.kv[c] * (1 / s.block_size) for c in ("gpu", "cpu", "streamed", "disk")]
+        self.shares = Shares(
+            share(0), share(1), share(2), *kv,
+            self.activations[0] * (1 / batches), self.activations[1] * (1 / batches),
+            self.head_gpu + 0, 1 - self.head_gpu, *self.peaks,
+        )  # fmt: skip
+
+    def _count(self, name: str, most: int) -> pulp.LpVariable:
+        return pulp.LpVariable(name, 0, most, self.category)
+
+    def _add_bounds(self, name: str, seconds: pulp.LpVariable, lanes: dict) -> None:
+        runtime = self.s.runtime
+        together = [lane for lane in lanes if lane not in runtime.serial] or [None]
+        for lane, bound in zip(together, bounds(runtime, lanes), strict=True):
+            row = f"{name}_{lane}"
+            self.problem += seconds >= bound, row
+            members = [m for m in runtime.serial if m in lanes] + [lane] * (lane is not None)
+            self.lane_rows.append((row, {m: lanes[m] for m in members}))
+
+    def solve(self) -> bool:
+        status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
+        return status == pulp.LpStatusOptimal
+
+    def counts(self) -> Counts:
+        read = (lambda v: round(_value(v))) if self.category == "Integer" else _value
+        return Counts(
+            {tensor: tuple(read(v) for v in tiers) for tensor, tiers in self.weights.items()},
+            {name: read(v) for name, v in self.kv.items()},
+            (read(self.activations[0]), read(self.activations[1])),
+            read(self.head_gpu),
+        )
+
+    def shares_value(self) -> Shares:
+        return Shares(*(_value(getattr(self.shares, f.name)) for f in fields(Shares)))
+
+    def prices(self) -> tuple[dict[str, float], dict[str, float]]:
+        rows = self.problem.constraints
+        memory = {tier: max(0.0, -(rows[f"memory_{tier}"].pi or 0.0)) for tier in peak_bytes(self.s, self.shares)}
+        lanes: dict[str, float] = {}
+        for row, members in self.lane_rows:
+            price = abs(rows[row].pi or 0.0)
+            for lane, expression in members.items():
+                # A rate 10 % higher takes this much off the lane.
+                saved = price * _value(expression) * (1 - 1 / 1.1)
+                lanes[lane] = lanes.get(lane, 0.0) + saved
+        return memory, lanes
+
+
+def _value(expression: pulp.LpAffineExpression | pulp.LpVariable | float) -> float:
+    """The solver's value; a variable that no row mentions is left at 0."""
+    if isinstance(expression, (int, float)):
+        return float(expression)
+    terms = expression.items() if isinstance(expression, pulp.LpAffineExpression) else [(expression, 1)]
+    constant = getattr(expression, "constant", 0.0)
+    return float(constant + sum(weight * (variable.varValue or 0.0) for variable, weight in terms))
+
+
+def _class_exists(s: Setting, kv_class: str) -> bool:
+    if not s.on_gpu:
+        return kv_class in ("cpu", "disk")
+    return kv_class != "cpu" or can_delegate(s)

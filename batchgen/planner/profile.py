@@ -1,0 +1,217 @@
+"""Measures this machine into a HardwareProfile: its rates within some 15 s, its sizes at once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import InputError
+from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.machine import available_memory_bytes, resident_bytes
+from batchgen.model_config import DTYPES
+from batchgen.planner.profile_timing import Device, Effort, available_cores
+from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, make_offload_dir
+
+DEVICES = ("cpu", "cuda")
+_TABLES = ("gemm_flops_per_s", "prefill_attention_flops_per_s", "decode_attention_bytes_per_s")
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What only a running engine can show. Fields are those of HardwareProfile; step_overhead_s is that of its
+    compute device."""
+
+    sweep_overhead_s: float
+    sequence_overhead_s: float
+    row_overhead_s: float
+    step_overhead_s: float
+    sampling_logits_per_s: float
+    load_bytes_per_s: float
+    gguf_load_bytes_per_s: float | None = None
+
+
+def measure(
+    *,
+    device: str,
+    offload_dir: Path,
+    dtypes: Sequence[str],
+    overheads: Overheads,
+    notify: Callable[[str], None],
+    effort: Effort = Effort(),  # noqa: B008 (frozen)
+) -> HardwareProfile:
+    """Everything a profile has, for jobs in these dtypes.
+
+    device: "cpu" or "cuda". offload_dir: made where it does not exist; its disk is measured. notify: told what is
+    being measured. Raises InputError for a device that is not there, an unknown dtype or an unusable offload_dir.
+    """
+    _check(device, dtypes)
+    offload_dir = make_offload_dir(offload_dir)
+    watch = _Stopwatch(notify)
+    gpu_device = Device(device) if device == "cuda" else None
+    read, write = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
+    dram = watch("memory", lambda: dram_read_rate(effort))
+    h2d, d2h = (
+        watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
+    )
+    cpu, gpu = _compute_rates(device, dtypes, effort, watch)
+    step = {"step_overhead_s": overheads.step_overhead_s}
+    return HardwareProfile(
+        name=_machine_name(device),
+        cpu=cpu if gpu else replace(cpu, **step),
+        gpu=gpu and replace(gpu, **step),
+        dram_bytes_per_s=dram,
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=write,
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        load_bytes_per_s=overheads.load_bytes_per_s,
+        gguf_load_bytes_per_s=overheads.gguf_load_bytes_per_s,
+        sampling_logits_per_s=overheads.sampling_logits_per_s,
+        sweep_overhead_s=overheads.sweep_overhead_s,
+        sequence_overhead_s=overheads.sequence_overhead_s,
+        row_overhead_s=overheads.row_overhead_s,
+        measured=_circumstances() | {"offload_dir": str(offload_dir), "seconds": watch.parts_s},
+        **sizes(device, offload_dir),
+    )
+
+
+def add_dtypes(
+    profile: HardwareProfile,
+    dtypes: Sequence[str],
+    *,
+    notify: Callable[[str], None],
+    effort: Effort = Effort(),  # noqa: B008 (frozen)
+) -> HardwareProfile:
+    """A profile of this machine with the rates of more dtypes measured and merged in."""
+    device = "cuda" if profile.gpu else "cpu"
+    _check(device, dtypes)
+    watch = _Stopwatch(notify)
+    cpu, gpu = _compute_rates(device, dtypes, effort, watch)
+    seconds = profile.measured.get("seconds", {}) | watch.parts_s
+    return replace(
+        profile,
+        cpu=merged(profile.cpu, cpu),
+        gpu=profile.gpu and merged(profile.gpu, gpu),
+        measured=profile.measured | {"seconds": seconds},
+    )
+
+
+def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
+    """The tables of both, b's where both have one. Element-wise work has a single rate: the lower one."""
+    elementwise = [r.elementwise_bytes_per_s for r in (a, b) if r.elementwise_bytes_per_s is not None]
+    tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}
+    return replace(a, **tables, elementwise_bytes_per_s=min(elementwise, default=None))
+
+
+def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
+    """The profile's size fields, as they are now: what a job of this process could use in all. Raises InputError."""
+    import shutil
+
+    gpu_memory = None
+    if device == "cuda":
+        import torch
+
+        gpu_memory = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    return {
+        "cpu_memory_bytes": available_memory_bytes() + resident_bytes(),
+        "gpu_memory_bytes": gpu_memory,
+        "disk_bytes": shutil.disk_usage(make_offload_dir(offload_dir)).free,
+    }
+
+
+def identity(device: str) -> dict[str, Any]:
+    """What decides the rates, besides the offload directory: with any of it changed, they are others."""
+    from batchgen._version import __version__
+
+    return {
+        "device": device,
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "gpu": _gpu_name() if device == "cuda" else None,
+        "torch": importlib.metadata.version("torch"),
+        "batchgen": __version__,
+    }
+
+
+class _Stopwatch:
+    """Runs parts of the measurement: says which, and keeps how long each took."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self.parts_s: dict[str, float] = {}
+        self._notify = notify
+
+    def __call__(self, name: str, part: Callable[[], Any]) -> Any:
+        self._notify(f"measuring {name}")
+        started = time.perf_counter()
+        result = part()
+        self.parts_s[name] = round(time.perf_counter() - started, 3)
+        return result
+
+
+def _compute_rates(
+    device: str, dtypes: Sequence[str], effort: Effort, watch: _Stopwatch
+) -> tuple[ComputeRates, ComputeRates | None]:
+    """(cpu, gpu). Beside a GPU, of the CPU only decode attention matters."""
+    from batchgen.planner.profile_compute import measure_compute, measure_decode_attention
+
+    cpu = gpu = ComputeRates()
+    for dtype in dtypes:
+        if device == "cuda":
+            gpu = merged(gpu, measure_compute(Device("cuda"), dtype, effort, watch))
+            cpu = merged(cpu, measure_decode_attention(Device("cpu"), dtype, effort, watch))
+        else:
+            cpu = merged(cpu, measure_compute(Device("cpu"), dtype, effort, watch))
+    return cpu, gpu if device == "cuda" else None
+
+
+def _check(device: str, dtypes: Sequence[str]) -> None:
+    if device not in DEVICES:
+        raise InputError(f"device {device!r} cannot be measured: use {' or '.join(DEVICES)}")
+    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise InputError(f"dtype {unknown[0]!r} is not supported: use {', '.join(DTYPES)}")
+    if not dtypes:
+        raise InputError(f"nothing to measure: name one or more dtypes of {', '.join(DTYPES)}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError(
+                "torch finds no CUDA device here: use --device cpu, or a torch built for this GPU's driver"
+            )
+
+
+def _circumstances() -> dict[str, Any]:
+    import torch
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _machine_name(device: str) -> str:
+    cores = available_cores()
+    name = f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    return f"{_gpu_name()} with {name}" if device == "cuda" else name
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()

@@ -1,0 +1,81 @@
+"""Measured profiles kept as files, so that a machine is measured before its first job and not again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from batchgen.errors import InputError
+from batchgen.hardware import HardwareProfile, read_profile
+from batchgen.planner.profile import Effort, Overheads, add_dtypes, identity, measure, sizes
+from batchgen.planner.profile_transfer import make_offload_dir
+
+
+def load_or_measure(
+    cache_dir: Path,
+    *,
+    device: str,
+    offload_dir: Path,
+    dtypes: Sequence[str],
+    refresh: bool,
+    measure_overheads: Callable[[], Overheads],
+    notify: Callable[[str], None],
+    effort: Effort = Effort(),  # noqa: B008 (frozen)
+) -> HardwareProfile:
+    """This machine's profile, with these dtypes: rates from the cache as far as it has them, sizes as they are now.
+
+    refresh: measure even so. measure_overheads: called where the whole profile is measured. notify: told what is
+    measured, and of a cache that cannot be used. Raises InputError as `measure` does.
+    """
+    offload_dir = make_offload_dir(offload_dir)
+    path = profile_path(cache_dir, device, offload_dir)
+    profile = None if refresh else _cached(path, notify)
+    if profile is None:
+        overheads = measure_overheads()
+        profile = measure(
+            device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, notify=notify, effort=effort
+        )
+        _keep(profile, path, notify)
+    elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
+        profile = add_dtypes(profile, missing, notify=notify, effort=effort)
+        _keep(profile, path, notify)
+    return replace(profile, **sizes(device, offload_dir))
+
+
+def profile_path(cache_dir: Path, device: str, offload_dir: Path) -> Path:
+    """The file of the profile of this machine, as it is now, with this offload directory."""
+    key = json.dumps([identity(device), str(offload_dir.resolve())], sort_keys=True)
+    return cache_dir / "profiles" / f"{device}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None:
+    if not path.exists():
+        return None
+    try:
+        return read_profile(path)
+    except (InputError, TypeError, ValueError) as error:  # the last two: JSON of an altogether different kind
+        notify(f"the kept profile {path} cannot be used and is measured again ({error})")
+        return None
+
+
+def _keep(profile: HardwareProfile, path: Path, notify: Callable[[str], None]) -> None:
+    """Whole or not at all, whatever other processes write; the last one's stays."""
+    text = json.dumps(profile.to_json(), indent=1)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        notify(f"the profile cannot be kept in {path.parent} and will be measured again ({error.strerror})")
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)

@@ -1,0 +1,150 @@
+"""How a rate is measured: how much effort, on which device, the median of how many runs over which memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.machine import available_memory_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_DEFAULT_CACHE_BYTES = 64 << 20
+_CPU_POOL_BYTES = 256 << 20
+_GPU_POOL_BYTES = 2 << 30
+_LARGE_ALLOCATION_BYTES = 31 << 20
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Grid points, sizes and time limits of a measurement. The defaults take about 15 s on two cores.
+
+    point_s: time for one grid point, warm-up not included. call_s: points whose single run would take longer are
+    not measured. sample_s: short runs are repeated to make up a sample of this length. disk_s: time for each of
+    disk reads and writes. pool_bytes: operands are spread over this much memory; None: as much as defeats caches.
+    """
+
+    widths: tuple[int, ...] = (512, 2048, 4096)
+    tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
+    groups: tuple[int, ...] = (1, 4, 8)
+    batches: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (256, 1024, 4096)
+    prefill_contexts: tuple[int, ...] = (128, 512, 2048)
+    point_s: float = 0.1
+    call_s: float = 0.1
+    sample_s: float = 0.002
+    disk_s: float = 1.5
+    disk_bytes: int = 256 << 20
+    pool_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """run(i): the i-th run, on operands that have left the caches since they were last used. work: its bytes or
+    FLOPs."""
+
+    work: float
+    run: Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where to allocate, and how to time what was started there. kind: "cpu" or "cuda"."""
+
+    kind: str
+
+    def seconds(self, run: Callable[[int], object], first: int, count: int) -> float:
+        """How long run(first) to run(first + count - 1) take together."""
+        if self.kind == "cpu":
+            started = time.perf_counter()
+            for i in range(first, first + count):
+                run(i)
+            return time.perf_counter() - started
+        import torch
+
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for i in range(first, first + count):
+            run(i)
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
+
+    def rate(self, trial: Trial, effort: Effort) -> float:
+        """Work per second: the median of at least three samples, after a warm-up."""
+        self.seconds(trial.run, 0, 1)
+        once = self.seconds(trial.run, 1, 1)
+        count = max(1, math.ceil(effort.sample_s / max(once, 1e-7)))
+        samples, done = [], 2
+        deadline = time.perf_counter() + effort.point_s
+        while len(samples) < 3 or time.perf_counter() < deadline:
+            samples.append(self.seconds(trial.run, done, count) / count)
+            done += count
+        return trial.work / statistics.median(samples)
+
+    def rising_rates(self, sizes: Iterable[int], trial: Callable[[int], Trial], effort: Effort) -> tuple:
+        """(size, rate) for ascending sizes. Once a run would take too long, the last rate is carried on: rates
+        have levelled off by then."""
+        points: list[tuple[int, float]] = []
+        for size in sizes:
+            attempt = trial(size)
+            too_long = points and attempt.work / points[-1][1] > effort.call_s
+            points.append((size, points[-1][1] if too_long else self.rate(attempt, effort)))
+        return tuple(points)
+
+    def pool_bytes(self, effort: Effort) -> int:
+        """Memory to spread operands over: several times the last-level cache, but a fraction of what is free."""
+        if effort.pool_bytes is not None:
+            return effort.pool_bytes
+        if self.kind == "cpu":
+            wanted, free = max(_CPU_POOL_BYTES, 4 * last_level_cache_bytes()), available_memory_bytes()
+        else:
+            import torch
+
+            wanted, free = _GPU_POOL_BYTES, torch.cuda.mem_get_info()[0]
+        return min(wanted, free // 8)
+
+    def pool(self, dtype: torch.dtype, effort: Effort) -> torch.Tensor:
+        """Normally distributed numbers [pool_bytes / itemsize]: a pattern repeated, as drawing them all takes long."""
+        import torch
+
+        # glibc keeps freed memory of up to the largest block freed so far (32 MiB at most), and gives more back to the
+        # system: until a job's first large sweep, every result would cost page faults.
+        torch.empty(_LARGE_ALLOCATION_BYTES, dtype=torch.uint8)
+        pattern = torch.randn(1 << 18, device=self.kind).to(dtype)
+        count = max(1, self.pool_bytes(effort) // dtype.itemsize // pattern.numel())
+        return pattern.repeat(count)
+
+
+def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
+    """As many tensors of this shape as the pool holds side by side (at least one, or the pool is too small)."""
+    size = math.prod(shape)
+    count = pool.numel() // size
+    assert count, f"{shape} does not fit a pool of {pool.numel()} numbers"
+    return [pool[i * size : (i + 1) * size].view(shape) for i in range(count)]
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def last_level_cache_bytes() -> int:
+    """The last-level caches of all cores this process may run on; a usual size where the system does not say."""
+    sizes: dict[tuple[int, str], int] = {}  # by level and the cores that share it
+    try:
+        for core in os.sched_getaffinity(0):
+            for cache in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
+                level, sharing, size = ((cache / name).read_text() for name in ("level", "shared_cpu_list", "size"))
+                sizes[int(level), sharing] = int(size.strip().removesuffix("K")) << 10
+    except (AttributeError, OSError, ValueError):  # no Linux, or no such files in this container
+        sizes = {}
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last) or _DEFAULT_CACHE_BYTES

@@ -1,0 +1,167 @@
+"""How fast bytes move: from and to disk, out of host memory, between host and GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.errors import InputError
+from batchgen.planner.profile_timing import Device, Effort, Trial
+
+_REQUEST_BYTES = 8 << 20
+_IN_FLIGHT = 4
+# A rate is the median over stretches of this many requests.
+_STRETCH_REQUESTS = 8
+_READ_PASSES = 3
+_COPY_BYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def _offload_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise InputError(
+            f"--offload-dir {directory}: {what}; name a directory with room that you may write to"
+        ) from error
+
+
+def make_offload_dir(directory: Path) -> Path:
+    """The directory, resolved; made where it does not exist. Raises InputError."""
+    with _offload_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory.resolve()
+
+
+@dataclass(frozen=True)
+class _File:
+    """An open file without a name, and one aligned buffer of _REQUEST_BYTES for each request in flight.
+
+    direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
+    """
+
+    descriptor: int
+    direct: bool
+    buffers: Sequence[mmap.mmap]
+
+    def write(self, worker: int, offset: int) -> None:
+        if os.pwritev(self.descriptor, [self.buffers[worker]], offset) < _REQUEST_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read(self, worker: int, offset: int) -> None:
+        os.preadv(self.descriptor, [self.buffers[worker]], offset)
+
+
+def disk_rates(directory: Path, effort: Effort) -> tuple[float, float]:
+    """(read, write) in bytes per second with direct I/O, several requests at a time. Raises InputError.
+
+    Writes a file of at most `effort.disk_bytes`, which nothing is left of.
+    """
+    with _offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
+
+        def seconds(transfer: Callable[[int, int], None], offsets: Sequence[int]) -> float:
+            started = time.perf_counter()
+            parts = [
+                workers.submit(lambda w=w: [transfer(w, offset) for offset in offsets[w::_IN_FLIGHT]])
+                for w in range(_IN_FLIGHT)
+            ]
+            for part in parts:
+                part.result()
+            return time.perf_counter() - started
+
+        def write(offsets: Sequence[int]) -> float:
+            taken = seconds(file.write, offsets)
+            if file.direct:
+                return taken
+            started = time.perf_counter()
+            os.fsync(file.descriptor)
+            return taken + time.perf_counter() - started
+
+        def read(offsets: Sequence[int]) -> float:
+            if not file.direct:
+                os.posix_fadvise(file.descriptor, offsets[0], len(offsets) * _REQUEST_BYTES, os.POSIX_FADV_DONTNEED)
+            return seconds(file.read, offsets)
+
+        stretches = _stretches(effort.disk_bytes)
+        writes = _timed_stretches(write, stretches, effort.disk_s)
+        reads = _timed_stretches(read, stretches[: len(writes)] * _READ_PASSES, effort.disk_s)
+    return statistics.median(reads), statistics.median(writes)
+
+
+@contextlib.contextmanager
+def _open_file(directory: Path) -> Iterator[_File]:
+    descriptor, name = tempfile.mkstemp(prefix=".batchgen-disk-", dir=directory)
+    try:
+        os.unlink(name)  # at once: nothing stays behind even if this process is killed
+        pattern = os.urandom(1 << 20)  # not zeros, which some disks do not really store
+        buffers = [mmap.mmap(-1, _REQUEST_BYTES) for _ in range(_IN_FLIGHT)]
+        for buffer in buffers:
+            buffer[:] = pattern * (_REQUEST_BYTES // len(pattern))
+        yield _File(descriptor, _make_direct(descriptor, buffers[0]), buffers)
+    finally:
+        os.close(descriptor)
+
+
+def _make_direct(descriptor: int, buffer: mmap.mmap) -> bool:
+    """Switches the file to direct I/O if its filesystem takes a request that way, which warms it up too."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwritev(descriptor, [buffer], 0)
+        return True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return False
+
+
+def _stretches(file_bytes: int) -> list[list[int]]:
+    """Offsets of the requests that make up the file, a list for each stretch."""
+    offsets = list(range(0, max(1, file_bytes // _REQUEST_BYTES) * _REQUEST_BYTES, _REQUEST_BYTES))
+    return [offsets[i : i + _STRETCH_REQUESTS] for i in range(0, len(offsets), _STRETCH_REQUESTS)]
+
+
+def _timed_stretches(
+    transfer: Callable[[Sequence[int]], float], stretches: Sequence[Sequence[int]], limit_s: float
+) -> list[float]:
+    """Bytes per second of each stretch, as many as there is time for and at least one."""
+    rates: list[float] = []
+    deadline = time.perf_counter() + limit_s
+    for offsets in stretches:
+        if rates and time.perf_counter() > deadline:
+            break
+        rates.append(len(offsets) * _REQUEST_BYTES / transfer(offsets))
+    return rates
+
+
+def dram_read_rate(effort: Effort) -> float:
+    """Bytes per second that all threads together read from host memory."""
+    import torch
+
+    device = Device("cpu")
+    numbers = torch.ones(device.pool_bytes(effort) // 8, dtype=torch.int64)
+    return device.rate(Trial(numbers.nbytes, lambda i: numbers.sum()), effort)
+
+
+def copy_rates(device: Device, effort: Effort, copy_bytes: int = _COPY_BYTES) -> tuple[float, float]:
+    """(host to device, device to host) in bytes per second, from and to pinned memory in large pieces."""
+    import torch
+
+    pinned = device.kind == "cuda"
+    hosts = [torch.ones(copy_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
+    there = torch.ones(copy_bytes, dtype=torch.uint8, device=device.kind)
+    h2d = Trial(copy_bytes, lambda i: there.copy_(hosts[i % len(hosts)], non_blocking=True))
+    d2h = Trial(copy_bytes, lambda i: hosts[i % len(hosts)].copy_(there, non_blocking=True))
+    return device.rate(h2d, effort), device.rate(d2h, effort)

@@ -1,0 +1,297 @@
+"""From hardware, model and workload to the fastest policy: enumerate what is discrete, solve the LP inside.
+
+FlexGen 4.3, two levels: block size, GPU batches, token budget, formats and admission are enumerated, placement is an
+LP. Here the search is exact on its ladder: settings are visited in the order of a lower bound that needs no solver,
+each LP is a bound on what its integer placement can reach, and the search ends when no bound beats the best integer
+placement found. So more memory or a faster rate can never lead to a slower plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from batchgen.errors import InputError
+from batchgen.formats import FORMAT_BYTES
+from batchgen.hardware import HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.cost import (
+    BATCHGEN,
+    RuntimeModel,
+    Setting,
+    decode_kv_bytes,
+    elementwise_s,
+    expand_weights_s,
+    linear_s,
+    prefill_attention_s,
+    shared_attention_s,
+    sweep_overhead_s,
+)
+from batchgen.planner.flow import Stage, stages_of
+from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve
+from batchgen.units import format_bytes
+from batchgen.workload import Workload
+
+_GPU_BATCHES = (1, 2, 4, 8, 16)
+_MOST_SEQS = 8192
+# Fewer tokens than this leave matrix products far from their best rate.
+_LEAST_BATCHED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the search is given.
+
+    budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
+    weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked for.
+    block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
+    max_block_latency_s: longest time from a block's first prompt to its last token.
+    """
+
+    hardware: HardwareProfile
+    model: ModelConfig
+    workload: Workload
+    budgets: Mapping[str, int]
+    compute_format: str
+    weight_formats: tuple[str, ...]
+    kv_formats: tuple[str, ...]
+    admissions: tuple[str, ...] = ("continuous", "static")
+    runtime: RuntimeModel = BATCHGEN
+    allowed: Allowed = field(default_factory=Allowed)
+    block_size: int | None = None
+    most_seqs: int = _MOST_SEQS
+    num_gpu_batches: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_block_latency_s: float | None = None
+    kv_block_size: int = 16
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting and the best placement found for it. bound_s: the LP's, which no placement of this setting beats."""
+
+    setting: Setting
+    stages: tuple[Stage, ...]
+    relaxed: Solution
+    realised: Solution
+
+    @property
+    def seconds(self) -> float:
+        return self.realised.seconds
+
+    @property
+    def counts(self) -> Counts:
+        return self.realised.counts
+
+
+def search(problem: Problem) -> Candidate:
+    """The fastest plan whose realised peak fits every budget. Raises InputError, saying what is short, if none does."""
+    check_budgets(problem)
+    best: Candidate | None = None
+    bounded = sorted(
+        ((lower_bound_s(s, stages), i, s, stages) for i, (s, stages) in enumerate(settings(problem))),
+        key=lambda entry: entry[:2],
+    )
+    too_slow = False
+    for bound, _, setting, stages in bounded:
+        if best is not None and bound >= best.seconds:
+            break
+        relaxed = solve(setting, stages, problem.allowed, integer=False)
+        if relaxed is None or (best is not None and relaxed.seconds >= best.seconds):
+            continue
+        if _block_latency_s(setting, stages, relaxed.seconds) > (problem.max_block_latency_s or float("inf")):
+            too_slow = True
+            continue
+        realised = solve(setting, stages, problem.allowed, integer=True)
+        if realised is None or (best is not None and realised.seconds >= best.seconds):
+            continue
+        if _block_latency_s(setting, stages, realised.seconds) > (problem.max_block_latency_s or float("inf")):
+            too_slow = True
+            continue
+        best = Candidate(setting, stages, relaxed, realised)
+    if best is None:
+        raise InputError(_too_slow(problem) if too_slow else explain_infeasible(problem))
+    return best
+
+
+def block_latency_s(candidate: Candidate) -> float:
+    """Seconds from the first prompt of a block to its last token."""
+    return _block_latency_s(candidate.setting, candidate.stages, candidate.seconds)
+
+
+def _block_latency_s(s: Setting, stages: tuple[Stage, ...], seconds: float) -> float:
+    sweeps = sum(stage.sweeps for stage in stages)
+    fill = s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens
+    return seconds * min(1.0, (max(1.0, fill) + s.workload.output_len.max - 1) / sweeps)
+
+
+def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
+    """The latency-throughput trade-off (FlexGen figure 1): (block latency in s, generated tokens/s, plan), from the
+    shortest latency to the highest throughput, without those that another one beats in both."""
+    found = []
+    for block_size in _block_sizes(problem):
+        try:
+            candidate = search(replace(problem, block_size=block_size, max_block_latency_s=None))
+        except InputError:
+            break  # larger blocks need more memory still
+        rate = problem.workload.num_seqs * problem.workload.output_len.mean / candidate.seconds
+        found.append((block_latency_s(candidate), rate, candidate))
+    found.sort(key=lambda entry: (entry[0], -entry[1]))
+    best, pareto = 0.0, []
+    for entry in found:
+        if entry[1] > best * 1.001:
+            best = entry[1]
+            pareto.append(entry)
+    return pareto
+
+
+def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
+    """Everything that is enumerated, and how the job flows through it."""
+    workload = problem.workload
+    for weight_format in problem.weight_formats:
+        for kv_format in problem.kv_formats:
+            for admission in problem.admissions:
+                for block_size in _block_sizes(problem):
+                    for tokens in _token_budgets(problem, block_size):
+                        stages = stages_of(workload, admission, block_size, tokens)
+                        for batches in _gpu_batches(problem, block_size):
+                            setting = Setting(
+                                hardware=problem.hardware,
+                                model=problem.model,
+                                workload=workload,
+                                runtime=problem.runtime,
+                                compute_format=problem.compute_format,
+                                weight_format=weight_format,
+                                kv_format=kv_format,
+                                admission=admission,
+                                block_size=-(-block_size // batches) * batches,
+                                num_gpu_batches=batches,
+                                max_num_batched_tokens=tokens,
+                                kv_block_size=problem.kv_block_size,
+                                budgets=problem.budgets,
+                                process_bytes=problem.process_bytes,
+                            )
+                            if _supported(setting):
+                                yield setting, stages
+
+
+def _supported(s: Setting) -> bool:
+    """Whether the machine has rates for these formats."""
+    if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
+        return False
+    if s.kv_format != "int4" or s.runtime.reads_int4_kv:
+        return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
+    return bool(s.rates.expand_bytes_per_s)
+
+
+def _block_sizes(problem: Problem) -> list[int]:
+    """Four sizes per doubling: neighbours differ too little in speed for more to matter."""
+    most = min(problem.most_seqs, problem.workload.num_seqs)
+    if problem.block_size is not None:
+        return [min(problem.block_size, problem.workload.num_seqs)]
+    ladder = sorted({m * 2**k // 4 for m in (4, 5, 6, 7) for k in range(14)} | {most})
+    return [size for size in ladder if size <= most]
+
+
+def _token_budgets(problem: Problem, block_size: int) -> list[int]:
+    """Sweeps that just keep up with finishing rows; sweeps with four times their tokens; the whole block at once."""
+    if problem.max_num_batched_tokens is not None:
+        return [problem.max_num_batched_tokens]
+    workload = problem.workload
+    prompts = workload.computed_prompt_len * block_size
+    steady = block_size + prompts / workload.output_len.mean
+    whole = max(_LEAST_BATCHED_TOKENS, round(prompts))
+    sizes = {min(whole, max(_LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
+    return sorted(sizes | {whole})
+
+
+def _gpu_batches(problem: Problem, block_size: int) -> list[int]:
+    """Numbers of GPU batches that part the block equally; a block of all rows is rounded up."""
+    if problem.num_gpu_batches is not None:
+        return [problem.num_gpu_batches]
+    if problem.hardware.gpu is None:
+        return [1] if "disk" not in problem.allowed.kv_classes or block_size < 4 else [1, 4]
+    whole_job = block_size in (problem.workload.num_seqs, problem.block_size)
+    return [k for k in _GPU_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
+
+
+def lower_bound_s(s: Setting, stages: tuple[Stage, ...]) -> float:
+    """Seconds that no placement can beat, without a solver: compute other than decode attention, weights that must
+    cross the bus because the GPU cannot hold them, and bytes that must come from disk."""
+    layers = s.model.num_layers
+    weights = s.layer_bytes * layers
+    kv = s.block_size * s.seq_kv_bytes
+    gpu, cpu = s.budgets.get("gpu", 0), s.budgets["cpu"]
+    streamed = max(0.0, 1 - gpu / weights) * s.layer_bytes if s.on_gpu else 0.0
+    on_disk = max(0.0, weights + kv - gpu - cpu)
+    total = 0.0
+    for stage in stages:
+        compute = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage)
+        compute += shared_attention_s(s, stage) + expand_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
+        # Weights on disk are read whole in every sweep, KV as far as it is filled.
+        filled = min(1.0, decode_kv_bytes(s, stage) * layers / kv)
+        disk = filled * on_disk / layers / s.hardware.disk_read_bytes_per_s
+        bus = streamed / s.hardware.h2d_bytes_per_s if s.on_gpu else 0.0
+        together = compute + bus if "h2d" in s.runtime.serial else max(compute, bus)
+        total += stage.sweeps * (layers * max(together, disk) + sweep_overhead_s(s, stage))
+    return total
+
+
+_TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+
+
+def check_budgets(problem: Problem) -> None:
+    """Raises InputError for a budget the machine does not have."""
+    hardware = problem.hardware
+    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    for tier, budget in problem.budgets.items():
+        if sizes[tier] is None:
+            raise InputError(f"{_TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
+        if budget > sizes[tier]:
+            raise InputError(
+                f"{_TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
+                f" ({format_bytes(sizes[tier])}): give at most that"
+            )
+        if budget <= 0 and tier != "disk":
+            raise InputError(f"{_TIER_FLAGS[tier]} must be above 0")
+
+
+def explain_infeasible(problem: Problem) -> str:
+    """Which budget is short, and the smallest changes, each by itself, that would make one row fit."""
+    smallest = replace(problem, block_size=1, num_gpu_batches=1, max_num_batched_tokens=_LEAST_BATCHED_TOKENS)
+    if problem.block_size is not None or problem.max_num_batched_tokens is not None:
+        smallest = replace(
+            smallest,
+            block_size=problem.block_size or 1,
+            max_num_batched_tokens=problem.max_num_batched_tokens or _LEAST_BATCHED_TOKENS,
+        )
+    least: dict[str, float] = {}
+    for setting, stages in settings(smallest):
+        for tier in problem.budgets:
+            short = shortfall_bytes(setting, stages, problem.allowed, tier)
+            if short is not None:
+                least[tier] = min(short, least.get(tier, short))
+    if not least and not any(True for _ in settings(smallest)):
+        return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
+    weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
+    what = f"the model's weights take {format_bytes(weights)}"
+    if not least:
+        return f"no plan fits: {what}; no single budget can make up for it, raise several"
+    changes = [
+        f"{_TIER_FLAGS[tier]} {format_bytes((problem.budgets[tier] + short) * 1.001)} ({format_bytes(short)} more)"
+        for tier, short in sorted(least.items(), key=lambda item: item[1])
+    ]
+    hint = "" if "int4" in problem.weight_formats else "; --quantization int4 would need less"
+    return f"no plan fits: {what}; give {', or '.join(changes)}{hint}"
+
+
+def _too_slow(problem: Problem) -> str:
+    fastest = min(
+        block_latency_s(search(replace(problem, max_block_latency_s=None, block_size=size)))
+        for size in _block_sizes(problem)[:2]
+    )
+    return (
+        f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest possible is {fastest:.3g} s,"
+        " give --max-block-latency at least that"
+    )

@@ -1,0 +1,215 @@
+"""A plan for a job: this machine's profile or another's, the job's workload, and the search over both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import InputError
+from batchgen.formats import FORMAT_BYTES
+from batchgen.hardware import HardwareProfile, read_profile
+from batchgen.machine import available_memory_bytes, resident_bytes
+from batchgen.model_config import ModelConfig
+from batchgen.planner.explain import make_plan
+from batchgen.planner.lp import Allowed
+from batchgen.planner.profile import Overheads
+from batchgen.planner.profile_cache import load_or_measure
+from batchgen.planner.search import Problem, search
+from batchgen.planner.shipped import shipped_profile, shipped_profiles
+from batchgen.policy import Plan
+from batchgen.units import parse_bytes
+from batchgen.workload import Workload
+
+HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
+# Of the disk space that is free, this much is left alone.
+_DISK_MARGIN_FRAC = 0.1
+_SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
+_RATES = {
+    "h2d": "h2d_bytes_per_s",
+    "d2h": "d2h_bytes_per_s",
+    "disk-read": "disk_read_bytes_per_s",
+    "disk-write": "disk_write_bytes_per_s",
+    "dram": "dram_bytes_per_s",
+}
+_TIERS = {"gpu-memory": "gpu", "cpu-memory": "cpu", "disk-memory": "disk"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is asked for, beside hardware, model and workload. Fields as the flags of the same names.
+
+    in_memory: only placements that hold everything in the compute device's own memory.
+    """
+
+    model_name: str
+    dtype: str
+    max_model_len: int
+    gpu_memory: int | None = None
+    cpu_memory: int | None = None
+    disk_memory: int | None = None
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    admission: str | None = None
+    max_num_seqs: int | None = None
+    num_gpu_batches: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_block_latency_s: float | None = None
+    share_prefixes: bool = True
+    process_bytes: int = 0
+    in_memory: bool = False
+
+
+def find_hardware(
+    name: str | None,
+    *,
+    dtype: str,
+    offload_dir: Path,
+    cache_dir: Path,
+    device: str = "cpu",
+    refresh: bool = False,
+    notify: Callable[[str], None] = lambda line: None,
+) -> HardwareProfile:
+    """The profile called `name` (a file, or one that ships with the package); None: this machine's, measured now if it
+    was not before. $BATCHGEN_HARDWARE stands in for a name that is not given. Raises InputError."""
+    name = name or os.environ.get(HARDWARE_VARIABLE) or None
+    if name is not None:
+        if name in shipped_profiles():
+            return shipped_profile(name)
+        if not Path(name).exists():
+            known = ", ".join(shipped_profiles())
+            raise InputError(f"--hardware {name}: no such file, and none of the shipped profiles ({known})")
+        return read_profile(name)
+    return load_or_measure(
+        cache_dir,
+        device=device,
+        offload_dir=offload_dir,
+        dtypes=(dtype,),
+        refresh=refresh,
+        measure_overheads=_overheads,
+        notify=notify,
+    )
+
+
+def _overheads() -> Overheads:
+    from batchgen.overheads import measure_overheads
+
+    measured = measure_overheads()
+    return Overheads(
+        sweep_overhead_s=measured.sweep_s,
+        sequence_overhead_s=measured.sequence_s,
+        row_overhead_s=measured.row_s,
+        step_overhead_s=measured.step_s,
+        sampling_logits_per_s=measured.sampling_logits_per_s,
+        load_bytes_per_s=measured.load_bytes_per_s,
+    )
+
+
+def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:
+    """The search's input. Raises InputError for options that contradict the hardware."""
+    if hardware.gpu is None and request.gpu_memory is not None:
+        raise InputError(f"--gpu-memory is given, but {hardware.name} has no GPU: leave it out")
+    budgets = {
+        "cpu": request.cpu_memory or hardware.cpu_memory_bytes,
+        "disk": int(hardware.disk_bytes * (1 - _DISK_MARGIN_FRAC))
+        if request.disk_memory is None
+        else request.disk_memory,
+    }
+    if hardware.gpu is not None:
+        budgets["gpu"] = request.gpu_memory or hardware.gpu_memory_bytes
+    home = "cpu" if hardware.gpu is None else "gpu"
+    quantised = {"none": (request.dtype,), "auto": (request.dtype,), "int4": (request.dtype, "int4")}
+    return Problem(
+        hardware=hardware,
+        model=model,
+        workload=workload,
+        budgets=budgets,
+        compute_format=request.dtype,
+        weight_formats=quantised[request.quantization],
+        kv_formats=quantised[request.kv_cache_dtype],
+        admissions=("continuous", "static") if request.admission is None else (request.admission,),
+        allowed=Allowed((home,), (home,)) if request.in_memory else Allowed(),
+        block_size=request.max_num_seqs,
+        num_gpu_batches=request.num_gpu_batches,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        max_block_latency_s=request.max_block_latency_s,
+        process_bytes=request.process_bytes,
+    )
+
+
+def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
+    """The profile's rates with the memory there is here, for a job that runs here whatever its rates came from."""
+    here = available_memory_bytes() + resident_bytes()
+    return replace(hardware, cpu_memory_bytes=max(here, 1))
+
+
+def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
+    """Seconds to read the weights. kind: "hf" or "gguf"."""
+    rate = hardware.load_bytes_per_s
+    if kind == "gguf":
+        rate = hardware.gguf_load_bytes_per_s or rate
+    return model.num_params * FORMAT_BYTES[dtype] / rate
+
+
+def runnable(plan: Plan, model_name: str, dtype: str) -> Plan:
+    """The plan, if `batchgen run` can carry it out here. Raises InputError."""
+    if (plan.model, plan.dtype) != (model_name, dtype):
+        raise InputError(
+            f"--plan is for {plan.model} in {plan.dtype}, not {model_name} in {dtype}: make one for this job with `batchgen plan`"
+        )
+    used = {tier for tiers in plan.placement_bytes.values() for tier, size in tiers.items() if size}
+    if used - {"cpu"} or plan.policy.weight_format != dtype or plan.policy.kv_format != dtype:
+        where = " and ".join(sorted(used - {"cpu"})) or "4-bit formats"
+        raise InputError(f"--plan needs {where}; jobs run in memory here: plan with --hardware left out")
+    return plan
+
+
+def plan_job(
+    problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
+) -> Plan:
+    """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load them."""
+    return make_plan(
+        problem,
+        search(problem),
+        model_name=request.model_name,
+        max_model_len=request.max_model_len,
+        share_prefixes=request.share_prefixes,
+        startup_s=startup_s + loading_s,
+        output_len_known=output_len_known,
+    )
+
+
+def what_if(
+    hardware: HardwareProfile, request: PlanRequest, changes: Mapping[str, str]
+) -> tuple[HardwareProfile, PlanRequest]:
+    """The machine and the request with some sizes or rates changed: {"gpu-memory": "48GiB", "disk-read": "7GB"}.
+
+    A changed size is the machine's and the budget alike. Raises InputError.
+    """
+    for name, text in changes.items():
+        if name not in _SIZES | _RATES:
+            raise InputError(f"--what-if {name}: give one of {', '.join(_SIZES | _RATES)}, as in gpu-memory=48GiB")
+        value = parse_bytes(text.removesuffix("/s"))
+        if value <= 0:
+            raise InputError(f"--what-if {name}={text} must be above 0")
+        field = (_SIZES | _RATES)[name]
+        if getattr(hardware, field) is None:
+            raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
+        hardware = replace(hardware, **{field: value})
+        if name in _TIERS:
+            request = replace(request, **{f"{_TIERS[name]}_memory": value})
+    return hardware, request
+
+
+def read_plan(path: str) -> Plan:
+    """A plan that `batchgen plan -o` wrote. Raises InputError."""
+    try:
+        values: Any = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"--plan {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"--plan {path} is not valid JSON: {error}") from error
+    return Plan.from_json(values)

@@ -1,0 +1,99 @@
+"""What a job asks for, as far as planning needs to know it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from batchgen.errors import InputError
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of token counts, as equally likely values in ascending order (quantiles of a sample)."""
+
+    values: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(sorted(self.values)))
+        if not self.values or self.values[0] < 0:
+            raise InputError(f"lengths must be one or more token counts of 0 or more, not {self.values!r}")
+
+    @classmethod
+    def of(cls, counts: Iterable[int], limit: int = 64) -> Lengths:
+        """At most `limit` quantiles that keep the mean of `counts` to within rounding: means of equal parts."""
+        ordered = sorted(counts)
+        if len(ordered) <= limit:
+            return cls(tuple(ordered))
+        edges = [round(i * len(ordered) / limit) for i in range(limit + 1)]
+        return cls(tuple(round(sum(ordered[a:b]) / (b - a)) for a, b in itertools.pairwise(edges)))
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def mean_square(self) -> float:
+        return sum(v * v for v in self.values) / len(self.values)
+
+    @property
+    def max(self) -> int:
+        return self.values[-1]
+
+    def quantile(self, share: float) -> int:
+        """The value that `share` of the lengths do not exceed."""
+        return self.values[max(0, math.ceil(share * len(self.values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """num_seqs: sequences to generate (rows times samples). prompt_len, output_len: tokens per sequence.
+
+    max_output_len: the limit that KV is reserved for. shared_prefix_len: prompt tokens, on average, whose KV an
+    earlier row has computed already. num_rows: input rows, where it differs from num_seqs.
+    """
+
+    num_seqs: int
+    prompt_len: Lengths
+    output_len: Lengths
+    max_output_len: int
+    shared_prefix_len: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_seqs < 1:
+            raise InputError(f"a workload needs at least 1 row, not {self.num_seqs}")
+        if self.prompt_len.values[0] < 1 or self.output_len.values[0] < 1:
+            raise InputError("prompts and outputs have at least 1 token")
+        if self.output_len.max > self.max_output_len:
+            raise InputError(f"outputs of {self.output_len.max} tokens exceed the limit of {self.max_output_len}")
+        if not 0 <= self.shared_prefix_len < self.prompt_len.mean:
+            raise InputError(
+                f"a shared prefix of {self.shared_prefix_len:g} tokens does not fit prompts of {self.prompt_len.mean:g}"
+            )
+
+    @classmethod
+    def uniform(cls, num_seqs: int, prompt_len: int, output_len: int, shared_prefix_len: float = 0.0) -> Workload:
+        """Every row alike, as in FlexGen's benchmarks."""
+        lengths = Lengths((prompt_len,)), Lengths((output_len,))
+        return cls(num_seqs, *lengths, output_len, shared_prefix_len)
+
+    @property
+    def computed_prompt_len(self) -> float:
+        """Prompt tokens per row that have to be prefilled."""
+        return self.prompt_len.mean - self.shared_prefix_len
+
+    @property
+    def mean_live_context(self) -> float:
+        """Tokens a decoding sequence attends to, averaged over a run: prompt plus E[n^2] / 2E[n] (FlexGen A.2.1,
+        where every output has n tokens: s + n/2)."""
+        return self.prompt_len.mean + self.output_len.mean_square / (2 * self.output_len.mean)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict) -> Workload:
+        lengths = {name: Lengths(tuple(values[name]["values"])) for name in ("prompt_len", "output_len")}
+        return cls(**(values | lengths))

@@ -1,0 +1,130 @@
+"""The workload of a job, estimated from a tokenized sample of its rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from batchgen.errors import InputError, RowError
+from batchgen.request import Request, SamplingParams
+from batchgen.workload import Lengths, Workload
+
+if TYPE_CHECKING:
+    from batchgen.dataset import Dataset
+    from batchgen.job_source import RequestSource
+    from batchgen.tokenizer import Tokenizer
+
+# Neighbouring rows often share a prefix, far ones differ in length: several stretches of rows are read.
+_STRETCHES, _STRETCH_ROWS = 8, 32
+_SHARING_BLOCK = 16  # tokens; as prefixes are shared
+# An input that is read as a stream has no number of rows; it is planned as if it had many.
+_UNKNOWN_ROWS = 100_000
+# Finished rows needed before their output lengths say more than --max-tokens does.
+_ENOUGH_FINISHED = 32
+
+
+def measure_workload(
+    source: RequestSource,
+    tokenizer: Tokenizer,
+    *,
+    sampling: SamplingParams,
+    max_model_len: int,
+    rows_left: int | None,
+    expected_output_len: int | None,
+    finished_output_lens: Sequence[int] = (),
+    share_prefixes: bool = True,
+) -> tuple[Workload, bool]:
+    """The workload, and whether its output lengths are known (or only bounded by max_tokens).
+
+    finished_output_lens: of rows that are done already. Rows that would fail are left out. Raises InputError if no
+    sampled row makes a prompt.
+    """
+    prompts: list[list[int]] = []
+    limits: list[int] = []
+    repeats: list[int] = []
+    for request in itertools.chain.from_iterable(_sample(source)):
+        tokens = _encode(request, tokenizer)
+        if not tokens:
+            continue
+        own = request.sampling or sampling
+        prompts.append(tokens[: max_model_len - 1])
+        limits.append(max(1, min(own.max_tokens, max_model_len - len(prompts[-1]))))
+        repeats.append(own.n)
+    if not prompts:
+        raise InputError("none of the rows sampled for planning makes a prompt: see the error of each with --limit 10")
+    seqs_per_row = sum(repeats) / len(repeats)
+    rows = _UNKNOWN_ROWS if rows_left is None else rows_left
+    known = expected_output_len is not None or sampling.ignore_eos or max(limits) == 1
+    if expected_output_len is not None:
+        outputs = Lengths.of(min(limit, expected_output_len) for limit in limits)
+    elif len(finished_output_lens) >= _ENOUGH_FINISHED:
+        outputs, known = Lengths.of(max(1, min(n, max(limits))) for n in finished_output_lens), True
+    else:
+        outputs = Lengths.of(limits)
+    shared = _shared_prefix_len(prompts, seqs_per_row) if share_prefixes else 0.0
+    workload = Workload(
+        num_seqs=max(1, round(rows * seqs_per_row)),
+        prompt_len=Lengths.of(len(tokens) for tokens in prompts),
+        output_len=outputs,
+        max_output_len=max(limits),
+        shared_prefix_len=shared,
+    )
+    return workload, known
+
+
+def _sample(source: RequestSource) -> Iterator[Iterator[Request]]:
+    for first, batch in _sampled_batches(source.dataset):
+        yield source.requests_of(batch, first)
+
+
+def _sampled_batches(dataset: Dataset) -> Iterator:
+    """Stretches spread over a Parquet file, which can be read from anywhere; the first rows of anything else."""
+    rows = dataset.num_rows
+    if dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
+        yield from _first_rows(dataset.batches(0, _STRETCH_ROWS), _STRETCHES * _STRETCH_ROWS)
+        return
+    start = next(dataset.batches(0, 1))[0]  # a shard does not begin at row 0
+    for k in range(_STRETCHES):
+        offset = k * (rows - _STRETCH_ROWS) // (_STRETCHES - 1)
+        yield from _first_rows(dataset.batches(start + offset, _STRETCH_ROWS), _STRETCH_ROWS)
+
+
+def _first_rows(batches: Iterator, count: int) -> Iterator:
+    for first, batch in batches:
+        yield first, batch.slice(0, count)
+        count -= batch.num_rows
+        if count <= 0:
+            return
+
+
+def _encode(request: Request, tokenizer: Tokenizer) -> list[int]:
+    prompt = request.prompt
+    if request.error is not None or not prompt:
+        return []
+    try:
+        if isinstance(prompt, str):
+            return tokenizer.encode_batch([prompt])[0]
+        return tokenizer.encode_chat(prompt) if isinstance(prompt[0], dict) else list(prompt)
+    except (RowError, InputError):
+        return []
+
+
+def _shared_prefix_len(prompts: list[list[int]], seqs_per_row: float) -> float:
+    """Prompt tokens per sequence that an earlier one has computed; the first half of the sample only warms up.
+
+    Further samples of a row take over all of its prompt but the last block.
+    """
+    nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
+    shared = []
+    for tokens in prompts:
+        matched, matching, node = 0, True, 0
+        whole = (len(tokens) - 1) // _SHARING_BLOCK * _SHARING_BLOCK
+        for end in range(_SHARING_BLOCK, whole + 1, _SHARING_BLOCK):
+            key = node, tuple(tokens[end - _SHARING_BLOCK : end])
+            matching = matching and key in nodes
+            matched = end if matching else matched
+            node = nodes.setdefault(key, len(nodes) + 1)
+        shared.append((matched + (seqs_per_row - 1) * whole) / seqs_per_row)
+    settled = shared[len(shared) // 2 :]
+    return sum(settled) / len(settled)

@@ -1,0 +1,204 @@
+"""The cost model against FlexGen's published measurements: their policies on their machines, cell by cell.
+
+    python benchmarks/flexgen_check.py              # the table, as Markdown
+    python benchmarks/flexgen_check.py --write      # into docs/flexgen_check.md
+
+Their policies are costed for their runtime (`cost.FLEXGEN`) on the placement their code makes of the printed
+percentages: whole weight matrices, by the midpoint of each within its layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.hardware import HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.cost import FLEXGEN, RuntimeModel, Setting, Shares, layer_lanes, peak_bytes
+from batchgen.planner.flow import Stage, stages_of
+from batchgen.planner.lp import job_seconds
+from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.shipped import shipped_profile
+from batchgen.workload import Workload
+
+HERE = Path(__file__).parent
+GIB = 1 << 30
+SHAPES = {"6.7B": (4096, 32, 32), "30B": (7168, 48, 56), "175B": (12288, 96, 96)}  # hidden, layers, heads
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of the paper. policy: GPU batch size, GPU batches, wg, wc, cg, cc, hg, hc in per cent."""
+
+    table: int
+    machine: str
+    model: str
+    prompt: int
+    output: int
+    tokens_per_s: float
+    policy: tuple[int, ...]
+    compressed: bool = False
+    checked: bool = False
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    note: str = ""
+
+    @property
+    def block_size(self) -> int:
+        return self.policy[0] * self.policy[1]
+
+
+def read_cells() -> list[Cell]:
+    cells = json.loads((HERE / "flexgen_cells.json").read_text())["cells"]
+    return [Cell(**(cell | {"policy": tuple(cell["policy"])})) for cell in cells]
+
+
+def opt_config(model: str) -> ModelConfig:
+    hidden, layers, heads = SHAPES[model]
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["OPTForCausalLM"],
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "ffn_dim": 4 * hidden,
+            "vocab_size": 50272,
+            "max_position_embeddings": 2048,
+        }
+    )
+
+
+def hardware_of(cell: Cell) -> HardwareProfile:
+    profile = shipped_profile(cell.machine)
+    if cell.disk_read_bytes_per_s:
+        profile = replace(
+            profile,
+            disk_read_bytes_per_s=cell.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=cell.disk_write_bytes_per_s,
+        )
+    return profile
+
+
+def midpoint_shares(percent_gpu: int, percent_cpu: int, groups: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
+    """Parts of the weights on (GPU, CPU, disk) when whole matrices are placed by where their midpoint falls, each
+    group of matrices by itself, in the order disk, CPU, GPU."""
+    placed = [0.0, 0.0, 0.0]
+    total = sum(sum(group) for group in groups)
+    for group in groups:
+        before = 0.0
+        for size in group:
+            middle = 100 * (before + size / 2) / sum(group)
+            before += size
+            disk = 100 - percent_gpu - percent_cpu
+            tier = 2 if middle < disk else 1 if middle < disk + percent_cpu else 0
+            placed[tier] += size / total
+    return tuple(placed)
+
+
+def setting_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[Setting, tuple[Stage, ...], Shares]:
+    """The paper's policy for one cell."""
+    hardware, model = hardware_of(cell), opt_config(cell.model)
+    workload = Workload.uniform(cell.block_size, cell.prompt, cell.output)
+    number_format = "int4" if cell.compressed else "float16"
+    setting = Setting(
+        hardware=hardware,
+        model=model,
+        workload=workload,
+        runtime=runtime,
+        compute_format="float16",
+        weight_format=number_format,
+        kv_format=number_format,
+        admission="static",
+        block_size=cell.block_size,
+        num_gpu_batches=cell.policy[1],
+        max_num_batched_tokens=cell.block_size * cell.prompt,
+        kv_block_size=1,
+        budgets=budgets_of(hardware),
+        process_bytes=0,
+    )
+    _, _, wg, wc, cg, cc, hg, hc = cell.policy
+    # Attention: queries, keys, values, output, a quarter each; MLP: two halves, twice as large in all.
+    w_gpu, w_cpu, w_disk = midpoint_shares(wg, wc, ((1, 1, 1, 1), (4, 4)))
+    kv_cpu, kv_disk = cc / 100, (100 - cg - cc) / 100
+    shares = Shares(
+        w_gpu, w_cpu, w_disk,
+        # Compressed KV is never attended to on the CPU by FlexGen: it is streamed.
+        cg / 100, 0.0 if cell.compressed else kv_cpu, kv_cpu if cell.compressed else 0.0, kv_disk,
+        hg / 100, hc / 100, 1.0 if wg == 100 else 0.0, 0.0 if wg == 100 else 1.0, 1 - w_gpu, w_disk,
+    )  # fmt: skip
+    stages = stages_of(workload, "static", cell.block_size, float(setting.max_num_batched_tokens))
+    return setting, stages, shares
+
+
+def budgets_of(hardware: HardwareProfile) -> dict[str, int]:
+    return {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+
+
+def predict(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> float:
+    """Generated tokens/s of the paper's policy."""
+    setting, stages, shares = setting_of(cell, runtime)
+    return cell.block_size * cell.output / job_seconds(setting, stages, shares)
+
+
+def own_plan(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Candidate:
+    """What our search would do on the same machine, for as many rows as the paper's block, under the same runtime."""
+    hardware = hardware_of(cell)
+    formats = ("float16", "int4") if cell.compressed else ("float16",)
+    problem = Problem(
+        hardware=hardware,
+        model=opt_config(cell.model),
+        workload=Workload.uniform(cell.block_size, cell.prompt, cell.output),
+        budgets=budgets_of(hardware),
+        compute_format="float16",
+        weight_formats=formats,
+        kv_formats=formats,
+        admissions=("static",),
+        runtime=runtime,
+        kv_block_size=1,
+    )
+    return search(problem)
+
+
+def short_of(cell: Cell) -> str:
+    """Which tier the paper's own policy would not fit, as far as the model can tell."""
+    setting, _, shares = setting_of(cell)
+    over = {t: b / GIB for t, b in peak_bytes(setting, shares).items() if b > 1.02 * setting.budgets[t]}
+    return ", ".join(f"{t} {gib:,.0f} GiB of {setting.budgets[t] / GIB:,.0f}" for t, gib in over.items())
+
+
+def lane_table(cell: Cell) -> list[tuple[float, dict[str, float]]]:
+    setting, stages, shares = setting_of(cell)
+    return [(stage.sweeps, layer_lanes(setting, stage, shares)) for stage in stages]
+
+
+def markdown() -> str:
+    lines = [
+        "| table | machine | model | in + out | policy | 4-bit | measured | predicted | error | own plan | note |",
+        "|---|---|---|---|---|---|---:|---:|---:|---:|---|",
+    ]
+    for cell in read_cells():
+        rate = predict(cell)
+        own = cell.block_size * cell.output / own_plan(cell).seconds
+        size, batches, *percent = cell.policy
+        short = short_of(cell)
+        note = "; ".join(part for part in (cell.note, f"does not fit: {short}" if short else "") if part)
+        machine = cell.machine + (f", disk {cell.disk_read_bytes_per_s / 1e9:g} GB/s" if cell.disk_read_bytes_per_s else "")
+        lines.append(
+            f"| {cell.table}{' *' if cell.checked else ''} | {machine} | {cell.model} | {cell.prompt} + {cell.output} |"
+            f" {size}×{batches}, {' '.join(map(str, percent))} | {'yes' if cell.compressed else ''} |"
+            f" {cell.tokens_per_s:g} | {rate:.3g} | {rate / cell.tokens_per_s - 1:+.0%} | {own:.3g} | {note} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/flexgen_check.md")
+    if not parser.parse_args().write:
+        print(markdown())
+    else:
+        page = HERE.parent / "docs" / "flexgen_check.md"
+        before, rest = page.read_text().split("<!-- table -->\n")[::2]
+        page.write_text(f"{before}<!-- table -->\n{markdown()}\n<!-- table -->\n{rest}")

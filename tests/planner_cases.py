@@ -1,0 +1,105 @@
+"""Machines and models for planner tests, in round numbers."""
+
+from __future__ import annotations
+
+from batchgen.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.model_config import ModelConfig
+
+GIB = 1 << 30
+
+
+def constant(rate: float) -> Rates:
+    return Rates((), rate)
+
+
+def gpu_box(**changes) -> HardwareProfile:
+    """A small GPU with a slow bus, a host with some memory, and a disk."""
+    gpu = ComputeRates(
+        gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e11), (64, 1e13), (1024, 4e13)))},
+        prefill_attention_flops_per_s={"float16": constant(1e13)},
+        decode_attention_bytes_per_s={"float16": constant(2e11), "int4": constant(1e11)},
+        elementwise_bytes_per_s=3e11,
+        expand_bytes_per_s=1e11,
+        step_overhead_s=5e-5,
+    )
+    values = {
+        "name": "gpu box",
+        "gpu": gpu,
+        "cpu": ComputeRates(decode_attention_bytes_per_s={"float16": constant(2e10), "int4": constant(1.5e10)}),
+        "gpu_memory_bytes": 12 * GIB,
+        "cpu_memory_bytes": 48 * GIB,
+        "disk_bytes": 500 * GIB,
+        "dram_bytes_per_s": 5e10,
+        "disk_read_bytes_per_s": 3e9,
+        "disk_write_bytes_per_s": 2e9,
+        "load_bytes_per_s": 2e9,
+        "sampling_logits_per_s": 1e10,
+        "h2d_bytes_per_s": 1.2e10,
+        "d2h_bytes_per_s": 1.2e10,
+        "sweep_overhead_s": 2e-3,
+        "sequence_overhead_s": 1e-5,
+    }
+    return HardwareProfile(**(values | changes))
+
+
+def cpu_box(**changes) -> HardwareProfile:
+    """No GPU."""
+    cpu = ComputeRates(
+        gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 2e10), (64, 6e11), (1024, 1e12)))},
+        prefill_attention_flops_per_s={"float16": constant(2e11)},
+        decode_attention_bytes_per_s={"float16": constant(1.5e10), "int4": constant(1e10)},
+        elementwise_bytes_per_s=2e10,
+        expand_bytes_per_s=1e10,
+        step_overhead_s=5e-5,
+    )
+    values = {
+        "name": "cpu box",
+        "gpu": None,
+        "cpu": cpu,
+        "cpu_memory_bytes": 32 * GIB,
+        "disk_bytes": 500 * GIB,
+        "dram_bytes_per_s": 4e10,
+        "disk_read_bytes_per_s": 3e9,
+        "disk_write_bytes_per_s": 2e9,
+        "load_bytes_per_s": 2e9,
+        "sampling_logits_per_s": 3e9,
+        "sweep_overhead_s": 1e-3,
+        "sequence_overhead_s": 1e-5,
+    }
+    return HardwareProfile(**(values | changes))
+
+
+def opt(hidden: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["OPTForCausalLM"],
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "ffn_dim": 4 * hidden,
+            "vocab_size": 50272,
+            "max_position_embeddings": 2048,
+        }
+    )
+
+
+def llama_8b() -> ModelConfig:
+    """Llama-3.1-8B's shape."""
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "torch_dtype": "float16",
+        }
+    )
+
+
+def budgets(hardware: HardwareProfile) -> dict[str, int]:
+    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    return {tier: size for tier, size in sizes.items() if size is not None}

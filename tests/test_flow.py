@@ -1,0 +1,78 @@
+"""The fluid model of a job: nothing is lost, and it follows the scheduler."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.planner.flow import stages_of
+from batchgen.workload import Lengths, Workload
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5000),
+    prompts=st.lists(st.integers(1, 900), min_size=1, max_size=5),
+    outputs=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    block_size=st.integers(1, 400),
+    budget=st.integers(64, 8192),
+    admission=st.sampled_from(["continuous", "static"]),
+)
+def test_every_token_is_accounted_for(rows, prompts, outputs, block_size, budget, admission):
+    workload = Workload(rows, Lengths(tuple(prompts)), Lengths(tuple(outputs)), max(outputs))
+    stages = stages_of(workload, admission, block_size, budget)
+    prefilled = sum(s.sweeps * s.prefill_tokens for s in stages)
+    generated = sum(s.sweeps * s.sampled for s in stages)
+    assert prefilled == pytest.approx(rows * workload.prompt_len.mean, rel=1e-6)
+    assert generated == pytest.approx(rows * workload.output_len.mean, rel=1e-6)
+    assert all(s.decode_seqs <= block_size * 1.05 + 1 for s in stages)
+
+
+def test_static_admission_is_flexgens_block_schedule():
+    """One sweep prefills the block, n - 1 decode it (FlexGen 4.3)."""
+    prefill, decode = stages_of(Workload.uniform(144, 512, 32), "static", 144, 144 * 512)
+    assert (prefill.sweeps, prefill.prefill_tokens, prefill.decode_seqs) == (1, 144 * 512, 0)
+    assert (decode.sweeps, decode.prefill_tokens, decode.decode_seqs) == (31, 0, pytest.approx(144))
+    assert decode.context == pytest.approx(512 + 16, abs=0.51)
+
+
+def test_continuous_admission_keeps_the_block_fuller_than_static():
+    lengths = Lengths((100,)), Lengths(tuple(range(8, 129, 8)))
+    workload = Workload(4000, *lengths, 128)
+    sweeps = {a: sum(s.sweeps for s in stages_of(workload, a, 128, 4096)) for a in ("continuous", "static")}
+    assert sweeps["continuous"] < 0.75 * sweeps["static"]
+
+
+def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
+    """Against the scheduler itself, with prompts and outputs of many lengths."""
+    import random
+
+    from batchgen.request import SamplingParams
+    from batchgen.runtime.block_manager import BlockManager
+    from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
+    from batchgen.runtime.sequence import Sequence
+
+    draw = random.Random(3)
+    rows = [(draw.randint(20, 200), draw.randint(1, 60)) for _ in range(1500)]
+    for block_size, budget in ((32, 512), (64, 256), (200, 4096)):
+        scheduler = Scheduler(BlockManager(1 << 16, 16, False), SchedulerLimits(block_size, budget))
+        for i, (prompt, output) in enumerate(rows):
+            scheduler.add(Sequence(i, i, 0, [1] * prompt, SamplingParams(max_tokens=output)))
+        sweeps = 0
+        while scheduler.has_work:
+            sweep = scheduler.schedule()
+            scheduler.commit(sweep)
+            for part in list(sweep):
+                sequence = part.sequence
+                if sequence.num_computed == len(sequence.tokens):
+                    sequence.tokens.append(1)
+                    if sequence.num_generated >= sequence.sampling.max_tokens:
+                        scheduler.finish(sequence)
+            sweeps += 1
+        workload = Workload(len(rows), Lengths.of(p for p, _ in rows), Lengths.of(o for _, o in rows), 60)
+        expected = sum(s.sweeps for s in stages_of(workload, "continuous", block_size, budget))
+        assert expected == pytest.approx(sweeps, rel=0.08), (block_size, budget)
+
+
+def test_a_shared_prefix_is_not_computed_again():
+    stages = stages_of(Workload.uniform(100, 500, 4, shared_prefix_len=400), "continuous", 32, 2048)
+    assert sum(s.sweeps * s.prefill_tokens for s in stages) == pytest.approx(100 * 100)

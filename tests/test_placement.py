@@ -1,0 +1,253 @@
+"""The linear programme and the search: optimal, within budget, and never worse off with more hardware."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
+
+from batchgen.errors import InputError
+from batchgen.planner.cost import BATCHGEN, FLEXGEN, bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
+from batchgen.planner.search import Problem, block_latency_s, frontier, search
+from batchgen.planner.search import settings as settings_of
+from batchgen.policy import spread_layers
+from batchgen.workload import Lengths, Workload
+
+OPT_13B = opt(5120, 40, 40)
+
+
+def problem(hardware=None, model=OPT_13B, workload=None, **options):
+    hardware = hardware or gpu_box()
+    values = {
+        "hardware": hardware,
+        "model": model,
+        "workload": workload or Workload.uniform(512, 256, 64),
+        "budgets": budgets(hardware),
+        "compute_format": "float16",
+        "weight_formats": ("float16",),
+        "kv_formats": ("float16",),
+    }
+    return Problem(**(values | options))
+
+
+def check_placement(candidate):
+    s, counts = candidate.setting, candidate.counts
+    for tiers in counts.weight_layers.values():
+        assert sum(tiers) == s.model.num_layers and all(isinstance(n, int) and n >= 0 for n in tiers)
+    assert sum(counts.kv_seqs.values()) == s.block_size and all(n >= 0 for n in counts.kv_seqs.values())
+    assert sum(counts.activation_batches) == s.num_gpu_batches
+    at = counts.shares(s)
+    assert at.w_gpu + at.w_cpu + at.w_disk == pytest.approx(1)
+    assert at.kv_gpu + at.kv_cpu + at.kv_streamed + at.kv_disk == pytest.approx(1)
+    assert at.act_gpu + at.act_cpu == pytest.approx(1) and at.head_gpu + at.head_cpu == pytest.approx(1)
+    for tier, peak in peak_bytes(s, at).items():
+        assert peak <= s.budgets[tier] * (1 + 1e-9), tier
+
+
+CASES = {
+    "streamed weights": problem(),
+    "resident weights": problem(model=llama_8b(), hardware=gpu_box(gpu_memory_bytes=20 * GIB)),
+    "weights and KV on disk": problem(model=opt(9216, 64, 72), hardware=gpu_box(cpu_memory_bytes=24 * GIB)),
+    "CPU only": problem(cpu_box(), model=llama_8b()),
+    "CPU only, model larger than memory": problem(cpu_box(cpu_memory_bytes=12 * GIB), model=llama_8b()),
+    "4-bit allowed": problem(weight_formats=("float16", "int4"), kv_formats=("float16", "int4")),
+    "FlexGen's runtime": problem(runtime=FLEXGEN, admissions=("static",)),
+    "mixed lengths": problem(
+        workload=Workload(900, Lengths((64, 200, 900)), Lengths((4, 40, 128)), 128, shared_prefix_len=100)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_realised_plans_fit_and_come_close_to_the_bound(name):
+    best = search(CASES[name])
+    check_placement(best)
+    assert best.relaxed.seconds * (1 - 1e-6) <= best.seconds <= 1.1 * best.relaxed.seconds
+    assert best.seconds == pytest.approx(job_seconds(best.setting, best.stages, best.counts.shares(best.setting)))
+
+
+def random_counts(s, draw):
+    """Any placement: most of the 1,000 draws stick to a few tiers, as sensible people would."""
+
+    def parts(total, choices):
+        names = draw.sample(choices, draw.randint(1, len(choices)))
+        cuts = sorted(draw.randint(0, total) for _ in names[1:])
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+        found = dict.fromkeys(choices, 0)
+        return found | dict(zip(names, sizes, strict=True))
+
+    layers = s.model.num_layers
+    weights = {t: tuple(parts(layers, [0, 1, 2]).values()) for t in s.model.layer_tensors}
+    batches = s.num_gpu_batches
+    on_gpu = draw.randint(0, batches)
+    kv = parts(s.block_size, ["gpu", "cpu", "streamed", "disk"])
+    return Counts(weights, kv, (on_gpu, batches - on_gpu), draw.randint(0, 1))
+
+
+def test_no_random_placement_beats_the_lp():
+    draw = random.Random(5)
+    feasible = closest = 0
+    choices = [(s, stages) for s, stages in settings_of(replace(CASES["streamed weights"], block_size=48))]
+    choices += [(s, stages) for s, stages in settings_of(replace(CASES["FlexGen's runtime"], block_size=48))]
+    for s, stages in draw.sample(choices, 6):
+        optimum = solve(s, stages, Allowed(), integer=False)
+        whole = solve(s, stages, Allowed(), integer=True)
+        assert (optimum is None) == (whole is None)
+        if optimum is None:
+            continue
+        done = 0
+        while done < 1000:
+            counts = random_counts(s, draw)
+            at = counts.shares(s)
+            if any(peak > s.budgets[tier] for tier, peak in peak_bytes(s, at).items()):
+                done += 0.02  # mostly infeasible settings end, too
+                continue
+            done += 1
+            feasible += 1
+            seconds = job_seconds(s, stages, at)
+            assert seconds >= optimum.seconds * (1 - 1e-6)
+            assert seconds >= whole.seconds * (1 - 2e-4)
+            closest = max(closest, optimum.seconds / seconds)
+    assert feasible > 1000 and closest > 0.5
+
+
+SCALABLE = (
+    "gpu_memory_bytes", "cpu_memory_bytes", "disk_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s", "dram_bytes_per_s", "gemm", "decode_attention", "cpu_decode_attention", "prefill_attention",
+    "elementwise", "sampling_logits_per_s",
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(SCALABLE),
+    st.floats(1.02, 4.0),
+    st.sampled_from([OPT_13B, llama_8b(), opt(9216, 64, 72)]),
+    st.integers(1, 300),
+    st.integers(16, 600),
+    st.integers(1, 200),
+)
+def test_more_hardware_is_never_slower(name, factor, model, rows, prompt, output):
+    workload = Workload.uniform(rows, prompt, output)
+    before = search(problem(model=model, workload=workload)).seconds
+    after = search(problem(gpu_box().scaled(**{name: factor}), model=model, workload=workload)).seconds
+    assert after <= before * (1 + 2e-4)
+
+
+def test_more_memory_is_never_slower_without_a_gpu():
+    times = [
+        search(problem(cpu_box(cpu_memory_bytes=gib * GIB), model=llama_8b())).seconds
+        for gib in (6, 8, 12, 17, 20, 32, 64)
+    ]
+    assert all(b <= a * (1 + 2e-4) for a, b in itertools.pairwise(times))
+    assert times[0] > times[-1]
+
+
+def test_lanes_agree_with_the_paper_in_its_own_setting():
+    """FlexGen A.3 by hand: fp16 OPT, everything on the CPU, one block."""
+    p = problem(
+        runtime=FLEXGEN, admissions=("static",), block_size=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
+    )
+    p = replace(p, workload=Workload.uniform(8, 256, 32))
+    (s, stages), *_ = settings_of(p)
+    layers = OPT_13B.num_layers
+    counts = Counts(dict.fromkeys(OPT_13B.layer_tensors, (0, layers, 0)), {"streamed": 8}, (0, 2), 0)
+    prefill, decode = stages
+    at = counts.shares(s)
+    h, weights = 5120, OPT_13B.params_per_layer * 2
+    assert layer_lanes(s, prefill, at)["h2d"] * 1.2e10 == pytest.approx(weights + 2 * 8 * 256 * h)
+    assert layer_lanes(s, prefill, at)["d2h"] * 1.2e10 == pytest.approx(4 * 8 * 256 * h + 2 * 8 * 256 * h)
+    context = decode.context
+    assert context == pytest.approx(256 + 16, abs=0.6)
+    assert layer_lanes(s, decode, at)["h2d"] * 1.2e10 == pytest.approx(weights + 4 * 8 * context * h + 2 * 8 * h)
+    memory = peak_bytes(s, at)
+    assert memory["disk"] == 0
+    kv_and_weights = 4 * 8 * (256 + 32) * h * layers + weights * layers
+    assert memory["cpu"] == pytest.approx(kv_and_weights, rel=0.03)  # and embeddings, activations
+
+
+def test_a_lane_that_is_not_overlapped_adds_up():
+    lanes = {"compute": 3.0, "h2d": 2.0, "d2h": 1.0}
+    assert max(bounds(BATCHGEN, lanes)) == 3.0
+    assert max(bounds(FLEXGEN, lanes)) == 5.0
+
+
+def test_grouped_queries_shrink_kv_and_the_head_counts():
+    s, stages = next(iter(settings_of(problem(model=llama_8b()))))
+    assert s.kv_token_bytes == 2 * 8 * 128 * 2
+    at = search(problem(model=llama_8b())).counts.shares(s)
+    head = head_lanes(s, stages[0], at)["compute"]
+    assert head >= 2 * 128256 * 4096 * stages[0].sampled / 4e13
+
+
+def test_prices_are_what_a_little_more_saves():
+    best = search(CASES["streamed weights"])
+    s, stages, relaxed = best.setting, best.stages, best.relaxed
+    lane, saved = max(relaxed.lane_price_s.items(), key=lambda item: item[1])
+    field = {"h2d": "h2d_bytes_per_s", "cpu_attention": "cpu_decode_attention", "dram": "dram_bytes_per_s"}
+    if lane in field:
+        faster = replace(s, hardware=s.hardware.scaled(**{field[lane]: 1.1}))
+        real = relaxed.seconds - solve(faster, stages, Allowed(), integer=False).seconds
+        assert 0.3 * saved <= real <= 1.2 * saved
+    more = replace(s, budgets=s.budgets | {"gpu": s.budgets["gpu"] + GIB // 8})
+    real = relaxed.seconds - solve(more, stages, Allowed(), integer=False).seconds
+    assert real == pytest.approx(relaxed.memory_price_s["gpu"] / 8, rel=0.2, abs=1e-3)
+
+
+def test_a_latency_bound_is_kept_and_trades_throughput():
+    free = search(problem())
+    bound = block_latency_s(free) / 1.5
+    kept = search(problem(max_block_latency_s=bound))
+    assert block_latency_s(kept) <= bound and kept.seconds > free.seconds
+    with pytest.raises(InputError, match=r"shortest possible is .* s, give --max-block-latency at least"):
+        search(problem(max_block_latency_s=0.01))
+
+
+def test_the_frontier_rises():
+    points = frontier(problem(workload=Workload.uniform(128, 128, 16)))
+    assert len(points) >= 4
+    assert all(a[0] <= b[0] and a[1] < b[1] for a, b in itertools.pairwise(points))
+
+
+def test_what_cannot_fit_is_told_with_the_smallest_change():
+    small = gpu_box(cpu_memory_bytes=2 * GIB, disk_bytes=4 * GIB)
+    with pytest.raises(InputError) as caught:
+        search(problem(small))
+    text = str(caught.value)
+    assert "no plan fits" in text and "--quantization int4" in text and "\n" not in text
+    # The change it names is enough, and half of it is not.
+    amount = float(text.split("--disk-memory ")[1].split(" GiB")[0])
+    search(problem(replace(small, disk_bytes=int(amount * GIB * 1.01))))
+    with pytest.raises(InputError):
+        search(problem(replace(small, disk_bytes=int(amount * GIB * 0.98))))
+
+
+def test_impossible_budgets_are_refused():
+    p = problem()
+    with pytest.raises(InputError, match=r"--cpu-memory 100.0 GiB is more than gpu box has \(48.0 GiB\)"):
+        search(replace(p, budgets=p.budgets | {"cpu": 100 * GIB}))
+
+
+def test_only_allowed_formats_and_tiers_are_used():
+    best = search(CASES["4-bit allowed"])
+    assert best.setting.weight_format == "int4"
+    assert best.seconds < search(CASES["streamed weights"]).seconds
+    resident = Allowed(("cpu",), ("cpu",))
+    in_memory = search(problem(cpu_box(), model=llama_8b(), allowed=resident))
+    assert in_memory.counts.shares(in_memory.setting).w_disk == 0
+    with pytest.raises(InputError, match="no rates for the formats"):
+        search(problem(gpu_box(gpu=replace(gpu_box().gpu, expand_bytes_per_s=None)), weight_formats=("int4",)))
+
+
+@given(st.lists(st.integers(0, 60), min_size=3, max_size=3).filter(any))
+def test_layers_are_spread_evenly(counts):
+    tiers = list(spread_layers(tuple(counts)))
+    assert [tiers.count(t) for t in ("gpu", "cpu", "disk")] == counts
+    total = sum(counts)
+    for tier, count in zip(("gpu", "cpu", "disk"), counts, strict=True):
+        for upto in range(total + 1):
+            assert abs(tiers[:upto].count(tier) - count * upto / total) < 2

@@ -1,0 +1,447 @@
+"""Measuring a machine into a HardwareProfile, and keeping it."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchgen.errors import InputError
+from batchgen.hardware import HardwareProfile, Rates, read_profile
+from batchgen.machine import available_memory_bytes
+from batchgen.model_config import ModelConfig
+from batchgen.planner import profile as profile_module
+from batchgen.planner import profile_compute, profile_transfer
+from batchgen.planner.profile import Overheads, add_dtypes, measure
+from batchgen.planner.profile_cache import load_or_measure, profile_path
+from batchgen.planner.profile_timing import Device, Effort, Trial, last_level_cache_bytes, pieces
+from batchgen.planner.profile_transfer import copy_rates, disk_rates
+
+TINY = Effort(
+    widths=(32, 64),
+    tokens=(1, 8),
+    groups=(1, 2),
+    batches=(1, 4),
+    contexts=(32, 64),
+    prefill_contexts=(16, 48),
+    point_s=0.001,
+    sample_s=0.0002,
+    disk_s=0.1,
+    disk_bytes=16 << 20,
+    pool_bytes=4 << 20,
+)
+OVERHEADS = Overheads(
+    sweep_overhead_s=1e-3,
+    sequence_overhead_s=2e-6,
+    row_overhead_s=3e-4,
+    step_overhead_s=4e-5,
+    sampling_logits_per_s=5e8,
+    load_bytes_per_s=6e8,
+)
+
+
+def quiet(line):
+    pass
+
+
+def tiny_measure(offload_dir, dtypes=("float32",), notify=quiet):
+    return measure(
+        device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, notify=notify, effort=TINY
+    )
+
+
+def leaves(points):
+    """The numbers at the bottom of a table's nested points."""
+    return [rate for _, rest in points for rate in leaves(rest)] if isinstance(points, tuple) else [points]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return tiny_measure(tmp_path_factory.mktemp("offload"), ("float32", "bfloat16"))
+
+
+class TestMeasure:
+    def test_has_a_full_grid_of_finite_rates_for_every_dtype(self, measured):
+        cpu = measured.cpu
+        tables = [cpu.gemm_flops_per_s, cpu.prefill_attention_flops_per_s, cpu.decode_attention_bytes_per_s]
+        axes = [("width", "tokens"), ("context",), ("group", "batch", "context")]
+        for table, names, count in zip(tables, axes, (4, 2, 8), strict=True):
+            assert set(table) == {"float32", "bfloat16"}
+            for rates in table.values():
+                assert rates.axes == names
+                found = leaves(rates.points)
+                assert len(found) == count
+                assert all(math.isfinite(rate) and rate > 1e5 for rate in found)
+
+    def test_single_rates_are_finite_and_sizes_are_those_of_the_machine(self, measured, tmp_path):
+        for name in ("dram_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+            assert 1e5 < getattr(measured, name) < 1e14
+        assert 1e5 < measured.cpu.elementwise_bytes_per_s < 1e14
+        assert measured.cpu_memory_bytes == pytest.approx(available_memory_bytes(), rel=0.5)
+        assert measured.disk_bytes == pytest.approx(
+            os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize, rel=0.2
+        )
+
+    def test_takes_over_what_the_engine_has_shown(self, measured):
+        assert measured.cpu.step_overhead_s == 4e-5
+        names = [f.name for f in dataclasses.fields(Overheads) if f.name != "step_overhead_s"]
+        assert {name: getattr(measured, name) for name in names} == {name: getattr(OVERHEADS, name) for name in names}
+
+    def test_is_the_same_after_a_round_trip_through_json(self, measured):
+        assert HardwareProfile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+    def test_says_what_it_does_and_under_which_circumstances(self, tmp_path):
+        lines = []
+        profile = tiny_measure(tmp_path, notify=lines.append)
+        assert any(str(tmp_path) in line for line in lines)
+        assert any("matrix products in float32" in line for line in lines)
+        assert profile.measured["torch"] == torch.__version__
+        assert profile.measured["threads"] == torch.get_num_threads()
+        assert len(profile.measured["seconds"]) == len(lines)
+        assert "core" in profile.name
+
+    def test_cpu_only_profile_has_no_gpu_fields(self, measured):
+        assert measured.gpu is measured.h2d_bytes_per_s is measured.d2h_bytes_per_s is measured.gpu_memory_bytes is None
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"device": "tpu"}, "device 'tpu'.*cpu or cuda"),
+            ({"dtypes": ["int3"]}, "dtype 'int3'.*float32"),
+            ({"dtypes": []}, "name one or more dtypes"),
+        ],
+    )
+    def test_refuses_what_it_cannot_measure(self, tmp_path, change, message):
+        arguments = {"device": "cpu", "offload_dir": tmp_path, "dtypes": ["float32"], "effort": TINY} | change
+        with pytest.raises(InputError, match=message):
+            measure(**arguments, overheads=OVERHEADS, notify=quiet)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+    def test_refuses_a_gpu_that_is_not_there(self, tmp_path):
+        with pytest.raises(InputError, match=r"no CUDA device.*--device cpu"):
+            measure(
+                device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet, effort=TINY
+            )
+
+    def test_further_dtypes_leave_the_rest_as_it_was(self, tmp_path):
+        before = tiny_measure(tmp_path)
+        after = add_dtypes(before, ["float16"], notify=quiet, effort=TINY)
+        assert set(after.cpu.gemm_flops_per_s) == {"float32", "float16"}
+        assert after.cpu.gemm_flops_per_s["float32"] == before.cpu.gemm_flops_per_s["float32"]
+        assert after.cpu.elementwise_bytes_per_s <= before.cpu.elementwise_bytes_per_s
+        assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
+        assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
+
+    @pytest.mark.slow
+    def test_full_measurement_is_done_within_a_minute(self, tmp_path):
+        started = time.perf_counter()
+        profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet)
+        assert time.perf_counter() - started < 60
+        # More tokens make better use of weights that come from memory.
+        gemm = profile.cpu.gemm_flops_per_s["float32"]
+        assert gemm.at(width=2048, tokens=256) > 2 * gemm.at(width=2048, tokens=1)
+        assert profile.dram_bytes_per_s > gemm.at(width=2048, tokens=1)  # 2 FLOPs for each 4 bytes
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestTiming:
+    def test_rate_is_work_over_the_time_of_one_run(self):
+        rate = Device("cpu").rate(Trial(10.0, lambda i: time.sleep(0.005)), TINY)
+        assert 10 / 0.02 < rate <= 10 / 0.005
+
+    def test_every_run_gets_the_next_number(self):
+        seen = []
+        Device("cpu").rate(Trial(1.0, seen.append), TINY)
+        assert seen == list(range(len(seen)))
+        assert len(seen) > 4
+
+    def test_points_that_would_take_too_long_carry_the_last_rate_on(self):
+        runs = []
+
+        def trial(size):
+            return Trial(float(size), lambda i: (runs.append(size), time.sleep(size * 1e-3)))
+
+        effort = dataclasses.replace(TINY, call_s=0.02)
+        points = Device("cpu").rising_rates((1, 10, 100, 1000), trial, effort)
+        assert [size for size, _ in points] == [1, 10, 100, 1000]
+        assert set(runs) == {1, 10}
+        assert points[1][1] == points[2][1] == points[3][1]
+
+    def test_operands_are_spread_over_more_memory_than_the_caches(self):
+        assert 0 < last_level_cache_bytes() < 1 << 40
+        pool_bytes = Device("cpu").pool_bytes(Effort())
+        assert pool_bytes >= min(2 * last_level_cache_bytes(), available_memory_bytes() // 10)
+        assert pool_bytes <= available_memory_bytes() // 4
+
+    def test_pieces_of_a_pool_do_not_overlap(self):
+        pool = torch.arange(100)
+        parts = pieces(pool, 4, 8)
+        assert [part.shape for part in parts] == [(4, 8)] * 3
+        assert torch.equal(torch.cat([part.flatten() for part in parts]), pool[:96])
+
+
+class TestAttention:
+    """What is timed must be attention, over all the KV that is counted."""
+
+    shape = profile_compute._Shape(width=64, kv_heads=2, head_dim=16, tokens=8)
+
+    @pytest.mark.parametrize(("sequences", "turns"), [([(1, 19), (1, 30)], 2), ([(24, 0)], 4)])
+    def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
+        pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
+        run = profile_compute._paged_attention(pool, self.shape, 2, sequences)
+        results = [run(i) for i in range(turns + 1)]
+        assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
+        assert all(not torch.equal(a, b) for a, b in itertools.combinations(results[:turns], 2))
+        assert torch.equal(results[turns], results[0])
+
+    def test_contiguous_decode_counts_only_what_fits_the_pool(self):
+        token_numbers = 2 * 2 * 16  # K and V
+        pool = torch.randn(100 * token_numbers)
+        trial = profile_compute._contiguous_decode(pool, self.shape, 4, 8, 40)
+        assert trial.work == 2 * 40 * token_numbers * 4
+        assert trial.run(0).shape == (2, 8, 1, 16)
+
+    def test_contiguous_prefill_is_causal(self):
+        pool = torch.randn(2 * 2 * 12 * 16)
+        run = profile_compute._contiguous_prefill(pool, self.shape, 12)
+        first_token = run(0)[0, :, 0]  # [heads, head_dim]: sees one key, so it is that key's value
+        values = pool[pool.numel() // 2 :].view(2, 12, 16)[:, 0]
+        assert torch.allclose(first_token, values.repeat_interleave(4, dim=0))
+
+
+class TestTransfers:
+    @pytest.mark.parametrize("where", ["disk", "memory"])
+    def test_disk_is_measured_and_nothing_left_behind(self, tmp_path, where):
+        directory = tmp_path if where == "disk" else Path("/dev/shm/batchgen-test") / str(os.getpid())
+        if where == "memory" and not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no /dev/shm")
+        try:
+            read, write = disk_rates(profile_transfer.make_offload_dir(directory), TINY)
+            assert 1e5 < read < 1e13 and 1e5 < write < 1e13
+            assert list(directory.iterdir()) == []
+        finally:
+            directory.rmdir()
+
+    def test_works_without_direct_io(self, tmp_path, monkeypatch):
+        def refuse(descriptor, command, value=0):
+            if value & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return 0
+
+        monkeypatch.setattr(profile_transfer.fcntl, "fcntl", refuse)
+        synced = []
+        monkeypatch.setattr(profile_transfer.os, "fsync", synced.append)
+        read, write = disk_rates(tmp_path, TINY)
+        assert read > 1e5 and write > 1e5
+        assert synced
+        assert list(tmp_path.iterdir()) == []
+
+    def test_stops_when_its_time_is_up(self):
+        runs = []
+
+        def slow(offsets):
+            runs.append(offsets)
+            time.sleep(0.03)
+            return 0.03
+
+        rates = profile_transfer._timed_stretches(slow, [[0]] * 100, 0.05)
+        assert len(rates) == len(runs) == 2
+
+    def test_full_disk_names_the_option_and_leaves_nothing(self, tmp_path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 20, hard))  # a write beyond it fails
+        try:
+            with pytest.raises(InputError, match="--offload-dir"):
+                disk_rates(tmp_path, TINY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_unusable_directory_names_the_option(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(InputError, match=r"--offload-dir .*file/below: .*write to"):
+            tiny_measure(tmp_path / "file" / "below")
+        with pytest.raises(InputError, match="--offload-dir /proc"):
+            tiny_measure(Path("/proc"))
+
+    def test_copies_between_host_and_device(self):
+        h2d, d2h = copy_rates(Device("cpu"), TINY, copy_bytes=1 << 20)
+        assert 1e6 < h2d < 1e13 and 1e6 < d2h < 1e13
+
+
+class TestCache:
+    @pytest.fixture
+    def load(self, tmp_path, monkeypatch):
+        """load(dtypes, **changes) -> profile; load.measured: the dtypes of each measurement; load.notes: lines."""
+        whole, further = profile_module.measure, profile_module.add_dtypes
+
+        def load(dtypes=("float32",), **changes):
+            arguments = {
+                "cache_dir": tmp_path / "cache",
+                "device": "cpu",
+                "offload_dir": tmp_path / "offload",
+                "dtypes": dtypes,
+                "refresh": False,
+                "measure_overheads": lambda: load.overheads.append(1) or OVERHEADS,
+                "notify": load.notes.append,
+                "effort": TINY,
+            }
+            return load_or_measure(**(arguments | changes))
+
+        def counted(function):
+            def call(*args, **kwargs):
+                load.measured.append(tuple(kwargs.get("dtypes") or args[1]))
+                return function(*args, **kwargs)
+
+            return call
+
+        load.measured, load.overheads, load.notes = [], [], []
+        monkeypatch.setattr("batchgen.planner.profile_cache.measure", counted(whole))
+        monkeypatch.setattr("batchgen.planner.profile_cache.add_dtypes", counted(further))
+        return load
+
+    def kept(self, tmp_path):
+        return profile_path(tmp_path / "cache", "cpu", tmp_path / "offload")
+
+    def without_sizes(self, profile):
+        return dataclasses.replace(profile, cpu_memory_bytes=1, disk_bytes=1)
+
+    def test_measures_once(self, load):
+        first, second = load(), load()
+        assert load.measured == [("float32",)] and len(load.overheads) == 1
+        assert self.without_sizes(first) == self.without_sizes(second)
+
+    def test_refresh_measures_again(self, load):
+        first, second = load(), load(refresh=True)
+        assert load.measured == [("float32",)] * 2 and len(load.overheads) == 2
+        assert first.cpu.gemm_flops_per_s != second.cpu.gemm_flops_per_s
+
+    def test_a_further_dtype_is_measured_by_itself_and_kept(self, load):
+        first = load()
+        both = load(("float32", "bfloat16"))
+        assert load.measured == [("float32",), ("bfloat16",)] and len(load.overheads) == 1
+        assert both.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
+        assert set(load(("bfloat16",)).cpu.gemm_flops_per_s) == {"float32", "bfloat16"}
+        assert len(load.measured) == 2
+
+    def test_sizes_are_taken_afresh(self, load, monkeypatch):
+        load()
+        monkeypatch.setattr(profile_module, "available_memory_bytes", lambda: 1 << 20)
+        monkeypatch.setattr(profile_module, "resident_bytes", lambda: 1 << 10)
+        assert load().cpu_memory_bytes == (1 << 20) + (1 << 10)
+        assert len(load.measured) == 1
+
+    @pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"name": "x"}', "\x00\x01", '{"cpu": 3, "gpu": []}'])
+    def test_a_corrupt_file_is_measured_again(self, load, tmp_path, content):
+        load()
+        self.kept(tmp_path).write_text(content)
+        profile = load()
+        assert len(load.measured) == 2
+        assert any("measured again" in note for note in load.notes)
+        assert self.without_sizes(read_profile(self.kept(tmp_path))) == self.without_sizes(profile)
+
+    def test_a_file_cut_short_anywhere_is_measured_again(self, load, tmp_path):
+        load()
+        whole = self.kept(tmp_path).read_text()
+        for share in (0.1, 0.5, 0.99):
+            self.kept(tmp_path).write_text(whole[: int(len(whole) * share)])
+            load()
+        assert len(load.measured) == 4
+
+    def test_an_unwritable_cache_is_no_obstacle(self, load, tmp_path):
+        (tmp_path / "file").touch()
+        profile = load(cache_dir=tmp_path / "file")
+        assert profile.cpu.gemm_flops_per_s
+        assert any("cannot be kept" in note for note in load.notes)
+        load.notes.clear()
+        load(cache_dir=Path("/proc/self"))
+        assert any("cannot be kept" in note for note in load.notes)
+
+    def test_nothing_but_the_profile_is_in_the_cache(self, load, tmp_path):
+        load()
+        assert list((tmp_path / "cache" / "profiles").iterdir()) == [self.kept(tmp_path)]
+
+    def test_each_machine_and_directory_has_its_own(self, load, tmp_path, monkeypatch):
+        path = self.kept(tmp_path)
+        assert profile_path(tmp_path / "cache", "cpu", tmp_path / "offload" / ".." / "offload") == path
+        assert profile_path(tmp_path / "cache", "cpu", tmp_path) != path
+        for name, value in (("_cpu_name", "another"), ("available_cores", 99)):
+            with monkeypatch.context() as patch:
+                patch.setattr(profile_module, name, lambda value=value: value)
+                assert self.kept(tmp_path) != path
+
+    def test_several_processes_at_once_leave_a_whole_file(self, measured, tmp_path):
+        """Readers never see a piece of a profile while four processes write it over and over."""
+        source = tmp_path / "source.json"
+        source.write_text(json.dumps(measured.to_json()))
+        target = tmp_path / "cache" / "profiles" / "cpu.json"
+        writer = (
+            "import sys; from pathlib import Path; from batchgen.hardware import read_profile;"
+            "from batchgen.planner.profile_cache import _keep;"
+            f"profile = read_profile({str(source)!r});"
+            f"[_keep(profile, Path({str(target)!r}), sys.exit) for _ in range(200)]"
+        )
+        writers = [subprocess.Popen([sys.executable, "-c", writer]) for _ in range(4)]
+        reads = 0
+        while any(process.poll() is None for process in writers):
+            if target.exists():
+                assert read_profile(target) == measured
+                reads += 1
+        assert [process.wait() for process in writers] == [0] * 4
+        assert reads > 0
+        assert list(target.parent.iterdir()) == [target]
+
+
+class TestElementwiseBytes:
+    # hidden 8, MLP 12, 4 heads and 2 KV heads of 2: q 8, k and v 4 each
+    LLAMA = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+    }
+
+    def test_llama(self):
+        norms, rotary, kv_write, activation, adds = 2 * 16, 2 * (8 + 4), 2 * 8, 24 + 12, 2 * 24
+        expected = norms + rotary + kv_write + activation + adds
+        config = ModelConfig.from_hf(self.LLAMA)
+        assert config.elementwise_bytes_per_token(2) == 2 * expected
+        assert config.elementwise_bytes_per_token(4) == 4 * expected
+
+    def test_norms_of_queries_and_keys_count(self):
+        plain = ModelConfig.from_hf(self.LLAMA)
+        normed = dataclasses.replace(plain, qk_norm=True)
+        assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
+
+    def test_opt(self):
+        config = ModelConfig.from_hf(
+            {
+                "architectures": ["OPTForCausalLM"],
+                "hidden_size": 8,
+                "ffn_dim": 12,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "vocab_size": 10,
+            }
+        )
+        norms, scaling, kv_write, activation, adds = 2 * 16, 2 * 8, 2 * 16, 24, 2 * 24
+        assert config.elementwise_bytes_per_token(1) == norms + scaling + kv_write + activation + adds
+
+
+def test_rates_are_a_table_of_the_hardware_vocabulary(measured):
+    """The planner's look-up works on what was measured, inside and beyond the grid."""
+    rates = measured.cpu.rates("decode_attention_bytes_per_s", "float32")
+    assert isinstance(rates, Rates)
+    assert rates.at(group=4, batch=1000, context=10**6) == rates.at(group=2, batch=4, context=64)
