@@ -73,7 +73,8 @@ def _map_points(points: Any, depth: int, function: Callable[[float], float]) -> 
 def _checked_points(points: Any, depth: int, name: str) -> Any:
     if depth == 0:
         return _positive(points, name)
-    if not isinstance(points, (list, tuple)) or not points or any(len(pair) != 2 for pair in points):
+    pairs = isinstance(points, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in points)
+    if not pairs or not points:
         raise InputError(f"hardware profile: {name} needs a list of [size, rate] pairs for each of its axes")
     sizes = [_positive(x, f"{name} (a size)") for x, _ in points]
     if any(a >= b for a, b in itertools.pairwise(sizes)):
@@ -93,6 +94,8 @@ class ComputeRates:
 
     gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).
     prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
+    shared_attention_flops_per_s: attention of many sequences to one prefix of `context` tokens that they share; where
+        there is none, as fast as prefill attention.
     decode_attention_bytes_per_s: stored KV bytes attended to, over `group` (query heads per KV head), `batch`
         (sequences) and `context` (tokens each).
     elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
@@ -102,8 +105,9 @@ class ComputeRates:
 
     gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
     prefill_attention_flops_per_s: dict[str, Rates] = field(default_factory=dict)
+    shared_attention_flops_per_s: dict[str, Rates] = field(default_factory=dict)
     decode_attention_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
-    elementwise_bytes_per_s: float | None = None
+    elementwise_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
     expand_bytes_per_s: float | None = None
     step_overhead_s: float = 0.0
 
@@ -137,6 +141,7 @@ class HardwareProfile:
     sequence_overhead_s: per sequence and sweep; row_overhead_s: per row (prompt in, text out).
     load_bytes_per_s, gguf_load_bytes_per_s: weights from safetensors, or from a quantised GGUF, to where they belong, in
     bytes of the compute format; without the latter, GGUFs load as fast as safetensors.
+    first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
     sources: where each figure comes from, by field name; empty for a measured profile.
     """
 
@@ -151,6 +156,7 @@ class HardwareProfile:
     load_bytes_per_s: float
     sampling_logits_per_s: float
     gguf_load_bytes_per_s: float | None = None
+    first_touch_bytes_per_s: float | None = None
     gpu_memory_bytes: int | None = None
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
@@ -166,10 +172,9 @@ class HardwareProfile:
             if (value is None) != (self.gpu is None):
                 state = "needs" if self.gpu else "without a gpu must not have"
                 raise InputError(f"hardware profile {self.name!r} {state} {name}")
-        if self.gpu is not None and self.gpu.elementwise_bytes_per_s is None:
-            raise InputError(f"hardware profile {self.name!r} needs gpu.elementwise_bytes_per_s")
-        if self.gpu is None and self.cpu.elementwise_bytes_per_s is None:
-            raise InputError(f"hardware profile {self.name!r} needs cpu.elementwise_bytes_per_s")
+        for name in ("gemm_flops_per_s", "elementwise_bytes_per_s", "decode_attention_bytes_per_s"):
+            if not getattr(self.compute, name):
+                raise InputError(f"hardware profile {self.name!r} needs {'gpu' if self.gpu else 'cpu'}.{name}")
 
     @property
     def compute(self) -> ComputeRates:
@@ -179,8 +184,8 @@ class HardwareProfile:
     def scaled(self, **factors: float) -> HardwareProfile:
         """A machine with some rates or sizes multiplied: scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1).
 
-        Names: any number of this class; "gemm", "prefill_attention", "decode_attention", "elementwise" and "expand"
-        of the compute device; "cpu_decode_attention".
+        Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise"
+        and "expand" of the compute device; "cpu_decode_attention".
         """
         profile = self
         for name, factor in factors.items():
@@ -222,6 +227,7 @@ class HardwareProfile:
 _COMPUTE_FIELDS = {
     "gemm": "gemm_flops_per_s",
     "prefill_attention": "prefill_attention_flops_per_s",
+    "shared_attention": "shared_attention_flops_per_s",
     "decode_attention": "decode_attention_bytes_per_s",
     "elementwise": "elementwise_bytes_per_s",
     "expand": "expand_bytes_per_s",
@@ -266,7 +272,7 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
         full = f"{device}.{name}"
         if name.endswith("overhead_s"):
             checked[name] = _not_negative(value, full)
-        elif name in ("elementwise_bytes_per_s", "expand_bytes_per_s"):
+        elif name == "expand_bytes_per_s":
             checked[name] = None if value is None else _positive(value, full)
         elif not isinstance(value, Mapping):
             raise InputError(f"hardware profile: {full} must map number formats to rates")

@@ -26,6 +26,7 @@ from batchgen.planning import (
     PlanRequest,
     find_hardware,
     loading_s,
+    most_kv_tokens,
     on_this_machine,
     plan_job,
     problem_of,
@@ -160,6 +161,7 @@ def _plan(
         dtype=dtype,
         offload_dir=Path(options.offload_dir or cache_dir()),
         cache_dir=cache_dir(),
+        model=config,
         notify=progress.say,
     )
     request = PlanRequest(
@@ -198,6 +200,7 @@ def _load_engine(options: JobOptions, plan: Plan, files: ModelFiles, tokenizer: 
         max_model_len=options.max_model_len,
         share_prefixes=options.share_prefixes,
         min_output_len=options.sampling.max_tokens,
+        most_kv_tokens=most_kv_tokens(plan),
         on_load=None,
     )
     return Engine.from_parts(

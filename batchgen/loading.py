@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
-from batchgen.machine import available_memory_bytes, has_fast_bfloat16, resident_bytes
+from batchgen.machine import available_memory_bytes, has_fast_bfloat16, keep_freed_memory, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import ModelFiles, read_config, weight_paths
 from batchgen.planner.memory import plan_memory
@@ -63,12 +63,14 @@ def load_parts(
     max_model_len: int | None,
     share_prefixes: bool,
     min_output_len: int,
+    most_kv_tokens: int | None = None,
     on_load: Callable[[int, int], None] | None,
 ) -> EngineParts:
     """Loads a model for the engine. Arguments as `Engine`.
 
     tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
-    min_output_len: what a row must at least be able to generate.
+    min_output_len: what a row must at least be able to generate. most_kv_tokens: KV that the job is expected to use;
+    memory beyond it is left alone.
     """
     started = time.perf_counter()
     if device not in ("auto", "cpu"):
@@ -93,6 +95,7 @@ def load_parts(
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.weights import load_weights
 
+    keep_freed_memory()
     torch_dtype = getattr(torch, dtype)
     memory, num_blocks = plan_memory(
         config,
@@ -104,6 +107,7 @@ def load_parts(
         max_model_len=context,
         min_tokens=min(min_output_len + 1, context),
         block_size=BLOCK_SIZE,
+        most_kv_tokens=most_kv_tokens,
     )
     tokenizer = tokenizer()
     weights = load_weights(open_checkpoint(files), torch_dtype, on_load)

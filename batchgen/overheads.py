@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from batchgen.engine import Engine, EngineParts
 from batchgen.model_config import ModelConfig
+from batchgen.planner.profile import Overheads
 from batchgen.policy import MemoryPlan, Policy
 from batchgen.request import Request, SamplingParams
 
@@ -19,29 +22,19 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
 _VOCAB = 49_152  # for the sampler's share
 
 
-@dataclass(frozen=True)
-class EngineOverheads:
-    """Fixed costs in seconds: of a sweep, of a sequence in a sweep, of one layer in a sweep, of a row from request to
-    completion; and logits per second that the sampler turns into tokens."""
-
-    sweep_s: float
-    sequence_s: float
-    step_s: float
-    row_s: float
-    sampling_logits_per_s: float
-
-
-def measure_overheads() -> EngineOverheads:
+def measure_overheads() -> Overheads:
     """Takes a few seconds."""
     _sweep_s(1, 1)  # warm-up
     one, deep, many = _sweep_s(1, 1), _sweep_s(_LAYERS, 1), _sweep_s(1, _MANY)
     step_s = max(0.0, (deep - one) / (_LAYERS - 1))
-    return EngineOverheads(
-        sweep_s=max(0.0, one - step_s),
-        sequence_s=max(0.0, (many - one) / (_MANY - 1)),
-        step_s=step_s,
-        row_s=_row_s(),
+    return Overheads(
+        sweep_overhead_s=max(0.0, one - step_s),
+        sequence_overhead_s=max(0.0, (many - one) / (_MANY - 1)),
+        step_overhead_s=step_s,
+        row_overhead_s=_row_s(),
         sampling_logits_per_s=_sampling_logits_per_s(),
+        load_bytes_per_s=_load_bytes_per_s(),
+        gguf_load_bytes_per_s=_gguf_load_bytes_per_s(),
     )
 
 
@@ -54,6 +47,19 @@ class _NoText:
         return ""
 
 
+def _llama(layers: int, width: int, vocab_size: int) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 1,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+        "dtype": "float16",
+    }
+
+
 def _engine(layers: int) -> Engine:
     import torch
 
@@ -64,17 +70,7 @@ def _engine(layers: int) -> Engine:
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.weights import load_weights
 
-    config = ModelConfig.from_hf(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 1,
-            "vocab_size": 64,
-            "max_position_embeddings": 64,
-        }
-    )
+    config = ModelConfig.from_hf(_llama(layers, 32, 64))
     blocks = 4 * _MANY
     policy = Policy(
         admission="continuous",
@@ -145,3 +141,46 @@ def _sampling_logits_per_s() -> float:
         sample(logits, sequences)
         times.append(time.perf_counter() - started)
     return logits.numel() / statistics.median(times)
+
+
+def _load_bytes_per_s() -> float:
+    """Bytes in memory per second of reading safetensors that are in the page cache, into the format models run in."""
+    import torch
+    from safetensors.torch import save_file
+
+    from batchgen.model_files import resolve_model
+    from batchgen.runtime.checkpoint import open_checkpoint
+    from batchgen.runtime.weights import load_weights
+
+    width, vocab = 1024, 8192
+    shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    shapes |= {f"model.layers.0.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+    shapes |= {f"model.layers.0.mlp.{name}_proj.weight": (width, width) for name in ("gate", "up", "down")}
+    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    shapes |= {f"{name}.weight": (width,) for name in norms}
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        path = Path(folder)
+        path.joinpath("config.json").write_text(json.dumps(_llama(1, width, vocab)))
+        save_file(
+            {name: torch.ones(shape, dtype=torch.float16) for name, shape in shapes.items()}, path / "model.safetensors"
+        )
+        checkpoint = open_checkpoint(resolve_model(folder))
+        load_weights(checkpoint, torch.bfloat16)
+        started = time.perf_counter()
+        weights = load_weights(checkpoint, torch.bfloat16)
+        return weights.num_bytes / (time.perf_counter() - started)
+
+
+def _gguf_load_bytes_per_s() -> float:
+    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType.Q4_1
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    packed = np.zeros((1 << 13, 1024 // per_block * block_bytes), dtype=np.uint8)
+    dequantize(packed[:64], kind)
+    started = time.perf_counter()
+    unpacked = dequantize(packed, kind).astype(np.float16)
+    return unpacked.nbytes / (time.perf_counter() - started)

@@ -153,6 +153,7 @@ def _case_here(
             dtype=dtype,
             offload_dir=Path(job.offload_dir or cache_dir()),
             cache_dir=cache_dir(),
+            model=config,
             notify=progress.say,
         )
         request = replace(_request(options, files, dtype, context), cpu_memory=resolve_budget(job.cpu_memory))

@@ -6,25 +6,29 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.calibration import at_this_moment, calibrated
 from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES
 from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
+from batchgen.overheads import measure_overheads
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed
-from batchgen.planner.profile import Overheads
 from batchgen.planner.profile_cache import load_or_measure
-from batchgen.planner.search import Problem, search
+from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
 from batchgen.policy import Plan
 from batchgen.units import parse_bytes
 from batchgen.workload import Workload
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
+# KV pools against the longest sequences they are for.
+_KV_ROOM = 1.25
 # Of the disk space that is free, this much is left alone.
 _DISK_MARGIN_FRAC = 0.1
 _SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
@@ -71,10 +75,11 @@ def find_hardware(
     cache_dir: Path,
     device: str = "cpu",
     refresh: bool = False,
+    model: ModelConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
-    """The profile called `name` (a file, or one that ships with the package); None: this machine's, measured now if it
-    was not before. $BATCHGEN_HARDWARE stands in for a name that is not given. Raises InputError."""
+    """The profile called `name` (a file, or one that ships with the package); None: this machine's for layers like the
+    model's, measured now if it was not before. $BATCHGEN_HARDWARE stands in for a name that is not given. Raises InputError."""
     name = name or os.environ.get(HARDWARE_VARIABLE) or None
     if name is not None:
         if name in shipped_profiles():
@@ -83,29 +88,18 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"--hardware {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    return load_or_measure(
+    profile = load_or_measure(
         cache_dir,
         device=device,
         offload_dir=offload_dir,
         dtypes=(dtype,),
         refresh=refresh,
-        measure_overheads=_overheads,
+        measure_overheads=measure_overheads,
+        model=model,
+        calibrate=None if model is None or device != "cpu" else partial(calibrated, model=model, dtype=dtype),
         notify=notify,
     )
-
-
-def _overheads() -> Overheads:
-    from batchgen.overheads import measure_overheads
-
-    measured = measure_overheads()
-    return Overheads(
-        sweep_overhead_s=measured.sweep_s,
-        sequence_overhead_s=measured.sequence_s,
-        row_overhead_s=measured.row_s,
-        step_overhead_s=measured.step_s,
-        sampling_logits_per_s=measured.sampling_logits_per_s,
-        load_bytes_per_s=measured.load_bytes_per_s,
-    )
+    return at_this_moment(profile, dtype)
 
 
 def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:
@@ -147,8 +141,8 @@ def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
 
 
 def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
-    """Seconds to read the weights. kind: "hf" or "gguf"."""
-    rate = hardware.load_bytes_per_s
+    """Seconds to read the weights, which may have to come from disk. kind: "hf" or "gguf"."""
+    rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
     if kind == "gguf":
         rate = hardware.gguf_load_bytes_per_s or rate
     return model.num_params * FORMAT_BYTES[dtype] / rate
@@ -167,17 +161,40 @@ def runnable(plan: Plan, model_name: str, dtype: str) -> Plan:
     return plan
 
 
+def most_kv_tokens(plan: Plan) -> int:
+    """Tokens of KV a job makes use of: every sequence in flight at the longest length seen, and some for prefixes that
+    later rows may share. Memory beyond that would only be touched for the first time, which is slow."""
+    return _most_kv_tokens(plan.workload, plan.policy.max_num_seqs)
+
+
+def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
+    return int(_KV_ROOM * max_num_seqs * (workload.prompt_len.max + workload.max_output_len))
+
+
+def _first_touch_s(best: Candidate) -> float:
+    """Seconds for the host's KV pages to be provided by the kernel, as they are first used."""
+    s, at = best.setting, best.counts.shares(best.setting)
+    if s.hardware.first_touch_bytes_per_s is None:
+        return 0.0
+    workload = s.workload
+    tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
+    tokens = min(tokens, _most_kv_tokens(workload, s.block_size))
+    on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
+    return on_host / s.hardware.first_touch_bytes_per_s
+
+
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
     """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load them."""
+    best = search(problem)
     return make_plan(
         problem,
-        search(problem),
+        best,
         model_name=request.model_name,
         max_model_len=request.max_model_len,
         share_prefixes=request.share_prefixes,
-        startup_s=startup_s + loading_s,
+        startup_s=startup_s + loading_s + _first_touch_s(best),
         output_len_known=output_len_known,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
-from batchgen.planner.cost import FLEXGEN, RuntimeModel, Setting, Shares, layer_lanes, peak_bytes
+from batchgen.planner.cost import FLEXGEN, RuntimeModel, Setting, Shares, peak_bytes
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, search
@@ -142,11 +142,11 @@ def predict(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> float:
     return cell.block_size * cell.output / job_seconds(setting, stages, shares)
 
 
-def own_plan(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Candidate:
-    """What our search would do on the same machine, for as many rows as the paper's block, under the same runtime."""
+def problem_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Problem:
+    """The same job on the same machine under the same runtime, the policy left open."""
     hardware = hardware_of(cell)
     formats = ("float16", "int4") if cell.compressed else ("float16",)
-    problem = Problem(
+    return Problem(
         hardware=hardware,
         model=opt_config(cell.model),
         workload=Workload.uniform(cell.block_size, cell.prompt, cell.output),
@@ -158,7 +158,11 @@ def own_plan(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Candidate:
         runtime=runtime,
         kv_block_size=1,
     )
-    return search(problem)
+
+
+def own_plan(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Candidate:
+    """What our search would do."""
+    return search(problem_of(cell, runtime))
 
 
 def short_of(cell: Cell) -> str:
@@ -166,11 +170,6 @@ def short_of(cell: Cell) -> str:
     setting, _, shares = setting_of(cell)
     over = {t: b / GIB for t, b in peak_bytes(setting, shares).items() if b > 1.02 * setting.budgets[t]}
     return ", ".join(f"{t} {gib:,.0f} GiB of {setting.budgets[t] / GIB:,.0f}" for t, gib in over.items())
-
-
-def lane_table(cell: Cell) -> list[tuple[float, dict[str, float]]]:
-    setting, stages, shares = setting_of(cell)
-    return [(stage.sweeps, layer_lanes(setting, stage, shares)) for stage in stages]
 
 
 def markdown() -> str:
@@ -184,7 +183,9 @@ def markdown() -> str:
         size, batches, *percent = cell.policy
         short = short_of(cell)
         note = "; ".join(part for part in (cell.note, f"does not fit: {short}" if short else "") if part)
-        machine = cell.machine + (f", disk {cell.disk_read_bytes_per_s / 1e9:g} GB/s" if cell.disk_read_bytes_per_s else "")
+        machine = cell.machine + (
+            f", disk {cell.disk_read_bytes_per_s / 1e9:g} GB/s" if cell.disk_read_bytes_per_s else ""
+        )
         lines.append(
             f"| {cell.table}{' *' if cell.checked else ''} | {machine} | {cell.model} | {cell.prompt} + {cell.output} |"
             f" {size}×{batches}, {' '.join(map(str, percent))} | {'yes' if cell.compressed else ''} |"

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "batchgen"
-VOCABULARY = ("attention_plan", "errors", "hardware", "model_config", "ops", "policy", "request", "rope", "units")
+VOCABULARY = (
+    "attention_plan", "errors", "formats", "hardware", "machine", "model_config", "ops", "policy", "request", "rope",
+    "units", "workload",
+)  # fmt: skip
 
 
 def imports(path):
@@ -47,7 +50,7 @@ def test_the_vocabulary_knows_only_itself():
 
 def test_planning_and_scheduling_need_no_torch():
     code = (
-        "import sys, batchgen, batchgen.cli, batchgen.planner.memory, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
+        "import sys, batchgen, batchgen.cli, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -85,7 +85,7 @@ class TestMeasure:
     def test_single_rates_are_finite_and_sizes_are_those_of_the_machine(self, measured, tmp_path):
         for name in ("dram_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
             assert 1e5 < getattr(measured, name) < 1e14
-        assert 1e5 < measured.cpu.elementwise_bytes_per_s < 1e14
+        assert set(measured.cpu.elementwise_bytes_per_s) == set(measured.cpu.gemm_flops_per_s)
         assert measured.cpu_memory_bytes == pytest.approx(available_memory_bytes(), rel=0.5)
         assert measured.disk_bytes == pytest.approx(
             os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize, rel=0.2
@@ -137,7 +137,7 @@ class TestMeasure:
         after = add_dtypes(before, ["float16"], notify=quiet, effort=TINY)
         assert set(after.cpu.gemm_flops_per_s) == {"float32", "float16"}
         assert after.cpu.gemm_flops_per_s["float32"] == before.cpu.gemm_flops_per_s["float32"]
-        assert after.cpu.elementwise_bytes_per_s <= before.cpu.elementwise_bytes_per_s
+        assert after.cpu.elementwise_bytes_per_s["float32"] == before.cpu.elementwise_bytes_per_s["float32"]
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
@@ -149,7 +149,8 @@ class TestMeasure:
         # More tokens make better use of weights that come from memory.
         gemm = profile.cpu.gemm_flops_per_s["float32"]
         assert gemm.at(width=2048, tokens=256) > 2 * gemm.at(width=2048, tokens=1)
-        assert profile.dram_bytes_per_s > gemm.at(width=2048, tokens=1)  # 2 FLOPs for each 4 bytes
+        # One token reads 4 bytes for every 2 FLOPs: half of that is a margin for noise.
+        assert profile.dram_bytes_per_s > gemm.at(width=2048, tokens=1)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +171,7 @@ class TestTiming:
         def trial(size):
             return Trial(float(size), lambda i: (runs.append(size), time.sleep(size * 1e-3)))
 
-        effort = dataclasses.replace(TINY, call_s=0.02)
+        effort = dataclasses.replace(TINY, call_s=0.05)
         points = Device("cpu").rising_rates((1, 10, 100, 1000), trial, effort)
         assert [size for size, _ in points] == [1, 10, 100, 1000]
         assert set(runs) == {1, 10}
@@ -192,12 +193,12 @@ class TestTiming:
 class TestAttention:
     """What is timed must be attention, over all the KV that is counted."""
 
-    shape = profile_compute._Shape(width=64, kv_heads=2, head_dim=16, tokens=8)
+    model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16)
 
     @pytest.mark.parametrize(("sequences", "turns"), [([(1, 19), (1, 30)], 2), ([(24, 0)], 4)])
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
-        run = profile_compute._paged_attention(pool, self.shape, 2, sequences)
+        run = profile_compute._paged_attention(pool, self.model, sequences)
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
         assert all(not torch.equal(a, b) for a, b in itertools.combinations(results[:turns], 2))
@@ -206,22 +207,22 @@ class TestAttention:
     def test_contiguous_decode_counts_only_what_fits_the_pool(self):
         token_numbers = 2 * 2 * 16  # K and V
         pool = torch.randn(100 * token_numbers)
-        trial = profile_compute._contiguous_decode(pool, self.shape, 4, 8, 40)
+        trial = profile_compute._contiguous_decode(pool, self.model, 8, 40)
         assert trial.work == 2 * 40 * token_numbers * 4
-        assert trial.run(0).shape == (2, 8, 1, 16)
+        assert trial.run(0).shape == (2, 4, 1, 16)
 
     def test_contiguous_prefill_is_causal(self):
         pool = torch.randn(2 * 2 * 12 * 16)
-        run = profile_compute._contiguous_prefill(pool, self.shape, 12)
+        run = profile_compute._contiguous_prefill(pool, self.model, 12)
         first_token = run(0)[0, :, 0]  # [heads, head_dim]: sees one key, so it is that key's value
         values = pool[pool.numel() // 2 :].view(2, 12, 16)[:, 0]
-        assert torch.allclose(first_token, values.repeat_interleave(4, dim=0))
+        assert torch.allclose(first_token, values.repeat_interleave(2, dim=0))
 
 
 class TestTransfers:
     @pytest.mark.parametrize("where", ["disk", "memory"])
     def test_disk_is_measured_and_nothing_left_behind(self, tmp_path, where):
-        directory = tmp_path if where == "disk" else Path("/dev/shm/batchgen-test") / str(os.getpid())
+        directory = tmp_path if where == "disk" else Path(f"/dev/shm/batchgen-test-{os.getpid()}")
         if where == "memory" and not os.access("/dev/shm", os.W_OK):
             pytest.skip("no /dev/shm")
         try:
@@ -332,6 +333,14 @@ class TestCache:
         assert both.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
         assert set(load(("bfloat16",)).cpu.gemm_flops_per_s) == {"float32", "bfloat16"}
         assert len(load.measured) == 2
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+    def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):
+        with pytest.raises(InputError, match="no CUDA device"):
+            load(device="cuda")
+        with pytest.raises(InputError, match="int3"):
+            load(("int3",))
+        assert not load.overheads
 
     def test_sizes_are_taken_afresh(self, load, monkeypatch):
         load()

@@ -185,7 +185,8 @@ def linear_s(s: Setting, stage: Stage) -> float:
 
 def elementwise_s(s: Setting, stage: Stage) -> float:
     """Norms, rotary embedding, activation, adds and KV writes of one layer; not in FlexGen's model."""
-    return stage.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / s.rates.elementwise_bytes_per_s
+    rate = s.rates.rates("elementwise_bytes_per_s", s.compute_format).at(tokens=max(1.0, stage.tokens))
+    return stage.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
 def _seen(s: Setting, context: float) -> float:
@@ -202,25 +203,30 @@ def _shared_tokens(s: Setting, stage: Stage) -> float:
 
 
 def prefill_attention_s(s: Setting, stage: Stage) -> float:
-    """Attention of new prompts in one layer: FlexGen's att^p over bmm_flops. Changed: causal (half of s^2), and a
-    shared prefix is attended to but not computed again: ((s - p) (s + p)) / 2 keys for s tokens of which p shared."""
+    """Attention of new prompts to themselves in one layer: FlexGen's att^p over bmm_flops. Changed: causal (half of
+    s^2), and of a prompt whose prefix is shared only the rest, which is what is computed anew."""
     if stage.prefill_seqs == 0:
         return 0.0
-    shared = s.workload.shared_prefix_len
-    keys = max(0.0, s.workload.prompt_len.mean_square - shared**2) / 2
-    longest = s.workload.prompt_len.mean_square**0.5
-    keys *= _seen(s, longest) / longest
-    flops = 4 * s.model.num_heads * s.model.head_dim * keys * stage.prefill_seqs
+    square = max(
+        1.0, s.workload.prompt_len.mean_square - (s.workload.prompt_len.mean**2 - s.workload.computed_prompt_len**2)
+    )
+    longest = square**0.5
+    flops = 4 * s.model.num_heads * s.model.head_dim * (square / 2) * (_seen(s, longest) / longest) * stage.prefill_seqs
     return flops / s.rates.rates("prefill_attention_flops_per_s", s.compute_format).at(context=longest)
 
 
 def shared_attention_s(s: Setting, stage: Stage) -> float:
-    """Decode attention over a prefix shared by the block: one product for all, bound by FLOPs like prefill."""
-    shared = _shared_tokens(s, stage)
-    if not shared:
+    """Attention of one layer to a prefix that rows share, by new prompts and by decoding sequences: one product for the
+    block, bound by FLOPs. Not in FlexGen's model."""
+    shared = s.workload.shared_prefix_len
+    queries = stage.prefill_tokens + (stage.decode_seqs if _shared_tokens(s, stage) else 0.0)
+    if not shared or not queries:
         return 0.0
-    flops = 4 * s.model.num_heads * s.model.head_dim * shared * stage.decode_seqs
-    return flops / s.rates.rates("prefill_attention_flops_per_s", s.compute_format).at(context=shared)
+    kind = "shared_attention_flops_per_s"
+    if not s.rates.has_rates(kind, s.compute_format):
+        kind = "prefill_attention_flops_per_s"
+    flops = 4 * s.model.num_heads * s.model.head_dim * _seen(s, shared) * queries
+    return flops / s.rates.rates(kind, s.compute_format).at(context=shared)
 
 
 def decode_kv_bytes(s: Setting, stage: Stage) -> float:

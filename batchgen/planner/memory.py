@@ -36,11 +36,12 @@ def plan_memory(
     max_model_len: int,
     min_tokens: int,
     block_size: int,
+    most_kv_tokens: int | None = None,
 ) -> tuple[MemoryPlan, int]:
     """The split of the budget, and the number of KV blocks.
 
     process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit
-    (its prompt and output); max_model_len: the longest. Raises InputError, naming the smallest budget that would do.
+    (its prompt and output); max_model_len: the longest. most_kv_tokens: what the job is expected to use. Raises InputError, naming the smallest budget that would do.
     """
     weights = config.weight_bytes(dtype_bytes)
     activations = activation_bytes(config, dtype_bytes, max_num_batched_tokens, max_num_seqs) + WORKSPACE_BYTES
@@ -53,7 +54,9 @@ def plan_memory(
             f"the process and its work space {format_bytes(process_bytes + activations)}, {min_tokens} tokens of KV "
             f"{format_bytes(needed - fixed)}; give at least {format_bytes(needed * 1.01)}"
         )
-    # More than every sequence at full length is never used.
+    # More than every sequence at full length is never used; `most_kv_tokens` may know better, but any row must fit.
     useful = max_num_seqs * -(-max_model_len // block_size)
+    if most_kv_tokens is not None:
+        useful = min(useful, max(-(-most_kv_tokens // block_size), -(-max_model_len // block_size)))
     num_blocks = min((budget_bytes - fixed) // block_bytes, useful)
     return MemoryPlan(budget_bytes, process_bytes, weights, activations, num_blocks * block_bytes), num_blocks

@@ -14,12 +14,17 @@ from typing import Any
 from batchgen.errors import InputError
 from batchgen.hardware import ComputeRates, HardwareProfile
 from batchgen.machine import available_memory_bytes, resident_bytes
-from batchgen.model_config import DTYPES
-from batchgen.planner.profile_timing import Device, Effort, available_cores
-from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, make_offload_dir
+from batchgen.model_config import DTYPES, ModelConfig
+from batchgen.planner.profile_timing import FULL, Device, Effort, available_cores
+from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate, make_offload_dir
 
 DEVICES = ("cpu", "cuda")
-_TABLES = ("gemm_flops_per_s", "prefill_attention_flops_per_s", "decode_attention_bytes_per_s")
+_TABLES = (
+    "gemm_flops_per_s",
+    "prefill_attention_flops_per_s",
+    "decode_attention_bytes_per_s",
+    "elementwise_bytes_per_s",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,23 @@ class Overheads:
     gguf_load_bytes_per_s: float | None = None
 
 
+def check_measurable(device: str, dtypes: Sequence[str]) -> None:
+    """Raises InputError for a device that is not there or an unknown dtype."""
+    if device not in DEVICES:
+        raise InputError(f"device {device!r} cannot be measured: use {' or '.join(DEVICES)}")
+    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise InputError(f"dtype {unknown[0]!r} is not supported: use {', '.join(DTYPES)}")
+    if not dtypes:
+        raise InputError(f"nothing to measure: name one or more dtypes of {', '.join(DTYPES)}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError(
+                "torch finds no CUDA device here: use --device cpu, or a torch built for this GPU's driver"
+            )
+
+
 def measure(
     *,
     device: str,
@@ -43,14 +65,15 @@ def measure(
     dtypes: Sequence[str],
     overheads: Overheads,
     notify: Callable[[str], None],
-    effort: Effort = Effort(),  # noqa: B008 (frozen)
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
 ) -> HardwareProfile:
     """Everything a profile has, for jobs in these dtypes.
 
-    device: "cpu" or "cuda". offload_dir: made where it does not exist; its disk is measured. notify: told what is
+    model: rates for its layers alone, which are truer for it; None: for models of any size. device: "cpu" or "cuda". offload_dir: made where it does not exist; its disk is measured. notify: told what is
     being measured. Raises InputError for a device that is not there, an unknown dtype or an unusable offload_dir.
     """
-    _check(device, dtypes)
+    check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
     watch = _Stopwatch(notify)
     gpu_device = Device(device) if device == "cuda" else None
@@ -59,7 +82,7 @@ def measure(
     h2d, d2h = (
         watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
     )
-    cpu, gpu = _compute_rates(device, dtypes, effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
     step = {"step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
         name=_machine_name(device),
@@ -73,6 +96,7 @@ def measure(
         load_bytes_per_s=overheads.load_bytes_per_s,
         gguf_load_bytes_per_s=overheads.gguf_load_bytes_per_s,
         sampling_logits_per_s=overheads.sampling_logits_per_s,
+        first_touch_bytes_per_s=watch("fresh memory", lambda: first_touch_rate(effort)),
         sweep_overhead_s=overheads.sweep_overhead_s,
         sequence_overhead_s=overheads.sequence_overhead_s,
         row_overhead_s=overheads.row_overhead_s,
@@ -86,13 +110,14 @@ def add_dtypes(
     dtypes: Sequence[str],
     *,
     notify: Callable[[str], None],
-    effort: Effort = Effort(),  # noqa: B008 (frozen)
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
 ) -> HardwareProfile:
     """A profile of this machine with the rates of more dtypes measured and merged in."""
     device = "cuda" if profile.gpu else "cpu"
-    _check(device, dtypes)
+    check_measurable(device, dtypes)
     watch = _Stopwatch(notify)
-    cpu, gpu = _compute_rates(device, dtypes, effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(
         profile,
@@ -103,10 +128,9 @@ def add_dtypes(
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
-    """The tables of both, b's where both have one. Element-wise work has a single rate: the lower one."""
-    elementwise = [r.elementwise_bytes_per_s for r in (a, b) if r.elementwise_bytes_per_s is not None]
+    """The tables of both, b's where both have one."""
     tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}
-    return replace(a, **tables, elementwise_bytes_per_s=min(elementwise, default=None))
+    return replace(a, **tables)
 
 
 def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
@@ -155,35 +179,20 @@ class _Stopwatch:
 
 
 def _compute_rates(
-    device: str, dtypes: Sequence[str], effort: Effort, watch: _Stopwatch
+    device: str, dtypes: Sequence[str], model: ModelConfig | None, effort: Effort, watch: _Stopwatch
 ) -> tuple[ComputeRates, ComputeRates | None]:
     """(cpu, gpu). Beside a GPU, of the CPU only decode attention matters."""
-    from batchgen.planner.profile_compute import measure_compute, measure_decode_attention
+    from batchgen.planner.profile_compute import measure_compute, measure_decode_attention, subjects_of
 
+    subjects = subjects_of(device, effort, model)
     cpu = gpu = ComputeRates()
     for dtype in dtypes:
         if device == "cuda":
-            gpu = merged(gpu, measure_compute(Device("cuda"), dtype, effort, watch))
-            cpu = merged(cpu, measure_decode_attention(Device("cpu"), dtype, effort, watch))
+            gpu = merged(gpu, measure_compute(Device("cuda"), dtype, subjects, effort, watch))
+            cpu = merged(cpu, measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch))
         else:
-            cpu = merged(cpu, measure_compute(Device("cpu"), dtype, effort, watch))
+            cpu = merged(cpu, measure_compute(Device("cpu"), dtype, subjects, effort, watch))
     return cpu, gpu if device == "cuda" else None
-
-
-def _check(device: str, dtypes: Sequence[str]) -> None:
-    if device not in DEVICES:
-        raise InputError(f"device {device!r} cannot be measured: use {' or '.join(DEVICES)}")
-    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        raise InputError(f"dtype {unknown[0]!r} is not supported: use {', '.join(DTYPES)}")
-    if not dtypes:
-        raise InputError(f"nothing to measure: name one or more dtypes of {', '.join(DTYPES)}")
-    if device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise InputError(
-                "torch finds no CUDA device here: use --device cpu, or a torch built for this GPU's driver"
-            )
 
 
 def _circumstances() -> dict[str, Any]:

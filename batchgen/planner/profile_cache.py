@@ -13,8 +13,13 @@ from pathlib import Path
 
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile, read_profile
-from batchgen.planner.profile import Effort, Overheads, add_dtypes, identity, measure, sizes
+from batchgen.model_config import ModelConfig
+from batchgen.planner.profile import Overheads, add_dtypes, check_measurable, identity, measure, sizes
+from batchgen.planner.profile_timing import FULL, Effort
 from batchgen.planner.profile_transfer import make_offload_dir
+
+# What makes two models' layers take the same time.
+_SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
 
 def load_or_measure(
@@ -26,31 +31,48 @@ def load_or_measure(
     refresh: bool,
     measure_overheads: Callable[[], Overheads],
     notify: Callable[[str], None],
-    effort: Effort = Effort(),  # noqa: B008 (frozen)
+    model: ModelConfig | None = None,
+    calibrate: Callable[[HardwareProfile], HardwareProfile] | None = None,
+    effort: Effort = FULL,
 ) -> HardwareProfile:
     """This machine's profile, with these dtypes: rates from the cache as far as it has them, sizes as they are now.
 
-    refresh: measure even so. measure_overheads: called where the whole profile is measured. notify: told what is
-    measured, and of a cache that cannot be used. Raises InputError as `measure` does.
+    model: a profile for its layers, kept by itself; None: one for models of any size. calibrate: has the last word on a
+    profile just measured. refresh: measure even so. measure_overheads: called where the whole profile is measured.
+    notify: told what is measured, and of a cache that cannot be used. Raises InputError as `measure` does.
     """
+    check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    path = profile_path(cache_dir, device, offload_dir)
+    path = profile_path(cache_dir, device, offload_dir, model, dtypes)
     profile = None if refresh else _cached(path, notify)
     if profile is None:
         overheads = measure_overheads()
         profile = measure(
-            device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, notify=notify, effort=effort
+            device=device,
+            offload_dir=offload_dir,
+            dtypes=dtypes,
+            overheads=overheads,
+            notify=notify,
+            model=model,
+            effort=effort,
         )
+        if calibrate is not None:
+            notify("measuring whole sweeps")
+            profile = calibrate(profile)
         _keep(profile, path, notify)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
-        profile = add_dtypes(profile, missing, notify=notify, effort=effort)
+        profile = add_dtypes(profile, missing, notify=notify, model=model, effort=effort)
         _keep(profile, path, notify)
     return replace(profile, **sizes(device, offload_dir))
 
 
-def profile_path(cache_dir: Path, device: str, offload_dir: Path) -> Path:
-    """The file of the profile of this machine, as it is now, with this offload directory."""
-    key = json.dumps([identity(device), str(offload_dir.resolve())], sort_keys=True)
+def profile_path(
+    cache_dir: Path, device: str, offload_dir: Path, model: ModelConfig | None = None, dtypes: Sequence[str] = ()
+) -> Path:
+    """The file of the profile of this machine, as it is now, with this offload directory: for models of any size in any
+    dtype, or for layers like the model's in these."""
+    shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]
+    key = json.dumps([identity(device), str(offload_dir.resolve()), shape], sort_keys=True)
     return cache_dir / "profiles" / f"{device}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

@@ -28,115 +28,131 @@ Timed = Callable[[str, Callable[[], Any]], Any]
 _KV_BLOCK_TOKENS = 16
 # Contexts decoded together differ by up to this much from their mean, as in a real block.
 _CONTEXT_SPREAD_FRAC = 0.25
-_PREFILL_GROUP = 4
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """The model measured with, of a size that one runs on such a device, and the tokens of its sweeps."""
+class Subjects:
+    """The models whose layers are measured. products: one per width. attention: one per head group. main: for the rest."""
 
-    width: int
-    kv_heads: int
-    head_dim: int
-    tokens: int
+    products: tuple[ModelConfig, ...]
+    attention: tuple[ModelConfig, ...]
+    main: ModelConfig
 
 
-_SHAPES = {"cpu": _Shape(1024, 4, 64, 512), "cuda": _Shape(4096, 8, 128, 8192)}
+def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subjects:
+    """The model itself, where its rates are wanted; else a range of llamas of sizes that one runs on such a device."""
+    if model is not None:
+        return Subjects((model,), (model,), model)
+    width, kv_heads, head_dim = _GENERIC[device]
+    groups = tuple(_llama(width, kv_heads * group, kv_heads, head_dim) for group in effort.groups)
+    widths = tuple(_llama(w, max(1, w // head_dim), kv_heads, head_dim) for w in effort.widths)
+    return Subjects(widths, groups, groups[len(groups) // 2])
+
+
+# Width, KV heads, head_dim.
+_GENERIC = {"cpu": (1024, 4, 64), "cuda": (4096, 8, 128)}
 
 
 @torch.inference_mode()
-def measure_compute(device: Device, dtype_name: str, effort: Effort, timed: Timed) -> ComputeRates:
+def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
     """All rates of the device that runs the matrix products, for one dtype."""
     dtype = getattr(torch, dtype_name)
     where = f"in {dtype_name} on {device.kind}"
     pool = device.pool(dtype, effort)
-    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, effort))
-    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, effort))
-    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, effort))
-    elementwise = timed(f"element-wise work {where}", lambda: elementwise_rate(device, pool, effort))
+    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort))
+    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
+    elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
     return ComputeRates(
         gemm_flops_per_s={dtype_name: gemm},
         prefill_attention_flops_per_s={dtype_name: prefill},
         decode_attention_bytes_per_s={dtype_name: decode},
-        elementwise_bytes_per_s=elementwise,
+        elementwise_bytes_per_s={dtype_name: elementwise},
         expand_bytes_per_s=None,  # 4-bit groups cannot be expanded yet
     )
 
 
 @torch.inference_mode()
-def measure_decode_attention(device: Device, dtype_name: str, effort: Effort, timed: Timed) -> ComputeRates:
+def measure_decode_attention(
+    device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed
+) -> ComputeRates:
     """What a CPU does beside a GPU: decode attention, for one dtype."""
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"decode attention in {dtype_name} on {device.kind}"
-    rates = timed(name, lambda: decode_rates(device, pool, effort))
+    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort))
     return ComputeRates(decode_attention_bytes_per_s={dtype_name: rates})
 
 
-def gemm_rates(device: Device, pool: Tensor, effort: Effort) -> Rates:
-    """FLOP/s of x [tokens, width] times weights [4 * width, width] transposed, over width and tokens.
+def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
+    """FLOP/s over width and tokens, of the matrix products of a layer, each model's in turn."""
 
-    Where the pool would not hold eight such weights they have fewer rows, which changes the rate little.
-    """
+    def trial(model: ModelConfig, tokens: int) -> Trial:
+        width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+        up = (2 if model.gated_mlp else 1) * inner
+        shapes = [(model.qkv_size, width), (width, attention), (up, width), (width, inner)]  # rows, columns
+        sizes = [rows * columns for rows, columns in shapes]
+        # A layer larger than the pool is larger than any cache.
+        large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
+        layers = [
+            [part.view(shape) for part, shape in zip(layer.split(sizes), shapes, strict=True)]
+            for layer in pieces(large, sum(sizes))
+        ]
+        inputs = {n: torch.randn(tokens, n, device=pool.device).to(pool.dtype) for n in {width, attention, inner}}
 
-    def trial(width: int, tokens: int) -> Trial:
-        rows = max(1, min(4 * width, pool.numel() // 8 // width))
-        weights = pieces(pool, rows, width)
-        x = torch.randn(tokens, width, device=pool.device).to(pool.dtype)
-        return Trial(2 * tokens * rows * width, lambda i: F.linear(x, weights[i % len(weights)]))
+        def run(i: int) -> None:
+            for weight in layers[i % len(layers)]:
+                F.linear(inputs[weight.shape[1]], weight)
+
+        return Trial(2 * tokens * sum(sizes), run)
 
     points = tuple(
-        (width, device.rising_rates(effort.tokens, lambda tokens, w=width: trial(w, tokens), effort))
-        for width in effort.widths
+        (model.hidden_size, device.rising_rates(effort.tokens, lambda tokens, m=model: trial(m, tokens), effort))
+        for model in models
     )
     return Rates(("width", "tokens"), points)
 
 
-def decode_rates(device: Device, pool: Tensor, effort: Effort) -> Rates:
+def decode_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context."""
-    shape = _SHAPES[device.kind]
-    token_bytes = 2 * shape.kv_heads * shape.head_dim * pool.dtype.itemsize
 
-    def trial(group: int, batch: int, context: int) -> Trial:
+    def trial(model: ModelConfig, batch: int, context: int) -> Trial:
         if device.kind == "cuda":
-            return _contiguous_decode(pool, shape, group, batch, context)
+            return _contiguous_decode(pool, model, batch, context)
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
-        run = _paged_attention(pool, shape, group, [(1, n - 1) for n in contexts])
-        return Trial(sum(contexts) * token_bytes, run)
+        run = _paged_attention(pool, model, [(1, n - 1) for n in contexts])
+        return Trial(sum(contexts) * model.kv_bytes_per_token(pool.dtype.itemsize) // model.num_layers, run)
 
-    def over_context(group: int, batch: int) -> tuple:
-        return device.rising_rates(effort.contexts, lambda context: trial(group, batch, context), effort)
+    def over_context(model: ModelConfig, batch: int) -> tuple:
+        return device.rising_rates(effort.contexts, lambda context: trial(model, batch, context), effort)
 
     points = tuple(
-        (group, tuple((batch, over_context(group, batch)) for batch in effort.batches)) for group in effort.groups
+        (m.num_heads // m.num_kv_heads, tuple((batch, over_context(m, batch)) for batch in effort.batches))
+        for m in models
     )
     return Rates(("group", "batch", "context"), points)
 
 
-def prefill_rates(device: Device, pool: Tensor, effort: Effort) -> Rates:
+def prefill_rates(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> Rates:
     """FLOP/s of causal attention of a whole prompt to itself, over its length; hidden keys are not counted."""
-    shape = _SHAPES[device.kind]
 
     def trial(context: int) -> Trial:
-        visible_keys = context * (context + 1) // 2
-        flops = 4 * _PREFILL_GROUP * shape.kv_heads * shape.head_dim * visible_keys
+        flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
         if device.kind == "cuda":
-            return Trial(flops, _contiguous_prefill(pool, shape, context))
-        return Trial(flops, _paged_attention(pool, shape, _PREFILL_GROUP, [(context, 0)]))
+            return Trial(flops, _contiguous_prefill(pool, model, context))
+        return Trial(flops, _paged_attention(pool, model, [(context, 0)]))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _paged_attention(
-    pool: Tensor, shape: _Shape, group: int, sequences: Sequence[tuple[int, int]]
-) -> Callable[[int], Tensor]:
+def _paged_attention(pool: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]]) -> Callable[[int], Tensor]:
     """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plans.
 
     Plan after plan goes through all KV blocks that the pool holds. Plans are made beforehand: a sweep makes one
     for all its layers.
     """
-    heads, size = shape.kv_heads, _KV_BLOCK_TOKENS
-    k_cache, v_cache = _paged_kv(pool, shape)
+    heads, size = model.num_kv_heads, _KV_BLOCK_TOKENS
+    k_cache, v_cache = _paged_kv(pool, model)
     used = [-(-(new + cached) // size) for new, cached in sequences]
     ends = np.cumsum(used).tolist()
     plans = []
@@ -145,17 +161,17 @@ def _paged_attention(
             SequenceSlice(new, cached, (np.arange(end - n, end) + turn * ends[-1]).astype(np.int32) % len(k_cache))
             for (new, cached), n, end in zip(sequences, used, ends, strict=True)
         ]
-        key_bytes = heads * shape.head_dim * pool.dtype.itemsize
+        key_bytes = heads * model.head_dim * pool.dtype.itemsize
         plan = plan_attention(slices, [], block_size=size, key_bytes=key_bytes)
         plans.append(ops.prepare_attention(plan, heads, size, pool.dtype))
     tokens = sum(new for new, _ in sequences)
-    q = torch.randn(tokens, group * heads, shape.head_dim).to(pool.dtype) * shape.head_dim**-0.5
+    q = torch.randn(tokens, model.num_heads, model.head_dim).to(pool.dtype) * model.head_dim**-0.5
     return lambda i: ops.paged_attention(q, k_cache, v_cache, plans[i % len(plans)])
 
 
-def _paged_kv(pool: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
+def _paged_kv(pool: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """One half of the pool as K, the other as V: [blocks, kv_heads, block tokens, head_dim]."""
-    page = (shape.kv_heads, _KV_BLOCK_TOKENS, shape.head_dim)
+    page = (model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
     half = pool.numel() // 2
     blocks = half // (page[0] * page[1] * page[2])
     used = blocks * page[0] * page[1] * page[2]
@@ -166,25 +182,25 @@ def _paged_kv(pool: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
 # functions below are to be replaced by `_paged_attention` then.
 
 
-def _contiguous_decode(pool: Tensor, shape: _Shape, group: int, batch: int, context: int) -> Trial:
+def _contiguous_decode(pool: Tensor, model: ModelConfig, batch: int, context: int) -> Trial:
     """As many of the sequences as the pool holds K and V for."""
-    half = pool.numel() // 2
-    batch = max(1, min(batch, half // (shape.kv_heads * context * shape.head_dim)))
-    keys = pieces(pool[:half], batch, shape.kv_heads, context, shape.head_dim)
-    values = pieces(pool[half:], batch, shape.kv_heads, context, shape.head_dim)
-    q = torch.randn(batch, group * shape.kv_heads, 1, shape.head_dim, device=pool.device).to(pool.dtype)
+    half, kv_heads = pool.numel() // 2, model.num_kv_heads
+    batch = max(1, min(batch, half // (kv_heads * context * model.head_dim)))
+    keys = pieces(pool[:half], batch, kv_heads, context, model.head_dim)
+    values = pieces(pool[half:], batch, kv_heads, context, model.head_dim)
+    q = torch.randn(batch, model.num_heads, 1, model.head_dim, device=pool.device).to(pool.dtype)
 
     def run(i: int) -> Tensor:
         return F.scaled_dot_product_attention(q, keys[i % len(keys)], values[i % len(keys)], enable_gqa=True)
 
-    return Trial(batch * context * 2 * shape.kv_heads * shape.head_dim * pool.dtype.itemsize, run)
+    return Trial(batch * context * 2 * kv_heads * model.head_dim * pool.dtype.itemsize, run)
 
 
-def _contiguous_prefill(pool: Tensor, shape: _Shape, context: int) -> Callable[[int], Tensor]:
-    half = pool.numel() // 2
-    keys = pieces(pool[:half], 1, shape.kv_heads, context, shape.head_dim)
-    values = pieces(pool[half:], 1, shape.kv_heads, context, shape.head_dim)
-    q = torch.randn(1, _PREFILL_GROUP * shape.kv_heads, context, shape.head_dim, device=pool.device).to(pool.dtype)
+def _contiguous_prefill(pool: Tensor, model: ModelConfig, context: int) -> Callable[[int], Tensor]:
+    half, kv_heads = pool.numel() // 2, model.num_kv_heads
+    keys = pieces(pool[:half], 1, kv_heads, context, model.head_dim)
+    values = pieces(pool[half:], 1, kv_heads, context, model.head_dim)
+    q = torch.randn(1, model.num_heads, context, model.head_dim, device=pool.device).to(pool.dtype)
 
     def run(i: int) -> Tensor:
         k, v = keys[i % len(keys)], values[i % len(keys)]
@@ -193,17 +209,23 @@ def _contiguous_prefill(pool: Tensor, shape: _Shape, context: int) -> Callable[[
     return run
 
 
-def elementwise_rate(device: Device, pool: Tensor, effort: Effort) -> float:
+def elementwise_rates(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> Rates:
     """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
-    matrix products and attention, the results of which are taken from the pool."""
-    shape = _SHAPES[device.kind]
-    config = _model(shape)
-    tokens = max(1, min(shape.tokens, pool.numel() // (8 * config.intermediate_size)))
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
+    matrix products and attention, over tokens: many leave the caches between one operation and the next."""
+    most = max(1, pool.numel() // (8 * model.intermediate_size))
+    counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
+    return Rates(("tokens",), device.rising_rates(counts, lambda tokens: _elementwise(pool, model, tokens), effort))
+
+
+def _elementwise(pool: Tensor, model: ModelConfig, tokens: int) -> Trial:
+    """One layer's element-wise work, of a llama as wide as `model`; what products and attention would give is taken
+    from the pool."""
+    heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
+    config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
     qkvs = pieces(pool, tokens, heads + 2 * kv_heads, config.head_dim)
     mlps = pieces(pool, tokens, 2 * config.intermediate_size)
     hiddens = pieces(pool, tokens, width)
-    k_cache, v_cache = _paged_kv(pool, shape)
+    k_cache, v_cache = _paged_kv(pool, model)
     turns = max(1, len(k_cache) * _KV_BLOCK_TOKENS // tokens)
     slots = np.arange(turns * tokens) % (len(k_cache) * _KV_BLOCK_TOKENS)
     rows = [ops.kv_rows(part, kv_heads, _KV_BLOCK_TOKENS).to(pool.device) for part in np.split(slots, turns)]
@@ -222,21 +244,20 @@ def elementwise_rate(device: Device, pool: Tensor, effort: Effort) -> float:
         ops.silu_and_mul(mlps[i % len(mlps)])
         return hidden + hiddens[(3 * i + 2) % len(hiddens)]
 
-    work = tokens * config.elementwise_bytes_per_token(pool.dtype.itemsize)
-    return device.rate(Trial(work, layer), effort)
+    return Trial(tokens * config.elementwise_bytes_per_token(pool.dtype.itemsize), layer)
 
 
-def _model(shape: _Shape) -> ModelConfig:
+def _llama(width: int, heads: int, kv_heads: int, head_dim: int, inner: int | None = None) -> ModelConfig:
     """A llama of one layer."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         family="llama",
         num_layers=1,
-        hidden_size=shape.width,
-        intermediate_size=3 * shape.width,
-        num_heads=shape.width // shape.head_dim,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        hidden_size=width,
+        intermediate_size=inner or max(1, width * 8 // 3),
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=head_dim,
         vocab_size=1,
         max_position=1,
         norm="rms",
@@ -250,5 +271,5 @@ def _model(shape: _Shape) -> ModelConfig:
         tied_embeddings=True,
         rope=RopeConfig(theta=10000.0),
         windows=(None,),
-        embed_size=shape.width,
+        embed_size=width,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.machine import available_memory_bytes
+from batchgen.machine import available_memory_bytes, keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _DEFAULT_CACHE_BYTES = 64 << 20
 _CPU_POOL_BYTES = 256 << 20
 _GPU_POOL_BYTES = 2 << 30
-_LARGE_ALLOCATION_BYTES = 31 << 20
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,22 @@ class Effort:
     """
 
     widths: tuple[int, ...] = (512, 2048, 4096)
-    tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
+    tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 2048, 8192)
+    elementwise_tokens: tuple[int, ...] = (256, 1024, 4096, 16384)
     groups: tuple[int, ...] = (1, 4, 8)
     batches: tuple[int, ...] = (1, 8, 64)
-    contexts: tuple[int, ...] = (256, 1024, 4096)
-    prefill_contexts: tuple[int, ...] = (128, 512, 2048)
+    contexts: tuple[int, ...] = (64, 256, 1024, 4096)
+    prefill_contexts: tuple[int, ...] = (16, 64, 256, 512, 2048)
     point_s: float = 0.1
-    call_s: float = 0.1
+    call_s: float = 0.3
     sample_s: float = 0.002
     disk_s: float = 1.5
     disk_bytes: int = 256 << 20
+    touch_bytes: int = 512 << 20
     pool_bytes: int | None = None
+
+
+FULL = Effort()
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,7 @@ class Device:
         """Normally distributed numbers [pool_bytes / itemsize]: a pattern repeated, as drawing them all takes long."""
         import torch
 
-        # glibc keeps freed memory of up to the largest block freed so far (32 MiB at most), and gives more back to the
-        # system: until a job's first large sweep, every result would cost page faults.
-        torch.empty(_LARGE_ALLOCATION_BYTES, dtype=torch.uint8)
+        keep_freed_memory()  # as jobs do
         pattern = torch.randn(1 << 18, device=self.kind).to(dtype)
         count = max(1, self.pool_bytes(effort) // dtype.itemsize // pattern.numel())
         return pattern.repeat(count)

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from batchgen.errors import InputError
 from batchgen.planner.profile_timing import Device, Effort, Trial
 
@@ -153,6 +155,19 @@ def dram_read_rate(effort: Effort) -> float:
     device = Device("cpu")
     numbers = torch.ones(device.pool_bytes(effort) // 8, dtype=torch.int64)
     return device.rate(Trial(numbers.nbytes, lambda i: numbers.sum()), effort)
+
+
+def first_touch_rate(effort: Effort) -> float:
+    """Bytes per second of memory used for the first time, as KV pools are: the kernel clears its pages, and a virtual
+    machine may have to ask its host for them."""
+    size = effort.touch_bytes
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
+    started = time.perf_counter()
+    pages[:] = 1
+    return size / (time.perf_counter() - started)
 
 
 def copy_rates(device: Device, effort: Effort, copy_bytes: int = _COPY_BYTES) -> tuple[float, float]:

@@ -1,0 +1,205 @@
+"""Corrects a measured profile by whole sweeps: in a sweep every operation finds the caches as the one before left them,
+so that it takes longer than by itself, over and over, which is how curves are measured.
+
+A few sweeps of known composition are run by the executor, on a few layers of the model with made-up weights. Each kind
+of cost gets the factor with which the cost terms come closest to all of the times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from batchgen.hardware import HardwareProfile
+from batchgen.machine import keep_freed_memory
+from batchgen.model_config import ModelConfig
+from batchgen.planner.cost import (
+    Setting,
+    decode_attention_s,
+    elementwise_s,
+    linear_s,
+    prefill_attention_s,
+    shared_attention_s,
+)
+from batchgen.planner.flow import Stage
+from batchgen.planner.profile_timing import last_level_cache_bytes
+from batchgen.planner.search import Problem, settings
+from batchgen.request import SamplingParams
+from batchgen.runtime.scheduler import ScheduledSequence
+from batchgen.runtime.sequence import Sequence
+from batchgen.workload import Workload
+
+_KV_BLOCK = 16
+_VOCAB = 1024  # the head is not what is looked at
+_RUNS = 4
+_LONGEST_S = 0.6  # sweeps expected to take longer are left out
+# Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
+_PRIOR = 0.05
+_PULSE_S, _MOST_SLOWER = 0.5, 1.5
+_FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """`count` sequences with `new` tokens each after `cached` ones; shared: the cached ones are the same for all."""
+
+    count: int
+    new: int
+    cached: int = 0
+    shared: bool = False
+
+
+_SWEEPS = (
+    _Sweep(2, 512),
+    _Sweep(8, 128),
+    _Sweep(32, 32),
+    _Sweep(8, 1, 256),
+    _Sweep(16, 1, 1024),
+    _Sweep(64, 1, 512),
+    _Sweep(128, 1, 128),
+    _Sweep(16, 64, 1024, shared=True),
+    _Sweep(64, 1, 1024, shared=True),
+)
+
+
+def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> HardwareProfile:
+    """The profile with its compute curves scaled; the factors (of time) are kept in `measured`. Takes a few seconds."""
+    import torch
+
+    layer_bytes = model.params_per_layer * getattr(torch, dtype).itemsize
+    layers = min(model.num_layers, max(2, -(-2 * last_level_cache_bytes() // layer_bytes)))
+    part = replace(model, num_layers=layers, windows=model.windows[:layers], vocab_size=_VOCAB)
+    # A first factor of 1 for shared prefixes: what attention of a prompt to itself takes.
+    cpu = profile.cpu
+    cpu = replace(cpu, shared_attention_flops_per_s=dict(cpu.prefill_attention_flops_per_s))
+    profile = replace(profile, cpu=cpu)
+    sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
+    terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
+    affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
+    run = _runner(part, dtype)
+    pulses = [pulse_s(dtype)]
+    times = [run(sweeps[i]) for i in affordable]
+    factors = fit(np.array([terms[i] for i in affordable]), np.array(times)).tolist()
+    scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
+    noted = {name: round(float(factor), 3) for name, factor in zip(_FACTORS, factors, strict=True)}
+    kept = {"sweep_factors": {dtype: noted}, "pulse_s": {dtype: statistics.median([*pulses, pulse_s(dtype)])}}
+    return replace(scaled, measured=profile.measured | kept)
+
+
+def pulse_s(dtype: str) -> float:
+    """Seconds of a fixed piece of work, half arithmetic and half memory traffic, to compare one moment with another: on a
+    machine shared with others the same work takes up to a third longer at times. Takes half a second."""
+    import torch
+
+    keep_freed_memory()
+    weights = torch.ones(8, 1024, 1024, dtype=getattr(torch, dtype))
+    x = torch.ones(512, 1024, dtype=weights.dtype)
+    source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)
+    times = []
+    deadline = time.perf_counter() + _PULSE_S
+    while len(times) < 4 or time.perf_counter() < deadline:
+        started = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+        target.copy_(source)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def at_this_moment(profile: HardwareProfile, dtype: str) -> HardwareProfile:
+    """A calibrated profile with its compute rates corrected for how the machine is doing now: by the square root of the
+    difference, as half of what one moment shows does not last."""
+    then = profile.measured.get("pulse_s", {}).get(dtype)
+    if then is None:
+        return profile
+    slower = min(_MOST_SLOWER, max(1 / _MOST_SLOWER, (pulse_s(dtype) / then) ** 0.5))
+    return profile.scaled(**dict.fromkeys((*_FACTORS, "sampling_logits_per_s"), 1 / slower))
+
+
+def fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Factors [kinds] that bring terms [sweeps, kinds] closest to times [sweeps], in relative error, none below 1/2."""
+    rows = terms / times[:, None]
+    kinds = terms.shape[1]
+    a = np.vstack([rows, _PRIOR * np.eye(kinds)])
+    b = np.concatenate([np.ones(len(times)), np.full(kinds, _PRIOR)])
+    return np.clip(np.linalg.lstsq(a, b, rcond=None)[0], 0.5, 3.0)
+
+
+def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Sweep) -> list[float]:
+    """Seconds of each kind of cost in the sweep, as the profile has it."""
+    prefix = sweep.cached if sweep.shared else 0
+    setting = _setting(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
+    if sweep.new == 1:
+        stage = Stage(1, 0, 0, sweep.count, sweep.cached + 1)
+        decode = decode_attention_s(setting, stage, setting.rates)
+    else:
+        stage = Stage(1, sweep.count * sweep.new, sweep.count, 0, 0)
+        decode = 0.0
+    fixed = setting.rates.step_overhead_s
+    own = (linear_s(setting, stage), elementwise_s(setting, stage) + fixed, prefill_attention_s(setting, stage))
+    return [model.num_layers * seconds for seconds in (*own, decode, shared_attention_s(setting, stage))]
+
+
+def _setting(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> Setting:
+    problem = Problem(
+        hardware=profile,
+        model=model,
+        workload=workload,
+        budgets={"cpu": profile.cpu_memory_bytes, "disk": profile.disk_bytes},
+        compute_format=dtype,
+        weight_formats=(dtype,),
+        kv_formats=(dtype,),
+        block_size=workload.num_seqs,
+        max_num_batched_tokens=1 << 20,
+    )
+    return next(iter(settings(problem)))[0]
+
+
+def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
+    """run(sweep) -> seconds, the median of several runs on memory that was used before."""
+    import torch
+
+    from batchgen.runtime.batch import pack
+    from batchgen.runtime.checkpoint import dummy_checkpoint
+    from batchgen.runtime.executor import Executor
+    from batchgen.runtime.kv_cache import KVCache
+    from batchgen.runtime.weights import load_weights
+
+    torch_dtype = getattr(torch, dtype)
+    longest = max(s.new + s.cached for s in _SWEEPS) + 1
+    blocks = max(s.count * -(-(s.new + s.cached) // _KV_BLOCK) for s in _SWEEPS)
+    weights = load_weights(dummy_checkpoint(model), torch_dtype)
+    executor = Executor(
+        model, weights, KVCache(model, blocks, _KV_BLOCK, torch_dtype), min(longest, model.max_position)
+    )
+    key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
+
+    def run(sweep: _Sweep) -> float:
+        batch = pack(_scheduled(sweep), block_size=_KV_BLOCK, key_bytes=key_bytes, windows=frozenset(model.windows))
+        times = []
+        for _ in range(_RUNS):
+            started = time.perf_counter()
+            executor.run(batch)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    return run
+
+
+def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
+    scheduled = []
+    shared_blocks = sweep.cached // _KV_BLOCK if sweep.shared else 0
+    next_block = shared_blocks
+    for i in range(sweep.count):
+        sequence = Sequence(i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams())
+        own = -(-(sweep.cached + sweep.new) // _KV_BLOCK) - shared_blocks
+        sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])
+        next_block += own
+        sequence.num_computed, sequence.num_matched_blocks = sweep.cached, shared_blocks
+        scheduled.append(ScheduledSequence(sequence, sweep.new))
+    return scheduled

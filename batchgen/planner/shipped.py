@@ -1,0 +1,29 @@
+"""The hardware profiles that come with the package, for planning on machines one does not own.
+
+One JSON file each in `profiles/`, every figure with its source; docs/hardware_profiles.md explains them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib import resources
+
+from batchgen.errors import InputError
+from batchgen.hardware import HardwareProfile
+
+_FOLDER = resources.files("batchgen.planner") / "profiles"
+
+
+def shipped_profiles() -> tuple[str, ...]:
+    """Their names, sorted."""
+    files = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
+
+
+@lru_cache
+def shipped_profile(name: str) -> HardwareProfile:
+    """The profile called `name`. Raises InputError for a name that is none."""
+    if name not in shipped_profiles():
+        raise InputError(f"{name!r} is no shipped hardware profile: use one of {', '.join(shipped_profiles())}")
+    return HardwareProfile.from_json(json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))

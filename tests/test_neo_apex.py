@@ -1,0 +1,127 @@
+"""NEO's and APEX's findings follow from the same cost terms."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from planner_cases import budgets, constant, gpu_box, llama_8b
+
+from batchgen.hardware import ComputeRates, Rates
+from batchgen.planner.cost import bounds, layer_lanes
+from batchgen.planner.flow import Stage
+from batchgen.planner.lp import Allowed, Counts
+from batchgen.planner.search import Problem, search, settings
+from batchgen.planner.shipped import shipped_profile
+from batchgen.workload import Workload
+
+GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
+NEO = Allowed(weight_tiers=("gpu",), kv_classes=("gpu", "cpu"))
+OUTPUT_LENS = (25, 50, 100, 200, 400, 800)
+# NEO's hosts differ in CPU share; g5.16xlarge is the shipped profile.
+HOSTS = {"2x": 2 / 16, "4x": 4 / 16, "8x": 8 / 16, "16x": 1.0}
+
+
+def gain(host_share: float, output_len: int) -> float:
+    """Throughput with CPU attention over throughput without, Llama-3.1-8B on an A10G, prompts of 1,000 tokens."""
+    hardware = shipped_profile("a10g")
+    hardware = hardware.scaled(
+        cpu_decode_attention=host_share, dram_bytes_per_s=host_share, cpu_memory_bytes=max(host_share, 0.25)
+    )
+    problem = Problem(
+        hardware=hardware,
+        model=llama_8b(),
+        workload=Workload.uniform(4000, 1000, output_len),
+        budgets=budgets(hardware),
+        compute_format="float16",
+        weight_formats=("float16",),
+        kv_formats=("float16",),
+        admissions=("continuous",),
+        allowed=GPU_ONLY,
+    )
+    return search(problem).seconds / search(replace(problem, allowed=NEO)).seconds
+
+
+@pytest.fixture(scope="module")
+def gains():
+    return {name: [gain(share, n) for n in OUTPUT_LENS] for name, share in HOSTS.items()}
+
+
+def test_cpu_attention_is_never_worse_than_the_gpu_alone(gains):
+    assert min(itertools.chain(*gains.values())) >= 1 - 2e-4
+
+
+def test_the_gain_rises_peaks_and_falls_with_output_length(gains):
+    """NEO figure 10a."""
+    for name, curve in gains.items():
+        top = max(curve)
+        peak = curve.index(top)
+        assert top > 1.02, name
+        assert curve[0] < top and curve[-1] < top, (name, curve)
+        assert all(b >= a - 0.01 for a, b in itertools.pairwise(curve[: peak + 1])), (name, curve)
+        assert all(b <= a + 0.01 for a, b in itertools.pairwise(curve[peak:])), (name, curve)
+
+
+def test_more_cpu_bandwidth_gains_more_and_holds_longer(gains):
+    curves = list(gains.values())
+    for slower, faster in itertools.pairwise(curves):
+        assert max(faster) > max(slower)
+        assert all(b >= a - 2e-4 for a, b in zip(slower, faster, strict=True))
+    assert curves[-1].index(max(curves[-1])) >= curves[0].index(max(curves[0]))
+
+
+def test_apex_inequality_6():
+    """Asymmetric pipelining beats the GPU alone if and only if N_G / N_C < 2 T_l / T_a + 3 + T_a / T_l.
+
+    Its setting: decoding only, resident weights, products bound by reading the weights (so that two batches take
+    twice as long), no transfer costs.
+    """
+    draw = random.Random(11)
+    seen = set()
+    for _ in range(200):
+        linear_s, gpu_rate, ratio = 10 ** draw.uniform(-4, -2), 10 ** draw.uniform(9, 11.5), draw.uniform(1, 20)
+        cpu_rate = gpu_rate / ratio
+        model = llama_8b()
+        flops_per_token = 2 * model.matmul_params_per_layer
+        per_token = flops_per_token / linear_s  # FLOP/s per token in the batch: time stays the same
+        gpu = ComputeRates(
+            gemm_flops_per_s={"float16": Rates(("tokens",), ((1, per_token), (1e6, per_token * 1e6)))},
+            prefill_attention_flops_per_s={"float16": constant(1e13)},
+            decode_attention_bytes_per_s={"float16": constant(gpu_rate)},
+            elementwise_bytes_per_s={"float16": constant(1e18)},
+        )
+        cpu = ComputeRates(decode_attention_bytes_per_s={"float16": constant(cpu_rate)})
+        hardware = gpu_box(gpu=gpu, cpu=cpu, h2d_bytes_per_s=1e18, d2h_bytes_per_s=1e18, dram_bytes_per_s=1e18)
+        on_gpu, context = draw.randint(8, 64), draw.randint(200, 4000)
+        kv_s = context * 2 * 8 * 128 * 2 / gpu_rate
+        attention_s = on_gpu * kv_s
+        # As many sequences on the CPU as it gets done in a whole cycle (equation 4).
+        on_cpu = (2 * linear_s + attention_s) / (kv_s * ratio)
+        alone = on_gpu / layer_seconds(hardware, model, on_gpu, 0, context, batches=1)
+        piped = (on_gpu + on_cpu) / layer_seconds(hardware, model, on_gpu, on_cpu, context, batches=2)
+        holds = ratio < 2 * linear_s / attention_s + 3 + attention_s / linear_s
+        if abs(piped / alone - 1) > 1e-6:
+            assert (piped > alone) == holds
+            seen.add(holds)
+    assert seen == {True, False}
+
+
+def layer_seconds(hardware, model, on_gpu, on_cpu, context, *, batches):
+    total = on_gpu + on_cpu
+    problem = Problem(
+        hardware=hardware,
+        model=model,
+        workload=Workload.uniform(64, 200, 8),
+        budgets=budgets(hardware),
+        compute_format="float16",
+        weight_formats=("float16",),
+        kv_formats=("float16",),
+        block_size=64,
+        num_gpu_batches=batches,
+        admissions=("continuous",),
+    )
+    setting, _ = next(iter(settings(problem)))
+    setting = replace(setting, block_size=total)
+    layers = dict.fromkeys(model.layer_tensors, (model.num_layers, 0, 0))
+    at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).shares(setting)
+    return max(bounds(setting.runtime, layer_lanes(setting, Stage(1, 0, 0, total, context), at)))
