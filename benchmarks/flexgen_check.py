@@ -92,7 +92,8 @@ def midpoint_shares(percent_gpu: int, percent_cpu: int, groups: tuple[tuple[floa
             middle = 100 * (before + size / 2) / sum(group)
             before += size
             disk = 100 - percent_gpu - percent_cpu
-            tier = 2 if middle < disk else 1 if middle < disk + percent_cpu else 0
+            # A midpoint on the border falls below it: biases follow their matrices.
+            tier = 2 if disk and middle <= disk else 1 if middle <= disk + percent_cpu else 0
             placed[tier] += size / total
     return tuple(placed)
 

@@ -12,7 +12,7 @@ from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from batchgen.errors import InputError
 from batchgen.planner.cost import BATCHGEN, FLEXGEN, bounds, head_lanes, layer_lanes, peak_bytes
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
-from batchgen.planner.search import Problem, block_latency_s, frontier, search
+from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
 from batchgen.planner.search import settings as settings_of
 from batchgen.policy import spread_layers
 from batchgen.workload import Lengths, Workload
@@ -113,6 +113,20 @@ def test_no_random_placement_beats_the_lp():
             assert seconds >= whole.seconds * (1 - 2e-4)
             closest = max(closest, optimum.seconds / seconds)
     assert feasible > 1000 and closest > 0.5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bound_that_orders_the_search_is_one(name):
+    """No LP is faster than what the search assumes without solving it, or it could end too early."""
+    draw = random.Random(7)
+    enumerated = list(settings_of(CASES[name]))
+    solved = 0
+    for s, stages in draw.sample(enumerated, min(60, len(enumerated))):
+        optimum = solve(s, stages, CASES[name].allowed, integer=False)
+        if optimum is not None:
+            solved += 1
+            assert lower_bound_s(s, stages) <= optimum.seconds * (1 + 1e-6)
+    assert solved > 5
 
 
 SCALABLE = (

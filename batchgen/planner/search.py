@@ -19,6 +19,8 @@ from batchgen.planner.cost import (
     BATCHGEN,
     RuntimeModel,
     Setting,
+    can_delegate,
+    decode_attention_s,
     decode_kv_bytes,
     elementwise_s,
     expand_weights_s,
@@ -186,11 +188,11 @@ def _supported(s: Setting) -> bool:
 
 
 def _block_sizes(problem: Problem) -> list[int]:
-    """Four sizes per doubling: neighbours differ too little in speed for more to matter."""
+    """Every size up to 16, then eight per doubling: where KV limits the block, a step of the ladder is lost throughput."""
     most = min(problem.most_seqs, problem.workload.num_seqs)
     if problem.block_size is not None:
         return [min(problem.block_size, problem.workload.num_seqs)]
-    ladder = sorted({m * 2**k // 4 for m in (4, 5, 6, 7) for k in range(14)} | {most})
+    ladder = sorted({m * 2**k // 8 for m in range(8, 16) for k in range(14)} | {most})
     return [size for size in ladder if size <= most]
 
 
@@ -217,23 +219,35 @@ def _gpu_batches(problem: Problem, block_size: int) -> list[int]:
 
 
 def lower_bound_s(s: Setting, stages: tuple[Stage, ...]) -> float:
-    """Seconds that no placement can beat, without a solver: compute other than decode attention, weights that must
-    cross the bus because the GPU cannot hold them, and bytes that must come from disk."""
+    """Seconds that no placement can beat, without a solver: compute with decode attention shared out between GPU and CPU
+    at its best, what the GPU cannot hold and must cross the bus or be attended to by the CPU, and what must come from
+    disk."""
     layers = s.model.num_layers
-    weights = s.layer_bytes * layers
-    kv = s.block_size * s.seq_kv_bytes
+    weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
     gpu, cpu = s.budgets.get("gpu", 0), s.budgets["cpu"]
-    streamed = max(0.0, 1 - gpu / weights) * s.layer_bytes if s.on_gpu else 0.0
-    on_disk = max(0.0, weights + kv - gpu - cpu)
+    off_gpu = max(0.0, weights + kv - gpu) / layers
+    on_disk = max(0.0, weights + kv - gpu - cpu) / layers
+    serial = "h2d" in s.runtime.serial
     total = 0.0
     for stage in stages:
         compute = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage)
         compute += shared_attention_s(s, stage) + expand_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
-        # Weights on disk are read whole in every sweep, KV as far as it is filled.
-        filled = min(1.0, decode_kv_bytes(s, stage) * layers / kv)
-        disk = filled * on_disk / layers / s.hardware.disk_read_bytes_per_s
-        bus = streamed / s.hardware.h2d_bytes_per_s if s.on_gpu else 0.0
-        together = compute + bus if "h2d" in s.runtime.serial else max(compute, bus)
+        kv_read, own = decode_kv_bytes(s, stage), decode_attention_s(s, stage, s.rates)
+        # Weights count in full in every sweep, KV as far as it is filled.
+        filled = min(1.0, kv_read * layers / kv)
+        bus = 0.0
+        if not s.on_gpu:
+            compute += own
+        elif own and can_delegate(s):
+            delegated = decode_attention_s(s, stage, s.hardware.cpu)
+            compute = max(compute, (compute + own) * delegated / (own + delegated))
+            bus = filled * off_gpu / (s.hardware.h2d_bytes_per_s + kv_read / delegated)
+        else:
+            compute += own
+            bus = filled * off_gpu / s.hardware.h2d_bytes_per_s
+        disk = filled * on_disk / s.hardware.disk_read_bytes_per_s
+        streamed = max(0.0, weights - gpu) / layers / s.hardware.h2d_bytes_per_s if s.on_gpu else 0.0
+        together = compute + streamed if serial else max(compute, bus, streamed)
         total += stage.sweeps * (layers * max(together, disk) + sweep_overhead_s(s, stage))
     return total
 
