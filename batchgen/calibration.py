@@ -18,17 +18,11 @@ import numpy as np
 from batchgen.hardware import HardwareProfile
 from batchgen.machine import keep_freed_memory
 from batchgen.model_config import ModelConfig
-from batchgen.planner.cost import (
-    Setting,
-    decode_attention_s,
-    elementwise_s,
-    linear_s,
-    prefill_attention_s,
-    shared_attention_s,
-)
+from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
 from batchgen.planner.flow import Stage
 from batchgen.planner.profile_timing import last_level_cache_bytes
 from batchgen.planner.search import Problem, settings
+from batchgen.planner.setting import Setting
 from batchgen.request import SamplingParams
 from batchgen.runtime.scheduler import ScheduledSequence
 from batchgen.runtime.sequence import Sequence

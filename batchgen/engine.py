@@ -20,6 +20,7 @@ from batchgen.request import (
     Sample,
     SamplingParams,
     TokenLogprob,
+    cut_overlong,
 )
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
@@ -279,11 +280,9 @@ class Engine:
     def _fit(self, request: Request, token_ids: list[int]) -> tuple[Request, list[int]]:
         """The request with prompt and max_tokens within the context and the KV there is, or RowError."""
         sampling = request.sampling or self._sampling
-        context, count = self.policy.max_model_len, len(token_ids)
-        if self._on_overlong != "error" and count + sampling.max_tokens > context:
-            keep = max(1, context - sampling.max_tokens)
-            token_ids = token_ids[-keep:] if self._on_overlong == "truncate-left" else token_ids[:keep]
-            count = len(token_ids)
+        context = self.policy.max_model_len
+        token_ids = cut_overlong(token_ids, sampling.max_tokens, context, self._on_overlong)
+        count = len(token_ids)
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))

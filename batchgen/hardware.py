@@ -40,13 +40,18 @@ class Rates:
         return {"axes": list(self.axes), "points": self.points} if self.axes else self.points
 
     @classmethod
-    def from_json(cls, value: Any, name: str) -> Rates:
-        """Raises InputError, calling the field `name`, unless every rate and size is a positive number."""
+    def from_json(cls, value: Any, name: str, known_axes: tuple[str, ...]) -> Rates:
+        """Raises InputError, calling the field `name`, unless every rate and size is a positive number and every axis one
+        of those known."""
         if not isinstance(value, Mapping):
             return cls((), _positive(value, name))
         if not isinstance(value.get("axes"), list) or "points" not in value:
             raise InputError(f"hardware profile: {name} must be a number, or have axes and points")
         axes = tuple(value["axes"])
+        if any(axis not in known_axes for axis in axes) or len(set(axes)) < len(axes):
+            raise InputError(
+                f"hardware profile: {name} has the axes {', '.join(map(str, axes))}; it may have {', '.join(known_axes)}"
+            )
         return cls(axes, _checked_points(value["points"], len(axes), name))
 
 
@@ -86,6 +91,16 @@ def _positive(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InputError(f"hardware profile: {name} must be a number above 0, not {value!r}")
     return value
+
+
+# What each table of ComputeRates may be a function of.
+_AXES = {
+    "gemm_flops_per_s": ("width", "tokens"),
+    "prefill_attention_flops_per_s": ("context",),
+    "shared_attention_flops_per_s": ("context",),
+    "decode_attention_bytes_per_s": ("group", "batch", "context"),
+    "elementwise_bytes_per_s": ("tokens",),
+}
 
 
 @dataclass(frozen=True)
@@ -210,6 +225,11 @@ class HardwareProfile:
         if not isinstance(values, Mapping):
             raise InputError("a hardware profile is a JSON object: write one with `batchgen profile -o FILE`")
         _check_names(cls, values, "")
+        if not isinstance(values["name"], str):
+            raise InputError(f"hardware profile: name must be text, not {values['name']!r}")
+        for name in ("measured", "sources"):
+            if not isinstance(values.get(name, {}), Mapping):
+                raise InputError(f"hardware profile: {name} must be an object")
         checked = dict(values)
         for f in fields(cls):
             if f.name not in values or f.name in ("name", "cpu", "gpu", "measured", "sources"):
@@ -277,7 +297,7 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
         elif not isinstance(value, Mapping):
             raise InputError(f"hardware profile: {full} must map number formats to rates")
         else:
-            checked[name] = {key: Rates.from_json(table, f"{full}.{key}") for key, table in value.items()}
+            checked[name] = {key: Rates.from_json(table, f"{full}.{key}", _AXES[name]) for key, table in value.items()}
     return ComputeRates(**checked)
 
 

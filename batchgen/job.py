@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine import Engine, EngineStats
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
-from batchgen.loading import load_parts, process_bytes, resolve_budget, resolve_dtype
+from batchgen.loading import load_parts, process_bytes, resolve_budget, resolve_context, resolve_dtype
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
@@ -37,7 +37,8 @@ from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
 from batchgen.request import Completion, SamplingParams
-from batchgen.workload_sample import measure_workload
+from batchgen.workload import Workload
+from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
 if TYPE_CHECKING:
     from batchgen.tokenizer import Tokenizer
@@ -141,21 +142,28 @@ def _plan(
     progress: Progress,
 ) -> Plan:
     """How to run the rows that are left: the plan given, or the fastest that keeps everything in memory."""
+    context = resolve_context(config, options.max_model_len)
     if options.plan is not None:
-        return runnable(read_plan(options.plan), files.name, dtype)
+        return runnable(read_plan(options.plan), files.name, dtype, context)
     total_rows = source.dataset.num_rows
     rows_done = len(state.done_rows) if state else 0
-    context = min(options.max_model_len or config.max_position, config.max_position)
-    workload, output_len_known = measure_workload(
-        source,
-        tokenizer,
-        sampling=options.sampling,
-        max_model_len=context,
-        rows_left=None if total_rows is None else max(1, total_rows - rows_done),
-        expected_output_len=options.expected_output_len,
-        finished_output_lens=state.output_lens() if state else (),
-        share_prefixes=options.share_prefixes,
-    )
+    rows_left = None if total_rows is None else max(1, total_rows - rows_done)
+    try:
+        workload, output_len_known = measure_workload(
+            source,
+            tokenizer,
+            sampling=options.sampling,
+            max_model_len=context,
+            rows_left=rows_left,
+            expected_output_len=options.expected_output_len,
+            finished_output_lens=state.output_lens() if state else (),
+            share_prefixes=options.share_prefixes,
+            on_overlong=options.on_overlong,
+        )
+    except NoUsableRow as error:  # each of them will say so in the output, and later ones may be fine
+        progress.say(str(error))
+        longest = min(options.sampling.max_tokens, context - 1)
+        workload, output_len_known = Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False
     hardware = find_hardware(
         options.hardware,
         dtype=dtype,
@@ -164,6 +172,10 @@ def _plan(
         model=config,
         notify=progress.say,
     )
+    if hardware.gpu is not None:
+        raise InputError(
+            f"{hardware.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
+        )
     request = PlanRequest(
         model_name=files.name,
         dtype=dtype,
@@ -198,7 +210,7 @@ def _load_engine(options: JobOptions, plan: Plan, files: ModelFiles, tokenizer: 
         max_num_seqs=plan.policy.max_num_seqs,
         max_num_batched_tokens=plan.policy.max_num_batched_tokens,
         max_model_len=options.max_model_len,
-        share_prefixes=options.share_prefixes,
+        share_prefixes=plan.policy.share_prefixes,
         min_output_len=options.sampling.max_tokens,
         most_kv_tokens=most_kv_tokens(plan),
         on_load=None,

@@ -67,9 +67,11 @@ def check_options(options: JobOptions) -> None:
         raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
     if options.plan is not None:
         fixed = ("hardware", "max_num_seqs", "max_num_batched_tokens")
-        if options.admission != "auto" or any(getattr(options, name) is not None for name in fixed):
+        given = any(getattr(options, name) is not None for name in fixed)
+        if given or options.admission != "auto" or not options.share_prefixes:
             raise InputError(
-                "--plan says it all: leave out --hardware, --admission, --max-num-seqs and --max-num-batched-tokens"
+                "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --max-num-batched-tokens and"
+                " --no-enable-prefix-caching"
             )
     for name in ("max_num_seqs", "max_num_batched_tokens", "expected_output_len"):
         value = getattr(options, name)

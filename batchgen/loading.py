@@ -38,6 +38,15 @@ def resolve_dtype(config: ModelConfig, dtype: str) -> str:
     return dtype
 
 
+def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
+    """The longest prompt plus output, in tokens: the model's context unless told otherwise. Raises InputError."""
+    if max_model_len is None:
+        return config.max_position
+    if not 2 <= max_model_len <= config.max_position:
+        raise InputError(f"max_model_len must be between 2 and the model's context of {config.max_position}")
+    return max_model_len
+
+
 def resolve_budget(cpu_memory: int | str | None) -> int:
     """The CPU memory budget in bytes, for the whole process."""
     if cpu_memory is None:
@@ -82,9 +91,7 @@ def load_parts(
             raise InputError(f"{name} must be at least 1, not {value}")
     config = read_config(files)
     dtype = resolve_dtype(config, dtype)
-    context = min(max_model_len or config.max_position, config.max_position)
-    if max_model_len is not None and not 2 <= max_model_len <= config.max_position:
-        raise InputError(f"max_model_len must be between 2 and the model's context of {config.max_position}")
+    context = resolve_context(config, max_model_len)
 
     import torch
 

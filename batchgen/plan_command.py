@@ -9,9 +9,9 @@ from pathlib import Path
 
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
-from batchgen.job_options import JobOptions, seconds
+from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
-from batchgen.loading import process_bytes, resolve_budget, resolve_dtype
+from batchgen.loading import process_bytes, resolve_budget, resolve_context, resolve_dtype
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.output.atomic_file import write_atomically
@@ -62,9 +62,14 @@ def run_plan(options: PlanOptions) -> list[str]:
     """What to print. Raises InputError."""
     started_s = time.monotonic()
     job = options.job
+    check_options(job)
+    if options.num_gpu_batches is not None and options.num_gpu_batches < 1:
+        raise InputError(f"--num-gpu-batches must be at least 1, not {options.num_gpu_batches}")
+    if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
+        raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     progress = Progress(job.progress)
     files, config = resolve_for_planning(job.model, progress.say)
-    context = min(job.max_model_len or config.max_position, config.max_position)
+    context = resolve_context(config, job.max_model_len)
     workload, output_len_known = _workload(options, files, context)
     here = _case_here(options, files, config, context, progress, started_s)
     case = _case_there(options, files, config, context) if job.hardware else here()
@@ -112,6 +117,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Wo
         rows_left=source.dataset.num_rows,
         expected_output_len=job.expected_output_len,
         share_prefixes=job.share_prefixes,
+        on_overlong=job.on_overlong,
     )
 
 

@@ -29,6 +29,8 @@ from batchgen.workload import Workload
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.
 _KV_ROOM = 1.25
+# Layers beyond this are planned with the curves for models of any size.
+_LARGE_LAYER_PARAMS = 1 << 28
 # Of the disk space that is free, this much is left alone.
 _DISK_MARGIN_FRAC = 0.1
 _SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
@@ -78,16 +80,21 @@ def find_hardware(
     model: ModelConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
-    """The profile called `name` (a file, or one that ships with the package); None: this machine's for layers like the
-    model's, measured now if it was not before. $BATCHGEN_HARDWARE stands in for a name that is not given. Raises InputError."""
-    name = name or os.environ.get(HARDWARE_VARIABLE) or None
-    if name is not None:
+    """The profile called `name` (a file, or one that ships with the package); "": this machine's for layers like the
+    model's, measured now if it was not before; None: the one that $BATCHGEN_HARDWARE names, or else this machine's.
+    Raises InputError."""
+    origin = "--hardware"
+    if name is None:
+        name, origin = os.environ.get(HARDWARE_VARIABLE, ""), f"${HARDWARE_VARIABLE}"
+    if name:
         if name in shipped_profiles():
             return shipped_profile(name)
         if not Path(name).exists():
             known = ", ".join(shipped_profiles())
-            raise InputError(f"--hardware {name}: no such file, and none of the shipped profiles ({known})")
+            raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
+    if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
+        model = None  # large products reach the same rates whatever their shape, and take long to measure
     profile = load_or_measure(
         cache_dir,
         device=device,
@@ -107,13 +114,13 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is None and request.gpu_memory is not None:
         raise InputError(f"--gpu-memory is given, but {hardware.name} has no GPU: leave it out")
     budgets = {
-        "cpu": request.cpu_memory or hardware.cpu_memory_bytes,
+        "cpu": hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory,
         "disk": int(hardware.disk_bytes * (1 - _DISK_MARGIN_FRAC))
         if request.disk_memory is None
         else request.disk_memory,
     }
     if hardware.gpu is not None:
-        budgets["gpu"] = request.gpu_memory or hardware.gpu_memory_bytes
+        budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
     home = "cpu" if hardware.gpu is None else "gpu"
     quantised = {"none": (request.dtype,), "auto": (request.dtype,), "int4": (request.dtype, "int4")}
     return Problem(
@@ -148,16 +155,26 @@ def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: s
     return model.num_params * FORMAT_BYTES[dtype] / rate
 
 
-def runnable(plan: Plan, model_name: str, dtype: str) -> Plan:
+def runnable(plan: Plan, model_name: str, dtype: str, max_model_len: int) -> Plan:
     """The plan, if `batchgen run` can carry it out here. Raises InputError."""
     if (plan.model, plan.dtype) != (model_name, dtype):
         raise InputError(
             f"--plan is for {plan.model} in {plan.dtype}, not {model_name} in {dtype}: make one for this job with `batchgen plan`"
         )
+    policy = plan.policy
+    if policy.max_model_len != max_model_len:
+        raise InputError(
+            f"--plan is for a context of {policy.max_model_len} tokens, not {max_model_len}: give --max-model-len"
+            f" {policy.max_model_len}, or make another plan"
+        )
     used = {tier for tiers in plan.placement_bytes.values() for tier, size in tiers.items() if size}
-    if used - {"cpu"} or plan.policy.weight_format != dtype or plan.policy.kv_format != dtype:
+    if used - {"cpu"} or policy.weight_format != dtype or policy.kv_format != dtype:
         where = " and ".join(sorted(used - {"cpu"})) or "4-bit formats"
         raise InputError(f"--plan needs {where}; jobs run in memory here: plan with --hardware left out")
+    if policy.num_gpu_batches > 1:
+        raise InputError(
+            f"--plan has {policy.num_gpu_batches} GPU batches, jobs run in one here: plan with --num-gpu-batches 1"
+        )
     return plan
 
 

@@ -141,9 +141,20 @@ class Plan:
             raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error
 
 
+_COUNTS = (
+    "gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size", "num_kv_blocks",
+)  # fmt: skip
+
+
 def policy_from_json(values: Mapping[str, Any]) -> Policy:
-    """The inverse of `Policy.to_json`."""
-    values = {key: value for key, value in values.items() if key != "max_num_seqs"}
+    """The inverse of `Policy.to_json`. Raises InputError for counts that are none."""
+    values = dict(values)
+    block_size = values.pop("max_num_seqs")
+    for name in _COUNTS:
+        if type(values[name]) is not int or values[name] < 1:
+            raise InputError(f"not a plan: {name} must be a whole number above 0, not {values[name]!r}")
+    if block_size != values["gpu_batch_size"] * values["num_gpu_batches"]:
+        raise InputError("not a plan: max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
     values["weight_layers"] = {name: tuple(counts) for name, counts in values["weight_layers"].items()}
     values["activation_batches"] = tuple(values["activation_batches"])
     return Policy(**values)

@@ -86,6 +86,14 @@ class Request:
     error: str | None = None
 
 
+def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:
+    """The prompt as `--on-overlong` wants it: cut so that max_tokens fit the context, or, for "error", as it is."""
+    if on_overlong == "error" or len(token_ids) + max_tokens <= context:
+        return token_ids
+    keep = max(1, context - max_tokens)
+    return token_ids[-keep:] if on_overlong == "truncate-left" else token_ids[:keep]
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """A token and its log-probability (natural log) under the model."""

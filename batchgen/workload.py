@@ -27,8 +27,15 @@ class Lengths:
         ordered = sorted(counts)
         if len(ordered) <= limit:
             return cls(tuple(ordered))
-        edges = [round(i * len(ordered) / limit) for i in range(limit + 1)]
-        return cls(tuple(round(sum(ordered[a:b]) / (b - a)) for a, b in itertools.pairwise(edges)))
+        sums = [0, *itertools.accumulate(ordered)]
+        width = len(ordered) / limit  # of a part, in counts; one that is cut belongs to both
+
+        def sum_to(place: float) -> float:
+            whole = int(place)
+            return sums[whole] + (place - whole) * (sums[min(whole + 1, len(ordered))] - sums[whole])
+
+        edges = [sum_to(i * len(ordered) / limit) for i in range(limit + 1)]
+        return cls(tuple(round((b - a) / width) for a, b in itertools.pairwise(edges)))
 
     @property
     def mean(self) -> float:
@@ -52,7 +59,7 @@ class Workload:
     """num_seqs: sequences to generate (rows times samples). prompt_len, output_len: tokens per sequence.
 
     max_output_len: the limit that KV is reserved for. shared_prefix_len: prompt tokens, on average, whose KV an
-    earlier row has computed already. num_rows: input rows, where it differs from num_seqs.
+    earlier row has computed already.
     """
 
     num_seqs: int

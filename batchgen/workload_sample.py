@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from batchgen.errors import InputError, RowError
-from batchgen.request import Request, SamplingParams
+from batchgen.request import Request, SamplingParams, cut_overlong
 from batchgen.workload import Lengths, Workload
 
 if TYPE_CHECKING:
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 _STRETCHES, _STRETCH_ROWS = 8, 32
 _SHARING_BLOCK = 16  # tokens; as prefixes are shared
 # An input that is read as a stream has no number of rows; it is planned as if it had many.
-_UNKNOWN_ROWS = 100_000
+UNKNOWN_ROWS = 100_000
 # Finished rows needed before their output lengths say more than --max-tokens does.
 _ENOUGH_FINISHED = 32
+
+
+class NoUsableRow(InputError):
+    """None of the sampled rows makes a prompt."""
 
 
 def measure_workload(
@@ -34,27 +38,34 @@ def measure_workload(
     expected_output_len: int | None,
     finished_output_lens: Sequence[int] = (),
     share_prefixes: bool = True,
+    on_overlong: str = "error",
 ) -> tuple[Workload, bool]:
     """The workload, and whether its output lengths are known (or only bounded by max_tokens).
 
-    finished_output_lens: of rows that are done already. Rows that would fail are left out. Raises InputError if no
-    sampled row makes a prompt.
+    finished_output_lens: of rows that are done already. Rows that would fail are left out, and the same part of the
+    rows that are not sampled. Raises NoUsableRow if no sampled row makes a prompt.
     """
+    sampled, reason = 0, None
     prompts: list[list[int]] = []
     limits: list[int] = []
     repeats: list[int] = []
     for request in itertools.chain.from_iterable(_sample(source)):
-        tokens = _encode(request, tokenizer)
-        if not tokens:
-            continue
+        sampled += 1
         own = request.sampling or sampling
-        prompts.append(tokens[: max_model_len - 1])
-        limits.append(max(1, min(own.max_tokens, max_model_len - len(prompts[-1]))))
+        tokens = cut_overlong(_encode(request, tokenizer), own.max_tokens, max_model_len, on_overlong)
+        if not 0 < len(tokens) < max_model_len:
+            reason = reason or request.error or ("its prompt is too long" if tokens else "it has no prompt")
+            continue
+        prompts.append(tokens)
+        limits.append(min(own.max_tokens, max_model_len - len(tokens)))
         repeats.append(own.n)
     if not prompts:
-        raise InputError("none of the rows sampled for planning makes a prompt: see the error of each with --limit 10")
+        raise NoUsableRow(
+            f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
+            " give an --input that has prompts, or another --prompt-column"
+        )
     seqs_per_row = sum(repeats) / len(repeats)
-    rows = _UNKNOWN_ROWS if rows_left is None else rows_left
+    rows = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(prompts) / sampled
     known = expected_output_len is not None or sampling.ignore_eos or max(limits) == 1
     if expected_output_len is not None:
         outputs = Lengths.of(min(limit, expected_output_len) for limit in limits)
@@ -62,13 +73,13 @@ def measure_workload(
         outputs, known = Lengths.of(max(1, min(n, max(limits))) for n in finished_output_lens), True
     else:
         outputs = Lengths.of(limits)
-    shared = _shared_prefix_len(prompts, seqs_per_row) if share_prefixes else 0.0
+    prompt_len = Lengths.of(len(tokens) for tokens in prompts)
     workload = Workload(
         num_seqs=max(1, round(rows * seqs_per_row)),
-        prompt_len=Lengths.of(len(tokens) for tokens in prompts),
+        prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
-        shared_prefix_len=shared,
+        shared_prefix_len=_shared_part(prompts, seqs_per_row) * prompt_len.mean if share_prefixes else 0.0,
     )
     return workload, known
 
@@ -110,8 +121,8 @@ def _encode(request: Request, tokenizer: Tokenizer) -> list[int]:
         return []
 
 
-def _shared_prefix_len(prompts: list[list[int]], seqs_per_row: float) -> float:
-    """Prompt tokens per sequence that an earlier one has computed; the first half of the sample only warms up.
+def _shared_part(prompts: list[list[int]], seqs_per_row: float) -> float:
+    """The part of all prompt tokens that an earlier sequence has computed; the first half of the sample only warms up.
 
     Further samples of a row take over all of its prompt but the last block.
     """
@@ -126,5 +137,5 @@ def _shared_prefix_len(prompts: list[list[int]], seqs_per_row: float) -> float:
             matched = end if matching else matched
             node = nodes.setdefault(key, len(nodes) + 1)
         shared.append((matched + (seqs_per_row - 1) * whole) / seqs_per_row)
-    settled = shared[len(shared) // 2 :]
-    return sum(settled) / len(settled)
+    warm = len(prompts) // 2
+    return sum(shared[warm:]) / sum(len(tokens) for tokens in prompts[warm:])

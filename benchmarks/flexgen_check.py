@@ -3,7 +3,7 @@
     python benchmarks/flexgen_check.py              # the table, as Markdown
     python benchmarks/flexgen_check.py --write      # into docs/flexgen_check.md
 
-Their policies are costed for their runtime (`cost.FLEXGEN`) on the placement their code makes of the printed
+Their policies are costed for their runtime (`setting.FLEXGEN`) on the placement their code makes of the printed
 percentages: whole weight matrices, by the midpoint of each within its layer.
 """
 
@@ -16,10 +16,11 @@ from pathlib import Path
 
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
-from batchgen.planner.cost import FLEXGEN, RuntimeModel, Setting, Shares, peak_bytes
+from batchgen.planner.cost import peak_bytes
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.setting import FLEXGEN, RuntimeModel, Setting, Shares
 from batchgen.planner.shipped import shipped_profile
 from batchgen.workload import Workload
 

@@ -109,7 +109,7 @@ def test_max_time_stops_and_the_next_run_goes_on(model, tmp_path):
     codes, resumed = [], []
     for _ in range(60):
         report = tmp_path / "report.json"
-        code, _, _ = invoke("run", "-o", parts, *args, "--max-time", "1.5s", "--report", report)
+        code, _, _ = invoke("run", "-o", parts, *args, "--max-time", "3s", "--report", report)
         codes.append(code)
         resumed.append(json.loads(report.read_text())["rows_resumed"])
         if code == 0:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.planner.cost import FLEXGEN, NO_OVERLAP
 from batchgen.planner.lp import Allowed, job_seconds
 from batchgen.planner.search import search
+from batchgen.planner.setting import FLEXGEN, NO_OVERLAP
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import flexgen_check

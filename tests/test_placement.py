@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 
 from batchgen.errors import InputError
-from batchgen.planner.cost import BATCHGEN, FLEXGEN, bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
 from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
 from batchgen.planner.search import settings as settings_of
+from batchgen.planner.setting import BATCHGEN, FLEXGEN
 from batchgen.policy import spread_layers
 from batchgen.workload import Lengths, Workload
 

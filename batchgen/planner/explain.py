@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.cost import Setting, Shares, bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
+from batchgen.planner.setting import Setting, Shares
 from batchgen.policy import Plan, Policy, Prediction
 from batchgen.units import format_bytes, format_seconds
 from batchgen.workload import Lengths

@@ -12,17 +12,9 @@ from dataclasses import dataclass, fields
 
 import pulp
 
-from batchgen.planner.cost import (
-    Setting,
-    Shares,
-    bounds,
-    can_delegate,
-    head_lanes,
-    layer_lanes,
-    peak_bytes,
-    sweep_overhead_s,
-)
+from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import Stage
+from batchgen.planner.setting import Setting, Shares
 from batchgen.policy import KV_CLASSES, TIERS
 
 GIB = 1 << 30

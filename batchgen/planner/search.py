@@ -16,9 +16,6 @@ from batchgen.formats import FORMAT_BYTES
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import (
-    BATCHGEN,
-    RuntimeModel,
-    Setting,
     can_delegate,
     decode_attention_s,
     decode_kv_bytes,
@@ -31,6 +28,7 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve
+from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
 from batchgen.units import format_bytes
 from batchgen.workload import Workload
 

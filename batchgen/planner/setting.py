@@ -1,0 +1,151 @@
+"""What the cost of a sweep depends on: the setting that is fixed while placement is decided, the shares that are decided,
+and what the runtime is able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.formats import FORMAT_BYTES
+from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.workload import Workload
+
+LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
+
+Linear = Any  # a number, or an expression of PuLP variables
+
+
+@dataclass(frozen=True)
+class RuntimeModel:
+    """What tells one runtime from another. Lanes named in `serial` run by themselves, before the others.
+
+    expands_per_gpu_batch: 4-bit weights are expanded for every GPU batch, not once per layer and sweep.
+    reads_int4_kv: attention kernels read 4-bit KV; otherwise it is expanded first.
+    attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
+    """
+
+    name: str
+    serial: tuple[str, ...] = ()
+    expands_per_gpu_batch: bool = False
+    reads_int4_kv: bool = True
+    attends_disk_kv_on_cpu: bool = False
+
+
+BATCHGEN = RuntimeModel("batchgen")
+# FlexGen's released code starts loading a layer's weights with its first GPU batch, and its CPU attention keeps the
+# launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
+FLEXGEN = RuntimeModel(
+    "flexgen", serial=("h2d",), expands_per_gpu_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
+)
+NO_OVERLAP = RuntimeModel("none", serial=LANES)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that is fixed while placement is decided. Memory budgets in bytes, None where there is no such tier.
+
+    block_size: sequences in flight. process_bytes: host memory the process takes before any of the model's.
+    """
+
+    hardware: HardwareProfile
+    model: ModelConfig
+    workload: Workload
+    runtime: RuntimeModel
+    compute_format: str
+    weight_format: str
+    kv_format: str
+    admission: str
+    block_size: int
+    num_gpu_batches: int
+    max_num_batched_tokens: int
+    kv_block_size: int
+    budgets: Mapping[str, int]
+    process_bytes: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.hardware.gpu is not None
+
+    @property
+    def rates(self) -> ComputeRates:
+        return self.hardware.compute
+
+    @property
+    def gpu_batch_size(self) -> int:
+        return -(-self.block_size // self.num_gpu_batches)
+
+    # Sizes in bytes, under the names DESIGN and the papers use.
+
+    @property
+    def element_bytes(self) -> float:
+        return FORMAT_BYTES[self.compute_format]
+
+    @property
+    def layer_bytes(self) -> float:
+        """W: one layer's weights as stored."""
+        return self.model.params_per_layer * FORMAT_BYTES[self.weight_format]
+
+    @property
+    def expanded_layer_bytes(self) -> float:
+        return self.model.params_per_layer * self.element_bytes
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """κ: keys and values of one token in one layer, as stored."""
+        return 2 * self.model.num_kv_heads * self.model.head_dim * FORMAT_BYTES[self.kv_format]
+
+    @property
+    def hidden_bytes(self) -> float:
+        """h: a token's activations between layers."""
+        return self.model.hidden_size * self.element_bytes
+
+    @property
+    def head_bytes(self) -> float:
+        """Final norm and output matrix."""
+        params = self.model.head_params
+        return (params + (self.model.embedding_params if self.model.tied_embeddings else 0)) * self.element_bytes
+
+    @property
+    def embedding_bytes(self) -> float:
+        """The input embedding, where it is a tensor of its own."""
+        return 0.0 if self.model.tied_embeddings else self.model.embedding_params * self.element_bytes
+
+    @property
+    def seq_kv_bytes(self) -> float:
+        """KV reserved for one sequence, all layers: its prompt and as much output as it may have."""
+        tokens = self.workload.computed_prompt_len + self.workload.max_output_len
+        blocks = -(-tokens // self.kv_block_size) if tokens > self.kv_block_size else tokens / self.kv_block_size
+        return blocks * self.kv_block_size * self.kv_token_bytes * self.model.num_layers
+
+    @property
+    def longest_seq_layer_kv_bytes(self) -> float:
+        tokens = self.workload.prompt_len.max + self.workload.max_output_len
+        return tokens * self.kv_token_bytes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where things live, each group adding up to 1: FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of
+    docs/design.md. `streamed_peak` and `disk_peak`: the largest share of any one layer that is not on the GPU, or
+    is on disk; buffers are made for that. Members are numbers, or PuLP expressions."""
+
+    w_gpu: Linear
+    w_cpu: Linear
+    w_disk: Linear
+    kv_gpu: Linear
+    kv_cpu: Linear
+    kv_streamed: Linear
+    kv_disk: Linear
+    act_gpu: Linear
+    act_cpu: Linear
+    head_gpu: Linear
+    head_cpu: Linear
+    streamed_peak: Linear
+    disk_peak: Linear
+
+    @property
+    def w_streamed(self) -> Linear:
+        """Weights that come over the bus in every sweep."""
+        return self.w_cpu + self.w_disk
