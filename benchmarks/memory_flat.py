@@ -34,7 +34,7 @@ def write_input(path: Path, rows: int) -> None:
             writer.write_table(pa.table({"name": names, "number": list(numbers)}, schema))
 
 
-def stub_engine(options, files, tokenizer, progress):
+def stub_engine(options, plan, files, tokenizer, progress):
     """In place of the job's own: everything but the network."""
     import torch
 
@@ -58,7 +58,18 @@ def stub_engine(options, files, tokenizer, progress):
         executor=Stub(),
         pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
-        policy=Policy("continuous", 256, 4096, config.max_position, 16, 4096, True),
+        policy=Policy(
+            admission="continuous",
+            gpu_batch_size=256,
+            num_gpu_batches=1,
+            max_num_batched_tokens=4096,
+            max_model_len=config.max_position,
+            kv_block_size=16,
+            num_kv_blocks=4096,
+            share_prefixes=True,
+            weight_format="float32",
+            kv_format="float32",
+        ),
         memory=MemoryPlan(0, 0, 0, 0, 0),
         eos_token_ids=frozenset(),
         dtype="float32",

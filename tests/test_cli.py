@@ -241,7 +241,7 @@ def broken_models(tmp_path, model):
         (["-m", "CORRUPT"], ["model.safetensors"]),
         (["-m", "NOMODEL"], ["config.json"]),
         (["-m", "no/such-model"], ["no/such-model"]),
-        (["--cpu-memory", "300MiB", "--prompt-column", "q"], ["too small for one row", "give at least"]),
+        (["--cpu-memory", "300MiB", "--prompt-column", "q"], ["no plan fits", "give at least"]),
         (["--cpu-memory", "plenty", "--prompt-column", "q"], ["'plenty' is not a size"]),
         (["--max-tokens", "0"], ["max_tokens must be at least 1"]),
         (["--top-p", "1.5"], ["top_p"]),

@@ -27,7 +27,9 @@ class TestRates:
         assert CURVE.at(tokens=300) == pytest.approx(1e11)
 
     def test_points_are_met(self):
-        assert [CURVE.at(tokens=x) for x, _ in CURVE.points] == pytest.approx([rate for _, rate in CURVE.points], rel=1e-12)
+        assert [CURVE.at(tokens=x) for x, _ in CURVE.points] == pytest.approx(
+            [rate for _, rate in CURVE.points], rel=1e-12
+        )
 
     def test_beyond_the_ends_it_is_what_it_is_there(self):
         assert [CURVE.at(tokens=x) for x in (0.001, 1e9)] == pytest.approx([1e9, 1e11], rel=1e-12)

@@ -288,14 +288,18 @@ def explain_infeasible(problem: Problem) -> str:
         return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
     weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
     what = f"the model's weights take {format_bytes(weights)}"
+    if problem.process_bytes:
+        what += f", the process {format_bytes(problem.process_bytes)}"
     if not least:
         return f"no plan fits: {what}; no single budget can make up for it, raise several"
     changes = [
         f"{_TIER_FLAGS[tier]} {format_bytes((problem.budgets[tier] + short) * 1.001)} ({format_bytes(short)} more)"
         for tier, short in sorted(least.items(), key=lambda item: item[1])
     ]
-    hint = "" if "int4" in problem.weight_formats else "; --quantization int4 would need less"
-    return f"no plan fits: {what}; give {', or '.join(changes)}{hint}"
+    # Where only one tier is allowed the caller does not offer formats either.
+    open_choice = len(problem.allowed.weight_tiers) > 1 and "int4" not in problem.weight_formats
+    hint = "; --quantization int4 would need less" if open_choice else ""
+    return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
 
 
 def _too_slow(problem: Problem) -> str:

@@ -1,0 +1,163 @@
+"""Factors between what single operations take and what they take in whole sweeps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_cases import cpu_box
+
+from batchgen import calibration
+from batchgen.calibration import at_this_moment, calibrated, fit
+from batchgen.hardware import HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.shipped import shipped_profile
+
+TINY = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    }
+)
+KINDS = 5
+
+
+def test_fit_recovers_factors():
+    rng = np.random.default_rng(0)
+    factors = np.array([0.8, 1.2, 1.0, 1.6, 2.4])
+    terms = rng.uniform(0.0, 0.2, (10, KINDS))
+    terms[np.arange(10), np.arange(10) % KINDS] += 1.0  # each kind is most of two sweeps
+    assert fit(terms, terms @ factors) == pytest.approx(factors, rel=0.02)
+    noisy = (terms @ factors) * rng.uniform(0.97, 1.03, 10)
+    assert fit(terms, noisy) == pytest.approx(factors, rel=0.05)
+
+
+def test_fit_weighs_short_sweeps_as_much_as_long_ones():
+    terms = np.diag([1e-4, 1e-2, 1.0, 1e-3, 10.0])
+    factors = np.array([1.5, 0.7, 1.1, 2.0, 0.9])
+    assert fit(terms, terms @ factors) == pytest.approx(factors, rel=0.01)
+
+
+def test_fit_leaves_alone_what_it_cannot_know():
+    terms = np.zeros((4, KINDS))
+    terms[:, 0] = [1, 2, 3, 4]  # no sweep says anything about the others
+    assert fit(terms, 2 * terms[:, 0]) == pytest.approx([2, 1, 1, 1, 1], rel=0.01)
+    # Two kinds that always come together share what is found.
+    terms[:, 1] = terms[:, 0]
+    assert fit(terms, 3 * terms[:, 0]) == pytest.approx([1.5, 1.5, 1, 1, 1], rel=0.01)
+
+
+def test_fit_has_limits():
+    terms = np.eye(KINDS)
+    assert fit(terms, np.full(KINDS, 100.0)) == pytest.approx(np.full(KINDS, 3.0))
+    assert fit(terms, np.full(KINDS, 0.01)) == pytest.approx(np.full(KINDS, 0.5))
+
+
+def untouched(profile):
+    """Everything that sweeps say nothing about."""
+    values = profile.to_json()
+    curves = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+    values["cpu"] = {name: value for name, value in values["cpu"].items() if not name.startswith(curves)}
+    return {name: value for name, value in values.items() if name != "measured"}
+
+
+def test_a_tiny_model_is_calibrated(monkeypatch):
+    monkeypatch.setattr(calibration, "_PULSE_S", 0.0)
+    before = replace(shipped_profile("zen4"), measured={"threads": 2})
+    after = calibrated(before, TINY, "float32")
+    factors = after.measured["sweep_factors"]["float32"]
+    assert set(factors) == {"gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention"}
+    assert all(0.5 <= factor <= 3.0 for factor in factors.values())
+    assert after.measured["threads"] == 2 and after.measured["pulse_s"]["float32"] > 0
+    for name, curve in (("gemm", "gemm_flops_per_s"), ("elementwise", "elementwise_bytes_per_s")):
+        rates = [getattr(p.cpu, curve)["float32"].at(tokens=50, width=64) for p in (before, after)]
+        assert rates[1] == pytest.approx(rates[0] / factors[name], rel=2e-3)
+    for group in (1, 2, 8):
+        rates = [p.cpu.decode_attention_bytes_per_s["float32"].at(group=group) for p in (before, after)]
+        assert rates[1] == pytest.approx(rates[0] / factors["decode_attention"], rel=2e-3)
+    shared = after.cpu.shared_attention_flops_per_s["float32"].at(context=500)
+    alone = before.cpu.prefill_attention_flops_per_s["float32"].at(context=500)
+    assert shared == pytest.approx(alone / factors["shared_attention"], rel=2e-3)
+    assert untouched(after) == untouched(before)
+    assert HardwareProfile.from_json(after.to_json()) == after
+
+
+def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
+    """Sweeps are timed by a profile that is off by known factors instead of a clock."""
+    believed = shipped_profile("zen4")
+    believed = replace(
+        believed, cpu=replace(believed.cpu, shared_attention_flops_per_s=believed.cpu.prefill_attention_flops_per_s)
+    )
+    slower = {
+        "gemm": 1.5,
+        "elementwise": 1.2,
+        "prefill_attention": 2.0,
+        "decode_attention": 0.8,
+        "shared_attention": 1.4,
+    }
+    true = believed.scaled(**{name: 1 / factor for name, factor in slower.items()})
+    model = replace(TINY, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192)
+
+    def sweep_s(profile, sweep, model=model):
+        return sum(calibration._terms(profile, model, "float32", sweep))
+
+    monkeypatch.setattr(calibration, "_runner", lambda part, dtype: lambda sweep: sweep_s(true, sweep, part))
+    monkeypatch.setattr(calibration, "pulse_s", lambda dtype: 0.02)
+    monkeypatch.setattr(calibration, "_LONGEST_S", 60.0)
+    found = calibrated(believed, model, "float32")
+    assert found.measured["sweep_factors"]["float32"]["gemm"] == pytest.approx(1.5, rel=0.05)
+    assert found.measured["pulse_s"] == {"float32": 0.02}
+    for sweep in calibration._SWEEPS:
+        assert abs(sweep_s(believed, sweep) / sweep_s(true, sweep) - 1) > 0.1
+        assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)
+
+
+class TestAtThisMoment:
+    RATES = (
+        "gemm_flops_per_s",
+        "elementwise_bytes_per_s",
+        "prefill_attention_flops_per_s",
+        "decode_attention_bytes_per_s",
+    )
+
+    def slower(self, monkeypatch, then_s, now_s, dtype="float16"):
+        """By how much each compute rate falls; and the profile."""
+        monkeypatch.setattr(calibration, "pulse_s", lambda dtype: now_s)
+        before = cpu_box(measured={"pulse_s": {"float16": then_s}})
+        after = at_this_moment(before, dtype)
+        assert untouched(replace(after, sampling_logits_per_s=1.0)) == untouched(
+            replace(before, sampling_logits_per_s=1.0)
+        )
+        ratios = [getattr(before.cpu, name)["float16"].at(tokens=9) / getattr(after.cpu, name)["float16"].at(tokens=9)
+                  for name in self.RATES]  # fmt: skip
+        assert ratios == pytest.approx([before.sampling_logits_per_s / after.sampling_logits_per_s] * 4)
+        return ratios[0]
+
+    def test_half_of_the_difference_counts(self, monkeypatch):
+        assert self.slower(monkeypatch, 0.02, 0.02 * 1.21) == pytest.approx(1.1)
+        assert self.slower(monkeypatch, 0.02, 0.02 / 1.21) == pytest.approx(1 / 1.1)
+        assert self.slower(monkeypatch, 0.02, 0.02) == 1
+
+    def test_within_limits(self, monkeypatch):
+        assert self.slower(monkeypatch, 0.02, 2.0) == pytest.approx(1.5)
+        assert self.slower(monkeypatch, 2.0, 0.02) == pytest.approx(1 / 1.5)
+
+    def test_profiles_that_were_not_calibrated_are_left_alone(self, monkeypatch):
+        def never(dtype):
+            raise AssertionError("nothing to compare with")
+
+        monkeypatch.setattr(calibration, "pulse_s", never)
+        assert at_this_moment(cpu_box(), "float16") == cpu_box()
+        other = cpu_box(measured={"pulse_s": {"float32": 0.02}})
+        assert at_this_moment(other, "float16") == other
+
+
+def test_a_pulse_is_about_as_long_as_the_next(monkeypatch):
+    monkeypatch.setattr(calibration, "_PULSE_S", 0.1)
+    first, second = calibration.pulse_s("float32"), calibration.pulse_s("float32")
+    assert 1e-4 < first < 5 and 0.2 < first / second < 5

@@ -1,0 +1,329 @@
+"""From hardware, model and workload to a plan: which profile, which budgets, what if, and plans as files."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
+
+from batchgen import planning
+from batchgen.errors import InputError
+from batchgen.planner.shipped import shipped_profile, shipped_profiles
+from batchgen.planning import (
+    PlanRequest,
+    find_hardware,
+    loading_s,
+    most_kv_tokens,
+    on_this_machine,
+    plan_job,
+    problem_of,
+    read_plan,
+    runnable,
+    what_if,
+)
+from batchgen.policy import Plan
+from batchgen.workload import Lengths, Workload
+
+SMALL = opt(1024, 12, 16)
+REQUEST = PlanRequest("small", "float16", 512)
+WORKLOAD = Workload(300, Lengths((50, 80, 120)), Lengths((10, 40)), 64, shared_prefix_len=16)
+
+
+def make(hardware=None, model=SMALL, workload=WORKLOAD, request=REQUEST, loading_s=0.0, startup_s=0.0):
+    problem = problem_of(hardware or cpu_box(), model, workload, request)
+    return plan_job(problem, request, startup_s=startup_s, loading_s=loading_s, output_len_known=True)
+
+
+@pytest.fixture(scope="module")
+def in_memory():
+    return make(request=replace(REQUEST, in_memory=True))
+
+
+def complaint(function, *args, **options):
+    with pytest.raises(InputError) as caught:
+        function(*args, **options)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+class TestFindHardware:
+    @pytest.fixture(autouse=True)
+    def nothing_is_measured(self, monkeypatch):
+        monkeypatch.setattr(planning, "load_or_measure", lambda *args, **options: cpu_box(name="measured"))
+        monkeypatch.delenv(planning.HARDWARE_VARIABLE, raising=False)
+
+    def find(self, name, tmp_path):
+        return find_hardware(name, dtype="float16", offload_dir=tmp_path, cache_dir=tmp_path)
+
+    def test_a_file(self, tmp_path):
+        path = tmp_path / "box.json"
+        path.write_text(json.dumps(gpu_box().to_json()))
+        assert self.find(str(path), tmp_path) == gpu_box()
+
+    def test_one_that_ships(self, tmp_path):
+        for name in shipped_profiles():
+            assert self.find(name, tmp_path) is shipped_profile(name)
+
+    def test_neither(self, tmp_path):
+        assert "--hardware tpu: no such file" in complaint(self.find, "tpu", tmp_path)
+        assert "a100, a10g" in complaint(self.find, "tpu", tmp_path)
+        assert "Is a directory" in complaint(self.find, str(tmp_path), tmp_path)
+
+    def test_this_machine_if_nothing_is_named(self, tmp_path):
+        assert self.find(None, tmp_path).name == self.find("", tmp_path).name == "measured"
+
+    def test_the_environment_names_one(self, tmp_path, monkeypatch):
+        monkeypatch.setenv(planning.HARDWARE_VARIABLE, "a100")
+        assert self.find(None, tmp_path).name == "a100"
+        assert self.find("t4", tmp_path).name == "t4"
+        assert self.find("", tmp_path).name == "measured"  # `batchgen profile` looks at the machine
+        monkeypatch.setenv(planning.HARDWARE_VARIABLE, "tpu")
+        assert "$BATCHGEN_HARDWARE tpu: no such file" in complaint(self.find, None, tmp_path)
+
+
+class TestBudgets:
+    def test_all_of_the_machine_unless_told_otherwise(self):
+        budgets = problem_of(gpu_box(), SMALL, WORKLOAD, REQUEST).budgets
+        assert budgets == {"gpu": 12 * GIB, "cpu": 48 * GIB, "disk": 450 * GIB}
+        less = replace(REQUEST, gpu_memory=3 * GIB, cpu_memory=4 * GIB, disk_memory=0)
+        assert problem_of(gpu_box(), SMALL, WORKLOAD, less).budgets == {"gpu": 3 * GIB, "cpu": 4 * GIB, "disk": 0}
+        assert "gpu" not in problem_of(cpu_box(), SMALL, WORKLOAD, REQUEST).budgets
+
+    @pytest.mark.parametrize(
+        ("hardware", "changes", "said"),
+        [
+            (cpu_box(), {"gpu_memory": GIB}, "--gpu-memory is given, but cpu box has no GPU"),
+            (cpu_box(), {"gpu_memory": 0}, "--gpu-memory is given, but cpu box has no GPU"),
+            (gpu_box(), {"gpu_memory": 13 * GIB}, "--gpu-memory 13.0 GiB is more than gpu box has (12.0 GiB)"),
+            (cpu_box(), {"cpu_memory": 33 * GIB}, "--cpu-memory 33.0 GiB is more than cpu box has (32.0 GiB)"),
+            (gpu_box(), {"disk_memory": 501 * GIB}, "--disk-memory 501.0 GiB is more than gpu box has"),
+            (gpu_box(), {"gpu_memory": 0}, "--gpu-memory must be above 0"),
+            (gpu_box(), {"cpu_memory": 0}, "--cpu-memory must be above 0"),
+            (cpu_box(), {"cpu_memory": 1 << 20, "disk_memory": 0}, "no plan fits"),
+        ],
+    )
+    def test_what_the_machine_does_not_have(self, hardware, changes, said):
+        assert said in complaint(make, hardware, request=replace(REQUEST, **changes))
+
+    def test_the_plan_stays_within_them(self):
+        request = replace(REQUEST, gpu_memory=GIB, cpu_memory=3 * GIB)
+        plan = make(gpu_box(), request=request)
+        for tier, parts in plan.prediction.memory_bytes.items():
+            assert sum(parts.values()) <= plan.budgets[tier]
+        assert plan.prediction.total_s >= make(gpu_box()).prediction.total_s
+
+    def test_this_machines_memory_for_a_job_that_runs_here(self):
+        here = on_this_machine(cpu_box(cpu_memory_bytes=1))
+        assert 100 << 20 < here.cpu_memory_bytes < 1 << 46
+        assert replace(here, cpu_memory_bytes=1) == cpu_box(cpu_memory_bytes=1)
+
+
+class TestWhatIf:
+    def test_a_size_is_the_machines_and_the_budget_alike(self):
+        hardware, request = what_if(gpu_box(), REQUEST, {"gpu-memory": "48GiB", "cpu-memory": "8GB"})
+        assert hardware == gpu_box(gpu_memory_bytes=48 * GIB, cpu_memory_bytes=8 * 10**9)
+        assert (request.gpu_memory, request.cpu_memory) == (48 * GIB, 8 * 10**9)
+        assert problem_of(hardware, SMALL, WORKLOAD, request).budgets["gpu"] == 48 * GIB
+
+    @pytest.mark.parametrize(
+        ("name", "field"),
+        [
+            ("h2d", "h2d_bytes_per_s"),
+            ("d2h", "d2h_bytes_per_s"),
+            ("disk-read", "disk_read_bytes_per_s"),
+            ("disk-write", "disk_write_bytes_per_s"),
+            ("dram", "dram_bytes_per_s"),
+        ],
+    )
+    def test_a_rate(self, name, field):
+        for text in ("7GB/s", "7GB", "7000000000"):
+            assert what_if(gpu_box(), REQUEST, {name: text}) == (gpu_box(**{field: 7 * 10**9}), REQUEST)
+
+    def test_more_is_never_slower(self):
+        model, request = opt(5120, 40, 40), replace(REQUEST, max_num_seqs=128)
+        base = make(gpu_box(), model, request=request).prediction.total_s
+        for change in ({"gpu-memory": "48GiB"}, {"h2d": "25GB/s", "d2h": "25GB/s"}):
+            hardware, changed = what_if(gpu_box(), request, change)
+            assert make(hardware, model, request=changed).prediction.total_s < base
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"gpu": "48GiB"}, "--what-if gpu: give one of gpu-memory, cpu-memory"),
+            ({"gpu-memory": "lots"}, "'lots' is not a size"),
+            ({"gpu-memory": "0"}, "--what-if gpu-memory=0 must be above 0"),
+            ({"gpu-memory": "-4GiB"}, "is not a size"),
+            ({"gpu-memory": "48GiB"}, "cpu box has no GPU"),
+            ({"h2d": "12GB/s"}, "cpu box has no GPU"),
+        ],
+    )
+    def test_changes_that_make_no_sense(self, changes, said):
+        hardware = cpu_box() if "no GPU" in said else gpu_box()
+        assert said in complaint(what_if, hardware, REQUEST, changes)
+
+
+class TestLoading:
+    def test_no_faster_than_the_slower_of_disk_and_loader(self):
+        size = SMALL.num_params * 2
+        assert loading_s(cpu_box(), SMALL, "float16", "hf") == pytest.approx(size / 2e9)
+        assert loading_s(cpu_box(disk_read_bytes_per_s=5e8), SMALL, "float16", "hf") == pytest.approx(size / 5e8)
+        assert loading_s(cpu_box(), SMALL, "float32", "hf") == pytest.approx(2 * size / 2e9)
+
+    def test_a_gguf_at_its_own_rate_if_it_is_known(self):
+        assert loading_s(cpu_box(), SMALL, "float16", "gguf") == loading_s(cpu_box(), SMALL, "float16", "hf")
+        slow = cpu_box(gguf_load_bytes_per_s=1e8)
+        assert loading_s(slow, SMALL, "float16", "gguf") == pytest.approx(SMALL.num_params * 2 / 1e8)
+
+    def test_grows_with_the_model(self):
+        times = [
+            loading_s(cpu_box(), model, "float16", "hf") for model in (SMALL, opt(5120, 40, 40), opt(9216, 64, 72))
+        ]
+        assert 0 < times[0] < times[1] < times[2]
+
+    def test_is_part_of_the_job(self):
+        plain, late = make(), make(startup_s=3.0, loading_s=4.0)
+        assert (plain.prediction.startup_s, late.prediction.startup_s) == (0, 7)
+        assert late.prediction.total_s == pytest.approx(plain.prediction.total_s + 7)
+        assert late.prediction.low_s >= 7
+
+    def test_kv_pages_are_provided_as_they_are_first_used(self):
+        request = replace(REQUEST, max_num_seqs=64, in_memory=True)
+
+        def first_touch_s(rate, rows=300, box=cpu_box):
+            workload = Workload.uniform(rows, 100, 20)
+            return make(box(first_touch_bytes_per_s=rate), workload=workload, request=request).prediction.startup_s
+
+        assert first_touch_s(None) == 0
+        assert 0 < first_touch_s(4e9) == pytest.approx(first_touch_s(1e9) / 4)
+        times = [first_touch_s(1e9, rows) for rows in (8, 30, 60)]
+        assert 0 < times[0] < times[1] < times[2]
+        # Pages are used again: ten times the rows need no more of them.
+        assert first_touch_s(1e9, 3000) == first_touch_s(1e9, 300)
+        token_bytes = 2 * 2 * SMALL.num_layers * 1024
+        assert first_touch_s(1e9, 64) == pytest.approx(64 * 120 * token_bytes / 1e9)
+        # With all KV on the GPU the host has none to provide.
+        assert first_touch_s(1e9, box=gpu_box) == 0
+
+
+class TestRunnable:
+    def test_a_plan_for_this_job(self, in_memory):
+        assert runnable(in_memory, "small", "float16", 512) is in_memory
+
+    def test_a_plan_for_another(self, in_memory):
+        assert "--plan is for small in float16, not large in float16" in complaint(
+            runnable, in_memory, "large", "float16", 512
+        )
+        assert "not small in float32" in complaint(runnable, in_memory, "small", "float32", 512)
+        assert "--max-model-len 512" in complaint(runnable, in_memory, "small", "float16", 2048)
+
+    def test_a_plan_for_a_gpu(self):
+        assert "--plan needs gpu" in complaint(runnable, make(gpu_box()), "small", "float16", 512)
+
+    def test_a_plan_with_a_disk(self):
+        request = replace(REQUEST, model_name="llama", max_num_seqs=8)
+        plan = make(cpu_box(cpu_memory_bytes=12 * GIB), llama_8b(), request=request)
+        assert "--plan needs disk" in complaint(runnable, plan, "llama", "float16", 512)
+
+    @pytest.mark.parametrize("name", ["weight_format", "kv_format"])
+    def test_a_plan_in_4_bits(self, in_memory, name):
+        plan = replace(in_memory, policy=replace(in_memory.policy, **{name: "int4"}))
+        assert "--plan needs 4-bit formats" in complaint(runnable, plan, "small", "float16", 512)
+
+    def test_a_plan_in_several_batches(self):
+        plan = make(request=replace(REQUEST, num_gpu_batches=4, in_memory=True))
+        assert "4 GPU batches" in complaint(runnable, plan, "small", "float16", 512)
+
+    def test_in_memory_means_the_compute_devices(self, in_memory):
+        used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}
+        assert used == {"cpu"} and in_memory.policy.kv_seqs == {"cpu": in_memory.policy.max_num_seqs}
+        on_gpu = make(gpu_box(), request=replace(REQUEST, in_memory=True))
+        assert on_gpu.policy.kv_seqs == {"gpu": on_gpu.policy.max_num_seqs}
+        request = replace(REQUEST, in_memory=True)
+        assert "no plan fits" in complaint(make, cpu_box(cpu_memory_bytes=8 * GIB), llama_8b(), request=request)
+
+
+class TestPlanFiles:
+    @pytest.mark.parametrize("box", [cpu_box, gpu_box])
+    def test_survive_a_round_trip(self, box, tmp_path):
+        plan = make(box())
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(plan.to_json()))
+        assert read_plan(str(path)) == plan
+
+    def test_that_cannot_be_read(self, tmp_path):
+        assert "nothing.json cannot be read: No such file" in complaint(read_plan, str(tmp_path / "nothing.json"))
+        assert "Is a directory" in complaint(read_plan, str(tmp_path))
+
+    @pytest.mark.parametrize("content", ["", "{", "\x00"])
+    def test_that_hold_no_json(self, tmp_path, content):
+        path = tmp_path / "plan.json"
+        path.write_text(content)
+        assert "plan.json is not valid JSON" in complaint(read_plan, str(path))
+
+    @pytest.mark.parametrize("values", [{}, [], "plan", 5, None], ids=repr)
+    def test_that_hold_something_else(self, tmp_path, values):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(values))
+        assert "not a plan" in complaint(read_plan, str(path))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("policy", None), ("policy", {}), ("workload", {}), ("prediction", {}), ("prediction/total_s", ...),
+            ("policy/admission", ...), ("policy/gpu_batch_size", 0), ("policy/gpu_batch_size", "many"),
+            ("policy/num_kv_blocks", 1.5), ("policy/max_model_len", True), ("policy/max_num_seqs", 3),
+            ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
+        ],
+    )  # fmt: skip
+    def test_that_were_edited_badly(self, in_memory, field, value):
+        values = json.loads(json.dumps(in_memory.to_json()))
+        inner = values
+        *outer, last = field.split("/")
+        for name in outer:
+            inner = inner[name]
+        if value is ...:
+            del inner[last]
+        else:
+            inner[last] = value
+        assert "not a plan" in complaint(Plan.from_json, values)
+
+    def test_that_were_edited_well(self, in_memory):
+        values = json.loads(json.dumps(in_memory.to_json()))
+        values["policy"] |= {"gpu_batch_size": 7, "max_num_seqs": 7}
+        assert Plan.from_json(values).policy.max_num_seqs == 7
+
+
+def test_kv_pools_hold_the_block_at_full_length(in_memory):
+    assert most_kv_tokens(in_memory) >= in_memory.policy.max_num_seqs * (120 + 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ({"admission": "static"}, "admission", "static"),
+        ({"admission": "continuous"}, "admission", "continuous"),
+        ({"max_num_seqs": 24}, "max_num_seqs", 24),
+        ({"max_num_batched_tokens": 333}, "max_num_batched_tokens", 333),
+        ({"num_gpu_batches": 4, "max_num_seqs": 32}, "num_gpu_batches", 4),
+        ({"share_prefixes": False}, "share_prefixes", False),
+        ({"max_model_len": 700}, "max_model_len", 700),
+    ],
+    ids=str,
+)
+def test_what_is_asked_for_is_in_the_plan(options, field, value):
+    assert getattr(make(gpu_box(), request=replace(REQUEST, **options)).policy, field) == value
+
+
+def test_a_prediction_adds_up(in_memory):
+    predicted = in_memory.prediction
+    assert 0 < predicted.low_s <= predicted.total_s <= predicted.high_s
+    assert predicted.bottleneck == max(predicted.lane_s, key=predicted.lane_s.get)
+    assert predicted.generated_tokens_per_s == pytest.approx(300 * 25 / predicted.total_s)
+    assert predicted.total_tokens_per_s == pytest.approx(300 * (25 + 250 / 3) / predicted.total_s)
+    assert predicted.bound_s <= predicted.total_s
+
+
+def test_more_rows_take_longer():
+    times = [make(workload=replace(WORKLOAD, num_seqs=rows)).prediction.total_s for rows in (1, 10, 100, 1000, 10_000)]
+    assert all(b > a for a, b in itertools.pairwise(times))
