@@ -150,7 +150,7 @@ def test_more_hardware_is_never_slower(name, factor, model, rows, prompt, output
     workload = Workload.uniform(rows, prompt, output)
     before = search(problem(model=model, workload=workload)).seconds
     after = search(problem(gpu_box().scaled(**{name: factor}), model=model, workload=workload)).seconds
-    assert after <= before * (1 + 2e-4)
+    assert after <= before * (1 + 5e-4)
 
 
 def test_more_memory_is_never_slower_without_a_gpu():
@@ -158,7 +158,7 @@ def test_more_memory_is_never_slower_without_a_gpu():
         search(problem(cpu_box(cpu_memory_bytes=gib * GIB), model=llama_8b())).seconds
         for gib in (6, 8, 12, 17, 20, 32, 64)
     ]
-    assert all(b <= a * (1 + 2e-4) for a, b in itertools.pairwise(times))
+    assert all(b <= a * (1 + 5e-4) for a, b in itertools.pairwise(times))
     assert times[0] > times[-1]
 
 
@@ -245,6 +245,14 @@ def test_impossible_budgets_are_refused():
     p = problem()
     with pytest.raises(InputError, match=r"--cpu-memory 100.0 GiB is more than gpu box has \(48.0 GiB\)"):
         search(replace(p, budgets=p.budgets | {"cpu": 100 * GIB}))
+
+
+def test_equally_fast_plans_leave_the_disk_alone():
+    """Compute binds, and memory is plentiful: nothing is gained from the disk."""
+    roomy = gpu_box(cpu_memory_bytes=400 * GIB)
+    best = search(problem(roomy, workload=Workload.uniform(512, 512, 32)))
+    at = best.counts.shares(best.setting)
+    assert at.w_disk == at.kv_disk == 0
 
 
 def test_only_allowed_formats_and_tiers_are_used():

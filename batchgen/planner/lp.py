@@ -20,6 +20,7 @@ from batchgen.policy import KV_CLASSES, TIERS
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.
 _GAP = 1e-4
+_MOVING = ("h2d", "d2h", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,16 @@ def job_seconds(s: Setting, stages: Sequence[Stage], at: Shares) -> float:
     )
 
 
-def solve(s: Setting, stages: Sequence[Stage], allowed: Allowed, *, integer: bool) -> Solution | None:
-    """The fastest placement, or None where the budgets allow none."""
+def solve(
+    s: Setting, stages: Sequence[Stage], allowed: Allowed, *, integer: bool, within_s: float | None = None
+) -> Solution | None:
+    """The fastest placement, or None where the budgets allow none.
+
+    within_s: of the placements that take no longer than this, the one that keeps buses and disk least busy.
+    """
     programme = _Programme(s, stages, allowed, integer)
+    if within_s is not None:
+        programme.move_least(within_s)
     if not programme.solve():
         return None
     counts = programme.counts()
@@ -182,6 +190,15 @@ class _Programme:
             self.problem += seconds >= bound, row
             members = [m for m in runtime.serial if m in lanes] + [lane] * (lane is not None)
             self.lane_rows.append((row, {m: lanes[m] for m in members}))
+
+    def move_least(self, within_s: float) -> None:
+        """Makes the time a limit, and the seconds of the lanes that move data the objective."""
+        self.problem += self.problem.objective <= within_s - self.fixed_s, "time"
+        moving = []
+        for stage in self.stages:
+            lanes = layer_lanes(self.s, stage, self.shares)
+            moving += [stage.sweeps * self.s.model.num_layers * lanes[lane] for lane in _MOVING if lane in lanes]
+        self.problem.setObjective(pulp.lpSum(moving))
 
     def solve(self) -> bool:
         status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
