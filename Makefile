@@ -29,6 +29,7 @@ lint: install
 bench: install
 	$(BIN)/python benchmarks/azure_vs_transformers.py
 	$(BIN)/python benchmarks/prefix_sharing.py
+	$(BIN)/python benchmarks/plan_accuracy.py
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -30,7 +30,7 @@ from batchgen.workload import Workload
 
 _KV_BLOCK = 16
 _VOCAB = 1024  # the head is not what is looked at
-_RUNS = 4
+_RUNS, _ROUNDS = 3, 3
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
 # Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
 _PRIOR = 0.05
@@ -77,8 +77,10 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> Hard
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
     run = _runner(part, dtype)
     pulses = [pulse_s(dtype)]
-    times = [run(sweeps[i]) for i in affordable]
-    factors = fit(np.array([terms[i] for i in affordable]), np.array(times)).tolist()
+    # In rounds, so that a moment in which the machine is slow does not decide about one of them.
+    rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
+    times = np.median(rounds, axis=0)
+    factors = fit(np.array([terms[i] for i in affordable]), times).tolist()
     scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
     noted = {name: round(float(factor), 3) for name, factor in zip(_FACTORS, factors, strict=True)}
     kept = {"sweep_factors": {dtype: noted}, "pulse_s": {dtype: statistics.median([*pulses, pulse_s(dtype)])}}

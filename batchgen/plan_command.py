@@ -64,7 +64,9 @@ def run_plan(options: PlanOptions) -> list[str]:
     job = options.job
     check_options(job)
     if options.as_json and (options.what_if or options.frontier):
-        raise InputError("--json gives the plan alone: leave out --what-if and --frontier, or plan for each case by itself")
+        raise InputError(
+            "--json gives the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
+        )
     if options.num_gpu_batches is not None and options.num_gpu_batches < 1:
         raise InputError(f"--num-gpu-batches must be at least 1, not {options.num_gpu_batches}")
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
