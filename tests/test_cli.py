@@ -103,13 +103,14 @@ def test_max_time_stops_and_the_next_run_goes_on(model, tmp_path):
     table = tmp_path / "many.jsonl"
     table.write_text("".join(json.dumps({"prompt": f"The ferry {i}"}) + "\n" for i in range(3000)))
     args = ["-m", model, "-i", table, "--dtype", "float32", "--max-tokens", "30", "--progress", "none", "--ignore-eos"]
+    args += ["--max-num-seqs", "16"]  # slowly
     whole = tmp_path / "whole.jsonl"
     assert invoke("run", "-o", whole, *args)[0] == 0
     parts = tmp_path / "parts.jsonl"
     codes, resumed = [], []
     for _ in range(60):
         report = tmp_path / "report.json"
-        code, _, _ = invoke("run", "-o", parts, *args, "--max-time", "3s", "--report", report)
+        code, _, _ = invoke("run", "-o", parts, *args, "--max-time", "4s", "--report", report)
         codes.append(code)
         resumed.append(json.loads(report.read_text())["rows_resumed"])
         if code == 0:

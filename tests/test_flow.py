@@ -1,7 +1,7 @@
 """The fluid model of a job: nothing is lost, and it follows the scheduler."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.planner.flow import stages_of
@@ -9,6 +9,7 @@ from batchgen.workload import Lengths, Workload
 
 
 @settings(max_examples=60, deadline=None)
+@example(235, [14], [1, 1, 1, 1, 12], 7, 67, "continuous")
 @given(
     rows=st.integers(1, 5000),
     prompts=st.lists(st.integers(1, 900), min_size=1, max_size=5),

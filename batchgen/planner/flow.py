@@ -114,8 +114,18 @@ def _repeat_middle(steps: list[Stage], workload: Workload, block_size: int, more
     stretch = 1 + more_seqs / sum(s.prefill_seqs * s.sweeps for s in inside)
     tokens = workload.num_seqs * (workload.output_len.mean - 1) - _decoded(outside)
     busier = tokens / (stretch * _decoded(inside)) if _decoded(inside) else 1.0
+    # More work than those steps have is more sweeps, as the block cannot hold more; less work is emptier ones.
+    longer, fuller = max(1.0, busier), min(1.0, busier)
     return [
-        replace(s, sweeps=s.sweeps * stretch, decode_seqs=s.decode_seqs * busier) if m else s
+        replace(
+            s,
+            sweeps=s.sweeps * stretch * longer,
+            prefill_tokens=s.prefill_tokens / longer,
+            prefill_seqs=s.prefill_seqs / longer,
+            decode_seqs=s.decode_seqs * fuller,
+        )
+        if m
+        else s
         for s, m in zip(steps, middle, strict=True)
     ]
 

@@ -98,19 +98,17 @@ def search(problem: Problem) -> Candidate:
     for bound, _, setting, stages in bounded:
         if best is not None and bound >= best.seconds:
             break
-        relaxed = solve(setting, stages, problem.allowed, integer=False)
-        if relaxed is None or (best is not None and relaxed.seconds >= best.seconds):
-            continue
-        if _block_latency_s(setting, stages, relaxed.seconds) > (problem.max_block_latency_s or float("inf")):
-            too_slow = True
-            continue
-        realised = solve(setting, stages, problem.allowed, integer=True)
-        if realised is None or (best is not None and realised.seconds >= best.seconds):
-            continue
-        if _block_latency_s(setting, stages, realised.seconds) > (problem.max_block_latency_s or float("inf")):
-            too_slow = True
-            continue
-        best = Candidate(setting, stages, relaxed, realised)
+        found = []
+        for integer in (False, True):
+            solution = solve(setting, stages, problem.allowed, integer=integer)
+            if solution is None or (best is not None and solution.seconds >= best.seconds):
+                break
+            if _block_latency_s(setting, stages, solution.seconds) > (problem.max_block_latency_s or float("inf")):
+                too_slow = True
+                break
+            found.append(solution)
+        if len(found) == 2:
+            best = Candidate(setting, stages, *found)
     if best is None:
         raise InputError(_too_slow(problem) if too_slow else explain_infeasible(problem))
     return _tidied(best, problem.allowed)
