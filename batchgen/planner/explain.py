@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.cost import head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
+from batchgen.planner.flow import stages_of
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
 from batchgen.planner.setting import Setting, Shares
@@ -105,8 +106,6 @@ def _predict(
 
 def _shorter(candidate: Candidate, at: Shares) -> float:
     """The job's time if outputs end as early as they might, as part of the time at full length."""
-    from batchgen.planner.flow import stages_of
-
     s = candidate.setting
     outputs = tuple(max(1, round(n * _SHORTEST_OUTPUT)) for n in s.workload.output_len.values)
     workload = replace(s.workload, output_len=Lengths(outputs))
@@ -121,15 +120,7 @@ def lane_seconds(candidate: Candidate, at: Shares) -> dict[str, float]:
         for times, lanes in ((s.model.num_layers, layer_lanes(s, stage, at)), (1, head_lanes(s, stage, at))):
             for lane, seconds in lanes.items():
                 total[lane] = total.get(lane, 0.0) + stage.sweeps * times * seconds
-    in_layers = sum(
-        stage.sweeps
-        * (
-            s.model.num_layers * max(bounds(s.runtime, layer_lanes(s, stage, at)))
-            + max(bounds(s.runtime, head_lanes(s, stage, at)))
-        )
-        for stage in candidate.stages
-    )
-    total["compute"] += candidate.seconds - in_layers
+        total["compute"] += stage.sweeps * sweep_overhead_s(s, stage)
     return {lane: seconds for lane, seconds in total.items() if lane != "chain"}
 
 
