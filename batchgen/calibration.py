@@ -162,17 +162,13 @@ def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
 
     from batchgen.runtime.batch import pack
     from batchgen.runtime.checkpoint import dummy_checkpoint
-    from batchgen.runtime.executor import Executor
-    from batchgen.runtime.kv_cache import KVCache
-    from batchgen.runtime.weights import load_weights
+    from batchgen.runtime.executor import in_memory
 
     torch_dtype = getattr(torch, dtype)
     longest = max(s.new + s.cached for s in _SWEEPS) + 1
     blocks = max(s.count * -(-(s.new + s.cached) // _KV_BLOCK) for s in _SWEEPS)
-    weights = load_weights(dummy_checkpoint(model), torch_dtype)
-    executor = Executor(
-        model, weights, KVCache(model, blocks, _KV_BLOCK, torch_dtype), min(longest, model.max_position)
-    )
+    part = replace(model, max_position=min(longest, model.max_position))
+    executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, _KV_BLOCK)
     key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
 
     def run(sweep: _Sweep) -> float:
@@ -180,7 +176,7 @@ def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
         times = []
         for _ in range(_RUNS):
             started = time.perf_counter()
-            executor.run(batch)
+            executor.run([batch], lambda batch, logits: None)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli_options import JOB_OPTIONS, PLAN_OPTIONS, PROFILE_OPTIONS, RUN_OPTIONS, with_options
+from batchgen.cli_options import CONVERT_OPTIONS, JOB_OPTIONS, PLAN_OPTIONS, PROFILE_OPTIONS, RUN_OPTIONS, with_options
 from batchgen.errors import BatchgenError
 
 EXIT_STOPPED = 3  # the deadline came first: the same command goes on
@@ -74,6 +74,22 @@ def profile(**options: Any) -> None:
 
     for line in run_profile(**options):
         click.echo(line)
+
+
+@cli.command()
+@with_options(CONVERT_OPTIONS)
+def convert(**options: Any) -> None:
+    """Put a model's weights into a store: one file a layer, as they are streamed from disk.
+
+    Can be interrupted at any time: the same command goes on, checks what is there and repairs it.
+    """
+    from batchgen.convert_command import run_convert
+
+    try:
+        click.echo(run_convert(**options))
+    except KeyboardInterrupt:
+        click.echo("batchgen: interrupted; the same command goes on from there", err=True)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _sampling_apart(options: dict[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,18 @@ PROFILE_OPTIONS = [
     click.option("-o", "--output", metavar="FILE", help="Write the profile as JSON; - is stdout."),
 ]  # fmt: skip
 
+CONVERT_OPTIONS = [
+    click.option("-m", "--model", required=True, metavar="MODEL",
+                 help="Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."),
+    click.option("-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."),
+    click.option("--quantization", type=click.Choice(["none", "int4"]), default="none", show_default=True,
+                 help="int4: the layers' matrices in 4 bits."),
+    click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto",
+                 show_default=True, help="Of everything else, and of what is computed."),
+    click.option("--overwrite", is_flag=True, help="Replace a store of another model or format."),
+    click.option("--progress", type=click.Choice(["auto", "plain", "none"]), default="auto", show_default=True),
+]  # fmt: skip
+
 
 def _names_of(options: Sequence[Callable]) -> set[str]:
     def nothing() -> None: ...

@@ -23,6 +23,7 @@ from batchgen.request import (
     cut_overlong,
 )
 from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.extents import ExtentManager
 from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
 from batchgen.runtime.sequence import Sequence
 
@@ -35,26 +36,33 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
 class SweepRunner(Protocol):
-    """What the engine needs of an executor: `run(batch)` returns fp32 logits [len(batch.sampled), vocab]."""
+    """What the engine needs of an executor: `run(batches, on_logits)` computes packed GPU batches and calls
+    on_logits(batch, fp32 logits [len(batch.sampled), vocab]) for each."""
 
-    def run(self, batch): ...
+    bytes_moved: dict[str, int]  # by lane
+
+    def run(self, batches, on_logits) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A loaded model: what the engine puts to work. `pack` and `sample` are batch.pack with the model's numbers
-    filled in, and sampler.sample."""
+    """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
+    the model's numbers filled in, `sample` is sampler.sample."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     executor: SweepRunner
+    split: Callable
     pack: Callable
     sample: Callable
     policy: Policy
     memory: MemoryPlan
     eos_token_ids: frozenset[int]
     dtype: str
-    weights_file_bytes: int
+    loaded_bytes: int
+    compute_home: str = "cpu"
     load_s: float = 0.0
 
 
@@ -119,6 +127,7 @@ class Engine:
     model: a local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
     dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
         "float32", "bfloat16" or "float16".
+    device: "auto", "cpu", or an accelerator emulated on it, "emulated:gpu-memory=512MiB".
     cpu_memory: budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
     admission: "continuous", or "static" (each block runs to its end before the next starts).
     max_num_seqs, max_num_batched_tokens: most samples in flight, most tokens in one sweep.
@@ -150,22 +159,30 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.loading import load_parts
-        from batchgen.model_files import resolve_model
+        from batchgen.device import parse_device
+        from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
+        from batchgen.model_files import read_config, resolve_model
         from batchgen.tokenizer import load_tokenizer
 
+        where = parse_device(device)
         files = resolve_model(model)
-        parts = load_parts(
-            files,
-            lambda: load_tokenizer(files),
+        policy = in_memory_policy(
+            read_config(files),
+            where,
             dtype=dtype,
-            device=device,
-            cpu_memory=cpu_memory,
             admission=admission,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             share_prefixes=share_prefixes,
+        )
+        parts = load_parts(
+            files,
+            lambda: load_tokenizer(files),
+            policy=policy,
+            dtype=dtype,
+            device=where,
+            budgets=resolve_budgets(where, cpu_memory=cpu_memory),
             min_output_len=(sampling or SamplingParams()).max_tokens,
             on_load=on_load,
         )
@@ -199,11 +216,31 @@ class Engine:
         self._on_overlong = on_overlong
         policy = parts.policy
         # Outlives a call of `generate`: later rows find the prefixes of earlier ones.
-        self._blocks = BlockManager(policy.num_kv_blocks, policy.kv_block_size, policy.share_prefixes)
+        self._pools = {
+            tier: ExtentManager(count, policy.kv_block_size)
+            if tier == "disk"
+            else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
+            for tier, count in parts.memory.kv_blocks.items()
+        }
 
     @property
     def policy(self) -> Policy:
         return self.parts.policy
+
+    @property
+    def used_kv_blocks(self) -> int:
+        """Blocks that sequences in flight hold, in all tiers."""
+        return sum(pool.num_used for pool in self._pools.values())
+
+    def close(self) -> None:
+        """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""
+        self.parts.executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -220,9 +257,16 @@ class Engine:
         A bad row comes back with `error`. What the iterable itself raises is raised here.
         """
         policy = self.policy
-        limits = SchedulerLimits(policy.max_num_seqs, policy.max_num_batched_tokens, policy.admission)
+        limits = SchedulerLimits(
+            policy.max_num_seqs,
+            policy.max_num_batched_tokens,
+            policy.admission,
+            class_seqs=dict(policy.kv_seqs),
+            max_chunk_tokens=self.parts.memory.batch_tokens,
+            compute_home=self.parts.compute_home,
+        )
         expected = self._expected_output_len
-        scheduler = Scheduler(self._blocks, limits, (lambda s: expected) if expected else None)
+        scheduler = Scheduler(self._pools, limits, (lambda s: expected) if expected else None)
         in_flight: dict[int, _InFlight] = {}
         detectors: dict[Sequence, object] = {}
         source = Prefetch(self._prepare(requests), ahead=_INPUT_AHEAD)
@@ -286,13 +330,22 @@ class Engine:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        pool = self.policy.num_kv_blocks * self.policy.kv_block_size
+        pool = self._longest_tokens()
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(
                 f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
                 " that fit the memory budget"
             )
         return replace(request, sampling=sampling), token_ids
+
+    def _longest_tokens(self) -> int:
+        """Tokens of KV that one sequence can have: in the largest pool, if it passes through the staging buffers in one
+        with those in it."""
+        memory, block_size = self.parts.memory, self.policy.kv_block_size
+        return block_size * max(
+            count if tier == self.parts.compute_home else min(count, memory.staging_blocks)
+            for tier, count in memory.kv_blocks.items()
+        )
 
     def _take_requests(self, source: Prefetch[_Prepared], scheduler: Scheduler, in_flight: dict, detectors: dict):
         """Moves requests from the input to the scheduler; yields those that failed before they ran.
@@ -324,12 +377,21 @@ class Engine:
         stats, parts = self.stats, self.parts
         started = time.perf_counter()
         sweep = scheduler.schedule()
-        batch = parts.pack(sweep)
-        logits = parts.executor.run(batch)
+        batches = [parts.pack(batch) for batch in parts.split(sweep)]
+        sampled = []
+        sampling_s = 0.0
+
+        def on_logits(batch, logits) -> None:
+            nonlocal sampling_s
+            began = time.perf_counter()
+            sampled.extend(zip(batch.sampled, parts.sample(logits, batch.sampled), strict=True))
+            sampling_s += time.perf_counter() - began
+
+        parts.executor.run(batches, on_logits)
         scheduler.commit(sweep)
         ran = time.perf_counter()
         finished = []
-        for sequence, token in zip(batch.sampled, parts.sample(logits, batch.sampled), strict=True):
+        for sequence, token in sampled:
             if sequence.num_generated == 0 and sequence.sample_index == 0:
                 stats.prompt_tokens += sequence.num_prompt
                 stats.cached_prompt_tokens += sequence.num_cached
@@ -339,15 +401,15 @@ class Engine:
             reason = self._finish_reason(sequence, detectors.get(sequence))
             if reason is not None:
                 finished.append((sequence, reason))
-        stats.peak_kv_blocks = max(stats.peak_kv_blocks, self._blocks.num_used)
+        stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         for sequence, _ in finished:
             scheduler.finish(sequence)
         stats.sweeps += 1
         stats.preempted = scheduler.num_preempted
-        stats.computed_tokens += batch.num_tokens
-        stats.generated_tokens += len(batch.sampled)
-        stats.busy_s["compute"] += ran - started
-        stats.busy_s["sampling"] += time.perf_counter() - ran
+        stats.computed_tokens += sum(batch.num_tokens for batch in batches)
+        stats.generated_tokens += len(sampled)
+        stats.busy_s["compute"] += ran - started - sampling_s
+        stats.busy_s["sampling"] += sampling_s + time.perf_counter() - ran
         return finished
 
     def _finish_reason(self, sequence: Sequence, detector) -> _Finish | None:

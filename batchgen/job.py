@@ -12,11 +12,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.device import parse_device
 from batchgen.engine import Engine, EngineStats
 from batchgen.errors import BatchgenError, InputError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
-from batchgen.loading import load_parts, process_bytes, resolve_budget, resolve_context, resolve_dtype
+from batchgen.loading import (
+    load_parts,
+    process_bytes,
+    resolve_budget,
+    resolve_budgets,
+    resolve_context,
+    resolve_dtype,
+)
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
@@ -200,20 +208,16 @@ def _plan(
 
 def _load_engine(options: JobOptions, plan: Plan, files: ModelFiles, tokenizer: Callable, progress: Progress) -> Engine:
     progress.say(f"loading {files.name}")
+    device = parse_device(options.device)
     parts = load_parts(
         files,
         tokenizer,
+        policy=plan.policy,
         dtype=options.dtype,
-        device=options.device,
-        cpu_memory=options.cpu_memory,
-        admission=plan.policy.admission,
-        max_num_seqs=plan.policy.max_num_seqs,
-        max_num_batched_tokens=plan.policy.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        share_prefixes=plan.policy.share_prefixes,
+        device=device,
+        budgets=resolve_budgets(device, cpu_memory=options.cpu_memory),
         min_output_len=options.sampling.max_tokens,
         most_kv_tokens=most_kv_tokens(plan),
-        on_load=None,
     )
     return Engine.from_parts(
         parts,

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.device import Device
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
+from batchgen.formats import INT4
 from batchgen.machine import available_memory_bytes, has_fast_bfloat16, keep_freed_memory, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
-from batchgen.model_files import ModelFiles, read_config, weight_paths
+from batchgen.model_files import ModelFiles, read_config
 from batchgen.planner.memory import plan_memory
-from batchgen.policy import Policy
+from batchgen.policy import TIERS, Policy, spread_layers
 from batchgen.units import parse_bytes
 
 if TYPE_CHECKING:
+    from batchgen.runtime.lanes import OnStep
+    from batchgen.runtime.store import WeightStore
+    from batchgen.runtime.weights import WeightHomes
     from batchgen.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
@@ -59,90 +66,198 @@ def process_bytes() -> int:
     return max(resident_bytes(), _PROCESS_BYTES)
 
 
-def load_parts(
-    files: ModelFiles,
-    tokenizer: Callable[[], Tokenizer],
+def resolve_budgets(
+    device: Device,
+    *,
+    cpu_memory: int | str | None = None,
+    gpu_memory: int | str | None = None,
+    disk_memory: int | str | None = None,
+) -> dict[str, int]:
+    """Bytes of each tier that a job may use; no "gpu" without an accelerator. Raises InputError."""
+    budgets = {"cpu": resolve_budget(cpu_memory), "disk": _size(disk_memory) if disk_memory is not None else 0}
+    if device.accelerated:
+        budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else _size(gpu_memory)
+    elif gpu_memory is not None:
+        raise InputError("--gpu-memory is given, but there is no GPU: leave it out, or give --device emulated:...")
+    return budgets
+
+
+def _size(value: int | str) -> int:
+    return parse_bytes(value) if isinstance(value, str) else int(value)
+
+
+def in_memory_policy(
+    config: ModelConfig,
+    device: Device,
     *,
     dtype: str,
-    device: str,
-    cpu_memory: int | str | None,
     admission: str,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int | None,
     share_prefixes: bool,
-    min_output_len: int,
-    most_kv_tokens: int | None = None,
-    on_load: Callable[[int, int], None] | None,
-) -> EngineParts:
-    """Loads a model for the engine. Arguments as `Engine`.
-
-    tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
-    min_output_len: what a row must at least be able to generate. most_kv_tokens: KV that the job is expected to use;
-    memory beyond it is left alone.
-    """
-    started = time.perf_counter()
-    if device not in ("auto", "cpu"):
-        raise InputError(f"device {device!r} is not supported: use auto or cpu")
+) -> Policy:
+    """The policy that holds everything in the compute device's memory. Raises InputError."""
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
+    dtype = resolve_dtype(config, dtype)
+    home = "gpu" if device.accelerated else "cpu"
+    layers = tuple(config.num_layers if tier == home else 0 for tier in TIERS)
+    return Policy(
+        admission=admission,
+        gpu_batch_size=max_num_seqs,
+        num_gpu_batches=1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=resolve_context(config, max_model_len),
+        kv_block_size=BLOCK_SIZE,
+        kv_blocks={},
+        share_prefixes=share_prefixes,
+        weight_format=dtype,
+        kv_format=dtype,
+        weight_layers=dict.fromkeys(config.layer_tensors, layers),
+        head_tier=home,
+        kv_seqs={home: max_num_seqs},
+        activation_batches=(1, 0) if device.accelerated else (0, 1),
+    )
+
+
+def needs_store(policy: Policy) -> bool:
+    """Whether weights are to be read layer by layer from disk, or packed beforehand."""
+    return policy.weight_format == INT4 or any(on_disk for _, _, on_disk in policy.weight_layers.values())
+
+
+def load_parts(
+    files: ModelFiles,
+    tokenizer: Callable[[], Tokenizer],
+    *,
+    policy: Policy,
+    dtype: str,
+    device: Device,
+    budgets: Mapping[str, int],
+    min_output_len: int,
+    longest_tokens: int | None = None,
+    most_kv_tokens: int | None = None,
+    offload_dir: Path | None = None,
+    store: WeightStore | None = None,
+    serial: bool = False,
+    on_step: OnStep | None = None,
+    on_load: Callable[[int, int], None] | None = None,
+) -> EngineParts:
+    """Loads a model for the engine, to be run under a policy.
+
+    tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
+    min_output_len: what a row must at least be able to generate. longest_tokens: the longest prompt and output looked
+    for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond it is left alone.
+    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
+    Raises InputError, BatchgenError.
+    """
+    started = time.perf_counter()
     config = read_config(files)
     dtype = resolve_dtype(config, dtype)
-    context = resolve_context(config, max_model_len)
+    context = policy.max_model_len
 
     import torch
 
     from batchgen.runtime.batch import pack
     from batchgen.runtime.checkpoint import open_checkpoint
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.kv_cache import KVCache
+    from batchgen.runtime.gpu_batches import place, split_batches
+    from batchgen.runtime.kv_cache import KVCache, kv_shape
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.weights import load_weights
+    from batchgen.runtime.transfer import Arena, Link
+    from batchgen.runtime.weights import Weights
 
     keep_freed_memory()
     torch_dtype = getattr(torch, dtype)
-    memory, num_blocks = plan_memory(
+    compute_home = "gpu" if device.accelerated else "cpu"
+    memory = plan_memory(
         config,
-        dtype_bytes=torch_dtype.itemsize,
-        budget_bytes=resolve_budget(cpu_memory),
+        policy,
+        dtype=dtype,
+        budgets=budgets,
         process_bytes=process_bytes(),
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=context,
         min_tokens=min(min_output_len + 1, context),
-        block_size=BLOCK_SIZE,
+        longest_tokens=min(context, longest_tokens or context),
         most_kv_tokens=most_kv_tokens,
     )
     tokenizer = tokenizer()
-    weights = load_weights(open_checkpoint(files), torch_dtype, on_load)
-    policy = Policy(
-        admission=admission,
-        gpu_batch_size=max_num_seqs,
-        num_gpu_batches=1,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=context,
-        kv_block_size=BLOCK_SIZE,
-        num_kv_blocks=num_blocks,
-        share_prefixes=share_prefixes,
-        weight_format=dtype,
-        kv_format=dtype,
-        weight_layers={name: (0, config.num_layers, 0) for name in config.layer_tensors},
-        kv_seqs={"cpu": max_num_seqs},
+    arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", budgets.get("gpu"))}
+    if device.accelerated:
+        arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
+    links = (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)) if device.accelerated else None
+    weights = Weights(
+        config,
+        weight_homes(policy, config),
+        torch_dtype,
+        checkpoint=None if store else open_checkpoint(files),
+        store=store,
+        compute_home=compute_home,
+        arenas=arenas,
+        h2d=links and links[0],
+        expanded_slots=2 if device.accelerated and policy.kv_seqs.get("cpu") else 1,
+        on_layer=on_load,
     )
-    key_bytes = config.num_kv_heads * config.head_dim * torch_dtype.itemsize
+    kv_cache = KVCache(
+        config,
+        kv_shape(config, policy.kv_block_size, policy.kv_format),
+        memory.kv_blocks,
+        compute_home=compute_home,
+        staging_blocks=memory.staging_blocks,
+        arenas=arenas,
+        links=links,
+        offload_dir=offload_dir,
+    )
+    executor = Executor(
+        config,
+        weights,
+        kv_cache,
+        context,
+        compute_home=compute_home,
+        links=links,
+        batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
+        serial=serial,
+        shared_cores=device.accelerated,
+        on_step=on_step,
+    )
+    split = partial(
+        split_batches,
+        num_gpu_batches=policy.num_gpu_batches,
+        order=policy.batch_order,
+        max_tokens=memory.batch_tokens,
+        max_staged_blocks=max(1, memory.staging_blocks),
+        block_size=policy.kv_block_size,
+        place_of=partial(place, compute_home=compute_home),
+    )
     return EngineParts(
         config=config,
         tokenizer=tokenizer,
-        executor=Executor(config, weights, KVCache(config, num_blocks, BLOCK_SIZE, torch_dtype), context),
-        pack=partial(pack, block_size=BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(config.windows)),
+        executor=executor,
+        split=split,
+        pack=partial(
+            pack,
+            block_size=policy.kv_block_size,
+            key_bytes=config.num_kv_heads * config.head_dim * torch_dtype.itemsize,
+            windows=frozenset(config.windows),
+            compute_home=compute_home,
+        ),
         sample=sample,
-        policy=policy,
+        policy=replace(policy, kv_blocks=memory.kv_blocks),
         memory=memory,
         eos_token_ids=frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
         dtype=dtype,
-        weights_file_bytes=sum(path.stat().st_size for path in weight_paths(files)),
+        loaded_bytes=weights.num_bytes,
+        compute_home=compute_home,
         load_s=time.perf_counter() - started,
     )
+
+
+def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
+    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
+    from batchgen.runtime.weights import WeightHomes
+
+    spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
+    layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
+    return WeightHomes(layers, policy.head_tier, policy.weight_format)

@@ -6,7 +6,7 @@ Families differ by flags, not classes. Nothing here reads a file or imports torc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.errors import InputError
@@ -226,6 +226,19 @@ class ModelConfig:
             dtype=dtype,
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; `from_json` gives it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
+        """From what `to_json` gave. Raises InputError, or TypeError, KeyError where it is something else."""
+        lists = {name: tuple(value[name]) for name in ("windows", "eos_token_ids")}
+        rope = value["rope"]
+        if rope is not None:
+            rope = RopeConfig(**{**rope, "factors": None if rope["factors"] is None else tuple(rope["factors"])})
+        return cls(**{**value, **lists, "rope": rope})
+
     @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
@@ -249,6 +262,17 @@ class ModelConfig:
             "out": self.hidden_size * attention + self.out_bias * self.hidden_size,
             "up": self.hidden_size * mlp_width + self.mlp_bias * mlp_width,
             "down": self.intermediate_size * self.hidden_size + self.mlp_bias * self.hidden_size,
+        }
+
+    @property
+    def layer_matrices(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases and norms."""
+        mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
+        return {
+            "qkv": (self.qkv_size, self.hidden_size),
+            "out": (self.hidden_size, self.num_heads * self.head_dim),
+            "up": (mlp_width, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
         }
 
     @property

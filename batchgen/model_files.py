@@ -1,4 +1,4 @@
-"""Which files a `--model` names: a local directory, a GGUF, a hub id or the demo model; and what they say.
+"""Which files a `--model` names: a local directory, a GGUF, a weight store, a hub id or the demo model; and what they say.
 
 Neither torch nor transformers is imported here, so that a wrong model is refused at once.
 """
@@ -35,11 +35,15 @@ _HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layou
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Keys of config.json that say nothing about the model's output.
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
+# A weight store (docs/weight_store.md) by its manifest; until the last of its files is there it has the other name.
+STORE_FORMAT, STORE_VERSION = "batchgen weight store", 1
+STORE_MANIFEST, STORE_UNFINISHED = "manifest.json", "manifest.partial.json"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on local disk. path: the directory (kind "hf") or the file (kind "gguf"). name: for people."""
+    """A model on local disk. path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf").
+    name: for people."""
 
     path: Path
     kind: str
@@ -57,8 +61,9 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
     if spec == "demo":
         return ModelFiles(_demo_file(notify), "gguf", "demo")
     if path.is_dir():
-        files = ModelFiles(path, "hf", path.resolve().name)
-        _check_directory(files)
+        files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
+        if files.kind == "hf":
+            _check_directory(files)
         return files
     if path.is_file():
         return _gguf_files(path)
@@ -96,6 +101,8 @@ def weight_paths(files: ModelFiles) -> list[Path]:
     """The files that hold the weights, in order. Raises InputError where one is missing."""
     if files.kind == "gguf":
         return [files.path]
+    if files.kind == "store":
+        return [files.path / name for name in read_store_manifest(files.path / STORE_MANIFEST)["files"]]
     single, index = files.path / "model.safetensors", files.path / "model.safetensors.index.json"
     if single.exists():
         return [single]
@@ -114,7 +121,8 @@ def weight_paths(files: ModelFiles) -> list[Path]:
 
 
 def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
-    """Every tensor by the name its file gives it. Raises InputError where a file is corrupt."""
+    """Every tensor of a GGUF or a Hugging Face directory by the name its file gives it. Raises InputError where a file is
+    corrupt."""
     if files.kind == "gguf":
         return read_gguf_header(files.path).tensors
     headers = (read_safetensors_header(path) for path in weight_paths(files))
@@ -128,6 +136,11 @@ def read_config(files: ModelFiles) -> ModelConfig:
     """
     if files.kind == "gguf":
         return _gguf_config(files.path)
+    if files.kind == "store":
+        path = files.path / STORE_MANIFEST
+        stored = read_store_manifest(path)["config"]
+        with _naming(path):
+            return ModelConfig.from_json(stored)
     path = files.path / "config.json"
     config = _read_json(path)
     generation = files.path / "generation_config.json"
@@ -142,8 +155,15 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def model_identity(files: ModelFiles) -> dict[str, Any]:
     """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
 
-    Weight files are sampled, not read whole: head, tail and 64 places between.
+    Weight files are sampled, not read whole: head, tail and 64 places between. Of a store the manifest, which has
+    the checksums of all it holds, is enough.
     """
+    if files.kind == "store":
+        manifest = read_store_manifest(files.path / STORE_MANIFEST)
+        return {
+            name: hashlib.sha256(json.dumps(manifest[name], sort_keys=True).encode()).hexdigest()
+            for name in ("config", "files")
+        }
     if files.kind == "gguf":
         header = read_gguf_header(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
@@ -160,6 +180,44 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
     return {"config_sha256": digest, "weights": weights}
 
 
+def is_store(directory: Path) -> bool:
+    """Whether a directory is a weight store, be it a damaged one."""
+    try:
+        manifest = json.loads((directory / STORE_MANIFEST).read_bytes())
+        return isinstance(manifest, dict) and manifest.get("format") == STORE_FORMAT
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return (directory / "embeddings.safetensors").exists()
+
+
+def read_store_manifest(path: Path) -> dict[str, Any]:
+    """A store's manifest, its own checksum checked. Raises InputError."""
+    try:
+        manifest = json.loads(path.read_bytes())
+        version = manifest["format_version"]
+        intact = version != STORE_VERSION or manifest["checksum"] == store_manifest_checksum(manifest)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}: convert the model again") from error
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise InputError(f"{path} is damaged: convert the model again with --overwrite")
+    if version != STORE_VERSION:
+        raise InputError(
+            f"{path} is of format version {version}, this batchgen reads {STORE_VERSION}: convert the model again with --overwrite"
+        )
+    return manifest
+
+
+def store_manifest_checksum(manifest: dict[str, Any]) -> str:
+    """xxh3_128 of everything else in a manifest, as JSON with sorted keys and without spaces."""
+    import xxhash
+
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
 def cache_dir() -> Path:
     """Where downloads and converted tokenizers are kept: $BATCHGEN_CACHE, or the user's cache directory."""
     if own := os.environ.get("BATCHGEN_CACHE"):
@@ -169,6 +227,8 @@ def cache_dir() -> Path:
 
 
 def _check_directory(files: ModelFiles) -> None:
+    if (files.path / STORE_UNFINISHED).is_file():
+        raise InputError(f"{files.path} is a conversion that has not finished: run its `batchgen convert` again")
     if not (files.path / "config.json").exists():
         ggufs = sorted(files.path.glob("*.gguf"))
         if ggufs:

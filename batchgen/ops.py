@@ -1,9 +1,11 @@
 """The one door to compute kernels over paged KV.
 
 Everything here is torch, and is the reference that faster kernels (C++, Triton) are held to. KV of one
-layer is two tensors of shape [num_blocks, kv_heads, block_size, head_dim]: a (block, head) pair is a page,
-contiguous, so that the KV of any sequence is gathered a page at a time, straight into the operand of a
-batched matrix product. Gathers are kept small enough to stay in cache, so KV crosses the memory bus once.
+layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is contiguous, so that it
+moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
+gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
+to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with 4-bit KV (uint8), the bytes of a
+packed row (`quant`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen import quant
 from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 
 # Scores of one product are tiled to this many bytes: large enough for an efficient product, small enough
@@ -24,20 +27,24 @@ _SCORE_TILE_BYTES = 4 << 20
 
 
 def kv_rows(slots: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
-    """Rows of a [num_blocks * kv_heads * block_size, head_dim] view that hold each token's K (or V).
+    """Rows of a [num_blocks * 2 * kv_heads * block_size, width] view that hold each token's K; V lies
+    kv_heads * block_size rows behind.
 
     slots: physical slot (block * block_size + offset) per token. Returns int64 [tokens * kv_heads].
     """
     block, offset = np.divmod(slots.astype(np.int64), block_size)
-    rows = (block[:, None] * kv_heads + np.arange(kv_heads)) * block_size + offset[:, None]
+    rows = (block[:, None] * 2 * kv_heads + np.arange(kv_heads)) * block_size + offset[:, None]
     return torch.from_numpy(rows.reshape(-1))
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Stores new tokens' K and V [tokens, kv_heads, head_dim] at `rows` (of `kv_rows`)."""
-    head_dim = k_cache.shape[-1]
-    k_cache.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))
-    v_cache.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim))
+def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Stores new tokens' K and V [tokens, kv_heads, head_dim] at `rows` (of `kv_rows`) of a layer's KV."""
+    _, _, kv_heads, block_size, width = kv.shape
+    if kv.dtype == torch.uint8:
+        k, v = quant.quantize(k), quant.quantize(v)
+    flat = kv.view(-1, width)
+    flat.index_copy_(0, rows, k.reshape(-1, width))
+    flat.index_copy_(0, rows + kv_heads * block_size, v.reshape(-1, width))
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype
 
     def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
         return torch.from_numpy(
-            (blocks.astype(np.int64)[..., None, :] * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
+            (blocks.astype(np.int64)[..., None, :] * 2 * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
         )
 
     decode = []
@@ -73,11 +80,11 @@ def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype
     )
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DeviceAttentionPlan) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan) -> Tensor:
     """Causal attention of packed query tokens over paged KV, prefill and decode in one call.
 
     q: [tokens, heads, head_dim], already scaled; heads is a multiple of kv_heads (grouped-query attention).
-    k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]; the tokens' own K and V are already there.
+    kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
     Returns [tokens, heads * head_dim].
     """
     tokens, heads, head_dim = q.shape
@@ -85,19 +92,22 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DeviceAtt
     # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
     lse = torch.empty(tokens, heads) if plan.shared else None
     for group, pages, mask in plan.decode:
-        _decode_group(q, k_cache, v_cache, group, pages, mask, out, lse)
+        _decode_group(q, kv, group, pages, mask, out, lse)
     for item, pages in plan.prefill:
-        _prefill_item(q, k_cache, v_cache, item, pages, out, lse)
+        _prefill_item(q, kv, item, pages, out, lse)
     for item, pages in plan.shared:
-        _shared_item(q, k_cache, v_cache, item, pages, out, lse)
+        _shared_item(q, kv, item, pages, out, lse)
     return out.view(tokens, heads * head_dim)
 
 
-def _gather(cache: Tensor, pages: Tensor, batch: int) -> Tensor:
-    """Pages of a cache as [batch, keys, head_dim], batch running over (sequence,) kv head."""
-    blocks, kv_heads, block_size, head_dim = cache.shape
-    flat = cache.view(blocks * kv_heads, block_size * head_dim).index_select(0, pages)
-    return flat.view(batch, -1, head_dim)
+def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
+    blocks, _, kv_heads, block_size, width = kv.shape
+    flat = kv.view(blocks * 2 * kv_heads, block_size * width)
+    gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
+    if kv.dtype == torch.uint8:
+        gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype) for packed in gathered)
+    return tuple(gathered)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -117,10 +127,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool
     return torch.bmm(shares, v), lse
 
 
-def _decode_group(q, k_cache, v_cache, group: DecodeGroup, pages, mask, out, lse) -> None:
-    kv_heads, head_dim = k_cache.shape[1], q.shape[2]
+def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse) -> None:
+    kv_heads, head_dim = kv.shape[2], q.shape[2]
     n = group.stop - group.start
-    k, v = _gather(k_cache, pages, n * kv_heads), _gather(v_cache, pages, n * kv_heads)
+    k, v = _gather(q, kv, pages, n * kv_heads)
     rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
     result, part = _attend(rows, k, v, mask, lse is not None)
     out[group.start : group.stop] = result.view(n, -1, head_dim)
@@ -155,9 +165,9 @@ def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype
     return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
-def _prefill_item(q, k_cache, v_cache, item: PrefillItem, pages, out, lse) -> None:
-    kv_heads = k_cache.shape[1]
-    k, v = _gather(k_cache, pages, kv_heads), _gather(v_cache, pages, kv_heads)
+def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
+    kv_heads = kv.shape[2]
+    k, v = _gather(q, kv, pages, kv_heads)
     count = item.stop - item.start
     step = _tile_rows(q, item.query_offset + count)
     for a in range(0, count, step):
@@ -172,10 +182,10 @@ def _prefill_item(q, k_cache, v_cache, item: PrefillItem, pages, out, lse) -> No
             lse[item.start + a : item.start + b] = _by_token(part, b - a)
 
 
-def _shared_item(q, k_cache, v_cache, item: SharedItem, pages, out, lse) -> None:
+def _shared_item(q, kv, item: SharedItem, pages, out, lse) -> None:
     """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
-    kv_heads = k_cache.shape[1]
-    k, v = _gather(k_cache, pages, kv_heads), _gather(v_cache, pages, kv_heads)
+    kv_heads = kv.shape[2]
+    k, v = _gather(q, kv, pages, kv_heads)
     step = _tile_rows(q, k.shape[1])
     for a in range(item.start, item.stop, step):
         b = min(a + step, item.stop)

@@ -65,10 +65,8 @@ def _engine(layers: int) -> Engine:
 
     from batchgen.runtime.batch import pack
     from batchgen.runtime.checkpoint import dummy_checkpoint
-    from batchgen.runtime.executor import Executor
-    from batchgen.runtime.kv_cache import KVCache
+    from batchgen.runtime.executor import in_memory
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.weights import load_weights
 
     config = ModelConfig.from_hf(_llama(layers, 32, 64))
     blocks = 4 * _MANY
@@ -79,23 +77,24 @@ def _engine(layers: int) -> Engine:
         max_num_batched_tokens=_MANY * _PROMPT_TOKENS,
         max_model_len=config.max_position,
         kv_block_size=16,
-        num_kv_blocks=blocks,
+        kv_blocks={"cpu": blocks},
         share_prefixes=False,
         weight_format="float32",
         kv_format="float32",
+        kv_seqs={"cpu": _MANY},
     )
-    weights = load_weights(dummy_checkpoint(config), torch.float32)
     parts = EngineParts(
         config=config,
         tokenizer=_NoText(),
-        executor=Executor(config, weights, KVCache(config, blocks, 16, torch.float32), config.max_position),
+        executor=in_memory(config, dummy_checkpoint(config), torch.float32, blocks, 16),
+        split=lambda sweep: [sweep],
         pack=partial(pack, block_size=16, key_bytes=128, windows=frozenset(config.windows)),
         sample=sample,
         policy=policy,
-        memory=MemoryPlan(0, 0, 0, 0, 0),
+        memory=MemoryPlan({}, {}, policy.kv_blocks, 0, policy.max_num_batched_tokens),
         eos_token_ids=frozenset(),
         dtype="float32",
-        weights_file_bytes=0,
+        loaded_bytes=0,
     )
     return Engine.from_parts(parts)
 
@@ -150,7 +149,7 @@ def _load_bytes_per_s() -> float:
 
     from batchgen.model_files import resolve_model
     from batchgen.runtime.checkpoint import open_checkpoint
-    from batchgen.runtime.weights import load_weights
+    from batchgen.runtime.weights import WeightHomes, Weights
 
     width, vocab = 1024, 8192
     shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
@@ -165,9 +164,10 @@ def _load_bytes_per_s() -> float:
             {name: torch.ones(shape, dtype=torch.float16) for name, shape in shapes.items()}, path / "model.safetensors"
         )
         checkpoint = open_checkpoint(resolve_model(folder))
-        load_weights(checkpoint, torch.bfloat16)
+        homes = WeightHomes.in_memory(checkpoint.config, "bfloat16")
+        Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)
         started = time.perf_counter()
-        weights = load_weights(checkpoint, torch.bfloat16)
+        weights = Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)
         return weights.num_bytes / (time.perf_counter() - started)
 
 

@@ -13,6 +13,7 @@ TIERS = ("gpu", "cpu", "disk")
 # Where a sequence's KV lives, and where its decode attention runs (docs/design.md). "deferred" (APEX: the CPU's
 # result is collected one sweep later) has its place here; no runtime carries it out yet, so no plan uses it.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
+KV_HOMES = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,13 @@ class Policy:
     """admission: "continuous" or "static".
     gpu_batch_size, num_gpu_batches: FlexGen's; their product, the block, is the most sequences in flight.
     max_num_batched_tokens: most tokens in one sweep. max_model_len: longest prompt plus output, in tokens.
-    kv_block_size: tokens per KV block. num_kv_blocks: KV blocks in the pool, for all layers together.
+    kv_block_size: tokens per KV block. kv_blocks: tier -> KV blocks in its pool, for all layers together.
     share_prefixes: whether rows take over the KV of a prompt prefix that another row has computed.
     weight_format, kv_format: stored number formats.
     weight_layers: for each weight matrix of a layer, in how many layers it is homed on (GPU, CPU, disk).
     head_tier: home of the output matrix. kv_seqs: sequences of the block in each KV class.
     activation_batches: GPU batches whose activations between layers stay on (GPU, CPU).
+    batch_order: "even": GPU batches of equal tokens; "neo": of two, one has what the CPU attends to (NEO section 3).
     """
 
     admission: str
@@ -34,7 +36,7 @@ class Policy:
     max_num_batched_tokens: int
     max_model_len: int
     kv_block_size: int
-    num_kv_blocks: int
+    kv_blocks: Mapping[str, int]
     share_prefixes: bool
     weight_format: str
     kv_format: str
@@ -42,6 +44,7 @@ class Policy:
     head_tier: str = "cpu"
     kv_seqs: Mapping[str, int] = field(default_factory=dict)
     activation_batches: tuple[int, int] = (0, 1)
+    batch_order: str = "even"
 
     @property
     def max_num_seqs(self) -> int:
@@ -66,13 +69,17 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where the CPU memory budget goes, in bytes: its parts add up to at most `budget_bytes`."""
+    """Where memory goes. budgets: bytes per tier. parts: tier -> what for -> bytes; they add up to at most the budget.
 
-    budget_bytes: int
-    process_bytes: int  # interpreter and libraries
-    weights_bytes: int
-    activations_bytes: int
-    kv_bytes: int
+    kv_blocks: KV blocks of each tier's pool. staging_blocks: of each buffer through which KV passes on its way to the
+    compute device. batch_tokens: the most tokens of one GPU batch.
+    """
+
+    budgets: Mapping[str, int]
+    parts: Mapping[str, Mapping[str, int]]
+    kv_blocks: Mapping[str, int]
+    staging_blocks: int
+    batch_tokens: int
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -142,7 +149,7 @@ class Plan:
 
 
 _COUNTS = (
-    "gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size", "num_kv_blocks",
+    "gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size",
 )  # fmt: skip
 
 
@@ -155,6 +162,9 @@ def policy_from_json(values: Mapping[str, Any]) -> Policy:
             raise InputError(f"not a plan: {name} must be a whole number above 0, not {values[name]!r}")
     if block_size != values["gpu_batch_size"] * values["num_gpu_batches"]:
         raise InputError("not a plan: max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
+    for tier, count in values["kv_blocks"].items():
+        if tier not in TIERS or type(count) is not int or count < 0:
+            raise InputError(f"not a plan: kv_blocks must be whole numbers by tier, not {tier!r}: {count!r}")
     values["weight_layers"] = {name: tuple(counts) for name, counts in values["weight_layers"].items()}
     values["activation_batches"] = tuple(values["activation_batches"])
     return Policy(**values)

@@ -85,7 +85,7 @@ def make_report(
         "hardware": plan.hardware if plan else None,
         "bottleneck": max(lanes, key=lanes.get) if engine else None,
         "peak_bytes": {"gpu": 0, "cpu": peak_resident_bytes(), "disk": 0},
-        "bytes_moved": {"disk_read": engine.parts.weights_file_bytes if engine else 0},
+        "bytes_moved": engine.parts.executor.bytes_moved if engine else {},
         "busy_s": dict(stats.busy_s),
         "sweeps": stats.sweeps,
         "preempted": stats.preempted,

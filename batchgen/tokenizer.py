@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING
 
 from batchgen.errors import InputError, RowError
 from batchgen.model_files import ModelFiles, cache_dir, model_identity
+from batchgen.weight_headers import read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# All that a tokenizer, its chat template among it, is loaded from in a Hugging Face directory.
+_COPIED_FILES = (
+    *_TOKENIZER_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
+)  # fmt: skip
+_STORE_FOLDER = "tokenizer"  # of a weight store
 
 
 class Tokenizer:
@@ -140,9 +147,34 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer. Raises InputError where it is missing or broken."""
     if files.kind == "gguf":
         return Tokenizer(_load_from_gguf(files))
-    if not any((files.path / name).exists() for name in _TOKENIZER_FILES):
-        raise InputError(f"{files.path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-    return Tokenizer(_load(files.path))
+    directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
+    if files.kind == "store" and not (directory / "config.json").exists():  # it came from a GGUF
+        return Tokenizer(_load_saved(directory))
+    return Tokenizer(_load(directory))
+
+
+def save_tokenizer(files: ModelFiles, store: Path) -> None:
+    """Puts the model's tokenizer into a weight store, whole or not at all; does nothing where it is there already, or
+    the model has none. Raises InputError where it is broken, OSError."""
+    folder, scratch = store / _STORE_FOLDER, store / f"{_STORE_FOLDER}.tmp"
+    if folder.exists():
+        return
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    if files.kind == "gguf":
+        if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
+            _load_from_gguf(files).save_pretrained(str(scratch))
+    else:
+        source = files.path / _STORE_FOLDER if files.kind == "store" else files.path
+        for name in _COPIED_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, scratch / name)
+    for path in scratch.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    os.rename(scratch, folder)
 
 
 def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerFast:

@@ -52,8 +52,9 @@ def build(prefix_blocks, sequences, seed):
     return slices, matched, total + 3
 
 
-def reference(q, k_cache, v_cache, slices, window):
+def reference(q, kv, slices, window):
     """Plain attention in float64, one sequence at a time."""
+    k_cache, v_cache = kv.unbind(1)
     kv_heads = k_cache.shape[1]
     out, row = [], 0
     for s in slices:
@@ -83,10 +84,9 @@ def run(case, dtype, head_dim=32):
     torch.manual_seed(seed)
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
-    k_cache = torch.randn(num_blocks, kv_heads, BLOCK, head_dim).to(dtype)
-    v_cache = torch.randn(num_blocks, kv_heads, BLOCK, head_dim).to(dtype)
-    got = ops.paged_attention(q, k_cache, v_cache, ops.prepare_attention(plan, kv_heads, BLOCK, dtype))
-    return got.double(), reference(q, k_cache, v_cache, slices, window), plan
+    kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
+    got = ops.paged_attention(q, kv, ops.prepare_attention(plan, kv_heads, BLOCK, dtype))
+    return got.double(), reference(q, kv, slices, window), plan
 
 
 @settings(max_examples=120, deadline=None)
@@ -121,10 +121,10 @@ def test_sliding_window_reads_only_the_blocks_it_needs():
 def test_write_kv_round_trip(num_slots):
     rng = np.random.default_rng(0)
     slots = rng.permutation(8 * BLOCK)[:num_slots]
-    k_cache, v_cache = torch.zeros(8, 3, BLOCK, 4), torch.zeros(8, 3, BLOCK, 4)
+    kv = torch.zeros(8, 2, 3, BLOCK, 4)
     k, v = torch.randn(num_slots, 3, 4), torch.randn(num_slots, 3, 4)
-    ops.write_kv(k_cache, v_cache, ops.kv_rows(slots, 3, BLOCK), k, v)
+    ops.write_kv(kv, ops.kv_rows(slots, 3, BLOCK), k, v)
     for i, slot in enumerate(slots):
-        assert torch.equal(k_cache[slot // BLOCK, :, slot % BLOCK], k[i])
-        assert torch.equal(v_cache[slot // BLOCK, :, slot % BLOCK], v[i])
-    assert int((k_cache != 0).any(-1).sum()) == num_slots * 3
+        assert torch.equal(kv[slot // BLOCK, 0, :, slot % BLOCK], k[i])
+        assert torch.equal(kv[slot // BLOCK, 1, :, slot % BLOCK], v[i])
+    assert int((kv != 0).any(-1).sum()) == 2 * num_slots * 3

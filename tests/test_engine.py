@@ -46,7 +46,7 @@ def generate(path, rows, **options):
     engine = batchgen.Engine(str(path), sampling=sampling, **options)
     found = sorted(engine.generate(rows), key=lambda c: c.index)
     assert [c.index for c in found] == list(range(len(rows)))
-    assert engine._blocks.num_used == 0, "KV blocks leaked"
+    assert engine.used_kv_blocks == 0, "KV blocks leaked"
     return found, engine
 
 
@@ -96,10 +96,10 @@ def test_little_kv_changes_no_token(tiny_models, admission):
     )  # fmt: skip
     from batchgen.runtime.block_manager import BlockManager
 
-    engine._blocks = BlockManager(20, 16)
+    engine._pools = {"cpu": BlockManager(20, 16)}
     for completion in engine.generate([Request(ids) for ids in rows]):
         assert list(completion.samples[0].token_ids) == reference(model, rows[completion.index])
-    assert engine._blocks.num_used == 0
+    assert engine.used_kv_blocks == 0
     assert engine.stats.preempted > 0
 
 
@@ -263,7 +263,7 @@ def test_an_error_in_the_input_reaches_the_caller(tiny_models):
     engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="2GiB", sampling=SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match="the file ends here"):
         list(engine.generate(rows()))
-    assert engine._blocks.num_used == 0
+    assert engine.used_kv_blocks == 0
 
 
 def test_input_is_read_lazily(tiny_models):
@@ -284,7 +284,7 @@ def test_input_is_read_lazily(tiny_models):
         next(completions)
     completions.close()
     assert read < 5000
-    assert engine._blocks.num_used == 0
+    assert engine.used_kv_blocks == 0
 
 
 @pytest.mark.parametrize(

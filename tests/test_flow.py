@@ -55,7 +55,7 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
     draw = random.Random(3)
     rows = [(draw.randint(20, 200), draw.randint(1, 60)) for _ in range(1500)]
     for block_size, budget in ((32, 512), (64, 256), (200, 4096)):
-        scheduler = Scheduler(BlockManager(1 << 16, 16, False), SchedulerLimits(block_size, budget))
+        scheduler = Scheduler({"cpu": BlockManager(1 << 16, 16, False)}, SchedulerLimits(block_size, budget))
         for i, (prompt, output) in enumerate(rows):
             scheduler.add(Sequence(i, i, 0, [1] * prompt, SamplingParams(max_tokens=output)))
         sweeps = 0

@@ -1,21 +1,51 @@
-"""The scheduler and block manager under random loads: every token runs once, no block leaks, nothing starves."""
+"""The scheduler and its pools under random loads: every token runs once, no block leaks, nothing starves."""
 
+import random
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.policy import KV_CLASSES
 from batchgen.request import SamplingParams
 from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.extents import ExtentManager
 from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.sequence import CLASSES, Sequence, home_of
 
 BLOCK = 4
 
 
 def make(index, prompt, max_tokens):
     return Sequence(index, index, 0, list(prompt), SamplingParams(max_tokens=max_tokens))
+
+
+@dataclass(frozen=True)
+class Load:
+    """prompts: (tokens, max_tokens, tokens until it ends). pools: home -> blocks. limits: the first one, and what they
+    change to between sweeps, where the seed says so."""
+
+    prompts: list
+    pools: dict
+    share: bool
+    limits: list
+    expected: int | None
+    seed: int
+
+
+@st.composite
+def limits_of(draw, homes):
+    classes = [c for c in CLASSES if home_of(c) in homes]
+    seqs = draw(st.none() | st.fixed_dictionaries({}, optional={c: st.integers(0, 6) for c in classes}))
+    return SchedulerLimits(
+        max_num_seqs=draw(st.sampled_from([1, 3, 8, 64])),
+        max_num_batched_tokens=draw(st.sampled_from([1, 5, 16, 200])),
+        class_seqs=seqs,
+        max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 10])),
+        compute_home="gpu" if "gpu" in homes else "cpu",
+    )
 
 
 @st.composite
@@ -31,72 +61,143 @@ def loads(draw):
     prompts = [
         (prefixes[p] + [1000 + i] * own, budget, min(wish, budget)) for i, (p, own, budget, wish) in enumerate(rows)
     ]
-    longest = max(-(-(len(prompt) + budget) // BLOCK) for prompt, budget, _ in prompts)
-    return (
-        prompts,
-        longest + draw(st.integers(0, 20)),
-        draw(st.sampled_from([1, 3, 8, 64])),
-        draw(st.sampled_from([1, 5, 16, 200])),
-        draw(st.sampled_from(["continuous", "static"])),
-        draw(st.booleans()),
-        draw(st.sampled_from([None, 1, 3])),
-    )
+    homes = draw(st.sampled_from([("cpu",), ("cpu", "disk"), ("gpu", "cpu"), ("gpu", "cpu", "disk"), ("gpu", "disk")]))
+    admission = draw(st.sampled_from(["continuous", "static"]))
+    limits = [replace(x, admission=admission) for x in draw(st.lists(limits_of(homes), min_size=1, max_size=4))]
+    open_homes = [h for h in homes if any(home_of(c) == h and limits[0].places(c) for c in CLASSES)]
+    if not open_homes:
+        limits[0], open_homes = replace(limits[0], class_seqs=None), list(homes)
+    # Pools of any size, but the longest row fits one of those that have places.
+    longest = max(-(-(len(prompt) + budget - 1) // BLOCK) for prompt, budget, _ in prompts)
+    pools = {h: draw(st.integers(1, 20)) for h in homes}
+    pools[draw(st.sampled_from(open_homes))] = longest + draw(st.integers(0, 20))
+    expected = draw(st.sampled_from([None, 1, 3]))
+    return Load(prompts, pools, draw(st.booleans()), limits, expected, draw(st.integers(0, 1 << 16)))
 
 
-@settings(max_examples=200, deadline=None)
+def make_pools(sizes, share=True):
+    return {
+        home: ExtentManager(blocks, BLOCK) if home == "disk" else BlockManager(blocks, BLOCK, share)
+        for home, blocks in sizes.items()
+    }
+
+
+def check_accounts(scheduler):
+    """What sequences hold is what the pools have given out; what is promised is there."""
+    for home, pool in scheduler.pools.items():
+        own = [s for s in scheduler.running if home_of(s.kv_class) == home]
+        users = Counter(b for s in own for b in s.block_table)
+        assert pool.num_used == len(users)
+        assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
+        assert sum(s.reserved_blocks for s in own) == scheduler._reserved[home] <= pool.num_available
+        if isinstance(pool, ExtentManager):
+            assert set(users.values()) <= {1}, "two sequences in one place of the disk"
+            free = {b for start, length in pool.free_runs for b in range(start, start + length)}
+            assert not free & set(users) and len(free) == pool.num_available
+        else:
+            assert all(pool._users[b] == n for b, n in users.items())
+
+
+def check_places(scheduler, before):
+    """Nobody entered above a limit; those in flight before a limit shrank may stay."""
+    limits = scheduler.limits
+    assert len(scheduler.running) <= max(limits.max_num_seqs, len(before))
+    then, now = Counter(before.values()), Counter(s.kv_class for s in scheduler.running)
+    for kv_class, count in now.items():
+        # The only sequence in flight may be in a class without places, where no other class could take it.
+        alone = scheduler.running[0].kv_class == kv_class != before.get(id(scheduler.running[0]))
+        assert count <= max(limits.places(kv_class), then[kv_class], alone)
+
+
+class FakeExecutor:
+    """Writes and reads KV as batches do: in the order of the sweep, storing behind what is not at home here."""
+
+    def __init__(self, compute_home):
+        self.compute_home = compute_home
+        self.content = {}  # (home, block, offset) -> the tokens that this slot's KV was computed from
+
+    def run(self, sweep):
+        written, behind = set(), {}
+        for s in sweep:
+            sequence, home = s.sequence, home_of(s.sequence.kv_class)
+
+            def slot(position, sequence=sequence, home=home):
+                return home, sequence.block_table[position // BLOCK], position % BLOCK
+
+            for position in range(sequence.num_computed):
+                kept = self.content[slot(position)]
+                assert kept == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
+            target = self.content if home == self.compute_home else behind
+            for position in range(sequence.num_computed, s.num_keys):
+                assert slot(position) not in written
+                written.add(slot(position))
+                target[slot(position)] = tuple(sequence.tokens[: position + 1])
+        self.content |= behind
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
-    prompts, num_blocks, max_seqs, max_tokens, admission, share, expected = load
-    blocks = BlockManager(num_blocks, BLOCK, share)
-    scheduler = Scheduler(
-        blocks, SchedulerLimits(max_seqs, max_tokens, admission), (lambda s: expected) if expected else None
-    )
+    pools = make_pools(load.pools, load.share)
+    expected = load.expected
+    scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
+    executor = FakeExecutor(load.limits[0].compute_home)
+    change = random.Random(load.seed)
     wanted = {}
-    for i, (prompt, budget, wish) in enumerate(prompts):
+    for i, (prompt, budget, wish) in enumerate(load.prompts):
+        assert len(prompt) + budget - 1 <= scheduler.longest_tokens
         scheduler.add(make(i, prompt, budget))
         wanted[i] = wish
-    content = {}  # block -> {offset: token chain}: what the KV of each slot was computed from
-    done = {}
+    done, computed, restarts = {}, {}, 0
     for _ in range(5000):
         if not scheduler.has_work:
             break
+        if change.random() < 0.2:
+            scheduler.limits = change.choice(load.limits)
+        for sequence in scheduler.running:
+            if home_of(sequence.kv_class) == "cpu" and change.random() < 0.1:
+                scheduler.set_class(sequence, change.choice(["cpu", "streamed"]))
+        before = {id(s): s.kv_class for s in scheduler.running}
+        limits = scheduler.limits
+
         sweep = scheduler.schedule()
+
         assert sweep, "a scheduler with work gave an empty sweep"
-        assert len(scheduler.running) <= max_seqs
+        check_places(scheduler, before)
+        check_accounts(scheduler)
         decodes = sum(len(s.sequence.tokens) - s.sequence.num_computed == 1 for s in sweep)
-        assert sum(s.num_tokens for s in sweep) <= max(max_tokens, decodes)
+        assert sum(s.num_tokens for s in sweep) <= max(limits.max_num_batched_tokens, decodes)
+        assert all(s.num_tokens <= (limits.max_chunk_tokens or s.num_tokens) for s in sweep)
         assert len({id(s.sequence) for s in sweep}) == len(sweep)
-        users = Counter(b for s in scheduler.running for b in s.block_table)
-        assert blocks.num_used == len(users) and all(blocks._users[b] == n for b, n in users.items())
-        written = set()
-        for s in sweep:  # all of the sweep's KV is written before any of it is read
-            sequence = s.sequence
-            for position in range(sequence.num_computed, sequence.num_computed + s.num_tokens):
-                block, offset = sequence.block_table[position // BLOCK], position % BLOCK
-                assert (block, offset) not in written
-                written.add((block, offset))
-                content[block, offset] = tuple(sequence.tokens[: position + 1])
         for s in sweep:
-            sequence = s.sequence
-            for position in range(sequence.num_computed + s.num_tokens):
-                slot = sequence.block_table[position // BLOCK], position % BLOCK
-                assert content[slot] == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
+            start = computed.get(s.sequence.request_index)
+            if start is None or start != s.sequence.num_computed:  # begins, for the first time or again
+                restarts += start is not None
+                assert s.sequence.num_computed == s.sequence.num_matched_blocks * BLOCK
+            computed[s.sequence.request_index] = s.num_keys
+        assert restarts <= scheduler.num_preempted
+        executor.run(sweep)
         sampling = [s.sequence for s in sweep if s.samples]
         scheduler.commit(sweep)
         for sequence in sampling:
             sequence.tokens.append(5000 + sequence.num_generated)
             if sequence.num_generated == wanted[sequence.request_index]:
+                assert sequence.num_computed == len(sequence.tokens) - 1
                 scheduler.finish(sequence)
                 done[sequence.request_index] = sequence.generated
-    assert sorted(done) == list(range(len(prompts)))
+    assert sorted(done) == list(range(len(load.prompts)))
     assert all(len(done[i]) == wanted[i] for i in done)
-    assert blocks.num_used == 0 and blocks.num_available == num_blocks and scheduler._reserved == 0
+    check_accounts(scheduler)
+    for home, pool in pools.items():
+        assert pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler._reserved[home] == 0
+    if "disk" in pools:
+        assert pools["disk"].free_runs == [(0, load.pools["disk"])]
     if expected is None:
         assert scheduler.num_preempted == 0, "worst-case admission never makes a sequence give way"
 
 
 def run_prompts(prompts, **kwargs):
-    scheduler = Scheduler(BlockManager(500, BLOCK, **kwargs), SchedulerLimits(64, 64))
+    scheduler = Scheduler({"cpu": BlockManager(500, BLOCK, **kwargs)}, SchedulerLimits(64, 64))
     for i, prompt in enumerate(prompts):
         scheduler.add(make(i, prompt, 1))
     ran = 0
@@ -121,7 +222,7 @@ def test_equal_prompts_still_run_their_last_token():
 
 
 def test_static_admission_takes_no_one_in_until_the_block_is_done():
-    scheduler = Scheduler(BlockManager(6, BLOCK), SchedulerLimits(64, 64, "static"))
+    scheduler = Scheduler({"cpu": BlockManager(6, BLOCK)}, SchedulerLimits(64, 64, "static"))
     for i in range(4):  # each takes two blocks: three fit
         scheduler.add(make(i, [i] * 4, 4))
     entered = []
@@ -144,3 +245,167 @@ def test_releasing_a_block_twice_is_caught():
     blocks.release([block])
     with pytest.raises(AssertionError, match="twice"):
         blocks.release([block])
+
+
+def test_classes_are_those_of_the_policy_in_its_order():
+    assert tuple(c for c in KV_CLASSES if c != "deferred") == CLASSES
+    assert [home_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk"]
+
+
+def accelerator(sizes=None, **limits):
+    pools = make_pools(sizes or {"gpu": 50, "cpu": 50, "disk": 50})
+    return Scheduler(pools, SchedulerLimits(64, 1000, compute_home="gpu", **limits))
+
+
+def test_sequences_take_the_first_class_with_a_place_and_room():
+    scheduler = accelerator(
+        {"gpu": 4, "cpu": 50, "disk": 50}, class_seqs={"gpu": 9, "cpu": 1, "streamed": 2, "disk": 1}
+    )
+    for i in range(8):  # two blocks each, so the GPU has room for two
+        scheduler.add(make(i, [i] * 4, 4))
+    assert [s.sequence.kv_class for s in scheduler.schedule()] == [
+        "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
+    ]  # fmt: skip
+    assert len(scheduler.waiting) == 2
+
+
+def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
+    scheduler = accelerator({"gpu": 4, "cpu": 10}, class_seqs={"gpu": 4, "cpu": 4})
+    assert scheduler.longest_tokens == 40
+    first, long, last = make(0, [0] * 25, 8), make(1, [1] * 30, 8), make(2, [2] * 4, 1)
+    for sequence in (first, long, last):
+        scheduler.add(sequence)
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [first] and first.kv_class == "cpu"
+    scheduler.commit(sweep)
+    scheduler.finish(first)
+    assert [s.sequence for s in scheduler.schedule()] == [long, last]
+    assert (long.kv_class, last.kv_class) == ("cpu", "gpu")
+
+
+def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
+    pools = make_pools({"gpu": 4, "cpu": 20}, share=False)
+    limits = SchedulerLimits(64, 1000, class_seqs={"gpu": 3, "cpu": 1}, compute_home="gpu")
+    scheduler = Scheduler(pools, limits, lambda s: 1)
+    rows = [make(i, [i] * 4, 12) for i in range(3)]
+    rows[2] = make(2, [2] * 20, 12)  # too long for what is left of the GPU
+    old, young, other = rows
+    for sequence in rows:
+        scheduler.add(sequence)
+
+    def sweep():
+        scheduled = scheduler.schedule()
+        scheduler.commit(scheduled)
+        for s in scheduled:
+            s.sequence.tokens.append(7)
+        return [s.sequence for s in scheduled]
+
+    assert sweep() == rows
+    assert [s.kv_class for s in rows] == ["gpu", "gpu", "cpu"]
+    for _ in range(4):  # each of the two on the GPU grows to two blocks
+        assert sweep() == rows
+    assert sweep() == [old, other], "the younger one on the GPU gave way, though the one on the CPU is younger still"
+    assert scheduler.num_preempted == 1 and list(scheduler.waiting) == [young]
+
+
+def prefix_taken_in(home, same_sweep):
+    kv_class = {"gpu": "gpu", "cpu": "streamed", "disk": "disk"}[home]
+    scheduler = accelerator(class_seqs={kv_class: 2})
+    prompts = [make(0, [*range(20), 50], 4), make(1, [*range(20), 51], 4)]
+    if same_sweep:
+        for sequence in prompts:
+            scheduler.add(sequence)
+        scheduler.schedule()
+    else:
+        for sequence in prompts:
+            scheduler.add(sequence)
+            sweep = scheduler.schedule()
+            scheduler.commit(sweep)
+            for s in sweep:
+                s.sequence.tokens.append(7)
+    return prompts[1].num_cached
+
+
+def test_prefixes_are_shared_as_soon_as_their_kv_can_be_read():
+    assert prefix_taken_in("gpu", same_sweep=True) == 20
+    assert prefix_taken_in("cpu", same_sweep=True) == 0, "KV that is stored behind is there after the sweep only"
+    assert prefix_taken_in("cpu", same_sweep=False) == 20
+    assert prefix_taken_in("disk", same_sweep=False) == 0
+
+
+def test_a_prefix_in_another_pool_is_not_taken():
+    scheduler = accelerator(class_seqs={"gpu": 1, "cpu": 1})
+    rows = [make(i, [*range(20), 50 + i], 4) for i in range(2)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert [s.kv_class for s in rows] == ["gpu", "cpu"] and rows[1].num_cached == 0
+
+
+def test_a_sweep_that_failed_leaves_no_prefix_behind():
+    pool = BlockManager(50, BLOCK)
+    scheduler = Scheduler({"cpu": pool}, SchedulerLimits(8, 12))
+    prompt = list(range(30))
+    scheduler.add(make(0, prompt, 4))
+    scheduler.commit(scheduler.schedule())  # 12 tokens are there,
+    scheduler.schedule()  # 12 more never will be
+    scheduler.finish(scheduler.running[0])
+    assert len(pool.match(prompt)) == 3 and pool.num_used == 0
+
+
+def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():
+    scheduler = accelerator(class_seqs={"gpu": 3})
+    rows = [make(i, [i] * 4, 4) for i in range(5)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 1, "disk": 1})
+    for sequence in rows[:3]:
+        sequence.tokens.append(7)
+    sweep = scheduler.schedule()
+    assert [s.sequence.kv_class for s in sweep] == ["gpu", "gpu", "gpu", "disk"]
+    scheduler.commit(sweep)
+    scheduler.finish(rows[0])
+    scheduler.finish(rows[1])
+    for sequence in rows[2:4]:
+        sequence.tokens.append(7)
+    assert [s.sequence for s in scheduler.schedule()] == rows[2:4], "one place, taken; the last row waits"
+
+
+def test_a_row_whose_class_lost_its_places_still_runs():
+    scheduler = accelerator({"gpu": 2, "disk": 50}, class_seqs={"gpu": 2, "disk": 2})
+    short, long = make(0, [0] * 4, 1), make(1, [1] * 100, 1)
+    scheduler.add(short)
+    scheduler.add(long)
+    scheduler.limits = replace(scheduler.limits, class_seqs={"gpu": 2})
+    assert scheduler.longest_tokens == 8
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [short]
+    scheduler.commit(sweep)
+    scheduler.finish(short)
+    assert [s.sequence for s in scheduler.schedule()] == [long] and long.kv_class == "disk"
+
+
+def test_set_class_moves_no_kv():
+    scheduler = accelerator(class_seqs={"cpu": 1})
+    scheduler.add(make(0, [0] * 4, 4))
+    (scheduled,) = scheduler.schedule()
+    table = list(scheduled.sequence.block_table)
+    scheduler.set_class(scheduled.sequence, "streamed")
+    assert scheduled.sequence.kv_class == "streamed" and list(scheduled.sequence.block_table) == table
+    with pytest.raises(AssertionError, match="does not move"):
+        scheduler.set_class(scheduled.sequence, "disk")
+
+
+def test_a_chunk_limit_leaves_tokens_of_the_sweep_to_other_rows():
+    scheduler = accelerator(class_seqs={"gpu": 4}, max_chunk_tokens=8)
+    for i in range(3):
+        scheduler.add(make(i, [i] * 20, 1))
+    chunks = []
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        chunks.append([s.num_tokens for s in sweep])
+        scheduler.commit(sweep)
+        for sequence in [s.sequence for s in sweep if s.sequence.num_computed == 20]:
+            scheduler.finish(sequence)
+    assert chunks == [[8, 8, 8], [8, 8, 8], [4, 4, 4]]

@@ -11,7 +11,7 @@ from batchgen.planner.flow import stages_of
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
 from batchgen.planner.setting import Setting, Shares
-from batchgen.policy import Plan, Policy, Prediction
+from batchgen.policy import KV_HOMES, Plan, Policy, Prediction
 from batchgen.units import format_bytes, format_seconds
 from batchgen.workload import Lengths
 
@@ -47,7 +47,10 @@ def make_plan(
     lengths are more than an upper limit."""
     s, counts = candidate.setting, candidate.counts
     at = counts.shares(s)
-    kv_pool = s.block_size * s.seq_kv_bytes / (s.kv_token_bytes * s.model.num_layers * s.kv_block_size)
+    seq_blocks = s.seq_kv_bytes / (s.kv_token_bytes * s.model.num_layers * s.kv_block_size)
+    kv_blocks: dict[str, float] = {}
+    for kv_class, count in counts.kv_seqs.items():
+        kv_blocks[KV_HOMES[kv_class]] = kv_blocks.get(KV_HOMES[kv_class], 0) + count * seq_blocks
     policy = Policy(
         admission=s.admission,
         gpu_batch_size=s.gpu_batch_size,
@@ -55,7 +58,7 @@ def make_plan(
         max_num_batched_tokens=s.max_num_batched_tokens,
         max_model_len=max_model_len,
         kv_block_size=s.kv_block_size,
-        num_kv_blocks=math.ceil(kv_pool),
+        kv_blocks={tier: math.ceil(count) for tier, count in kv_blocks.items() if count},
         share_prefixes=share_prefixes,
         weight_format=s.weight_format,
         kv_format=s.kv_format,

@@ -1,14 +1,24 @@
-"""How much KV fits: the CPU memory budget less everything else that must be in memory. Pure arithmetic."""
+"""What goes into each tier's memory: everything but KV is given by the policy, KV pools take what is left. Arithmetic only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from batchgen.errors import InputError
+from batchgen.formats import FORMAT_BYTES, INT4, row_bytes
 from batchgen.model_config import ModelConfig
-from batchgen.policy import MemoryPlan
+from batchgen.policy import KV_HOMES, TIERS, MemoryPlan, Policy
 from batchgen.units import format_bytes
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20
+# The same of an accelerator, which has no tokenizer.
+DEVICE_WORKSPACE_BYTES = 32 << 20
+# Pieces in which an output matrix that is not on the accelerator comes over, two at a time.
+HEAD_PIECES = 8
+_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+# Direct I/O moves multiples of this.
+_DISK_BLOCK = 4096
 
 
 def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -25,38 +35,161 @@ def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_toke
     return max_num_batched_tokens * per_token + max_num_seqs * config.vocab_size * (dtype_bytes + 8)
 
 
+def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
+    size = int(FORMAT_BYTES[dtype])
+    return {
+        group: rows * row_bytes(columns, weight_format) + (config.layer_tensors[group] - rows * columns) * size
+        for group, (rows, columns) in config.layer_matrices.items()
+    }
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:
+    """Stored bytes of one block of one layer."""
+    return 2 * config.num_kv_heads * block_size * row_bytes(config.head_dim, kv_format)
+
+
 def plan_memory(
     config: ModelConfig,
+    policy: Policy,
     *,
-    dtype_bytes: int,
-    budget_bytes: int,
+    dtype: str,
+    budgets: Mapping[str, int],
     process_bytes: int,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
     min_tokens: int,
-    block_size: int,
+    longest_tokens: int,
     most_kv_tokens: int | None = None,
-) -> tuple[MemoryPlan, int]:
-    """The split of the budget, and the number of KV blocks.
+) -> MemoryPlan:
+    """The split of each budget under a policy. An accelerator is there if there is a budget for "gpu".
 
-    process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit
-    (its prompt and output); max_model_len: the longest. most_kv_tokens: what the job is expected to use. Raises InputError, naming the smallest budget that would do.
+    process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit (its
+    prompt and output); longest_tokens: the longest that is looked for. most_kv_tokens: what the job is expected to use.
+    Raises InputError, naming the smallest budget that would do.
     """
-    weights = config.weight_bytes(dtype_bytes)
-    activations = activation_bytes(config, dtype_bytes, max_num_batched_tokens, max_num_seqs) + WORKSPACE_BYTES
-    block_bytes = block_size * config.kv_bytes_per_token(dtype_bytes)
-    fixed = process_bytes + weights + activations
-    needed = fixed + -(-min_tokens // block_size) * block_bytes
-    if budget_bytes < needed:
-        raise InputError(
-            f"--cpu-memory {format_bytes(budget_bytes)} is too small for one row: weights take {format_bytes(weights)}, "
-            f"the process and its work space {format_bytes(process_bytes + activations)}, {min_tokens} tokens of KV "
-            f"{format_bytes(needed - fixed)}; give at least {format_bytes(needed * 1.01)}"
-        )
-    # More than every sequence at full length is never used; `most_kv_tokens` may know better, but any row must fit.
-    useful = max_num_seqs * -(-max_model_len // block_size)
-    if most_kv_tokens is not None:
-        useful = min(useful, max(-(-most_kv_tokens // block_size), -(-max_model_len // block_size)))
-    num_blocks = min((budget_bytes - fixed) // block_bytes, useful)
-    return MemoryPlan(budget_bytes, process_bytes, weights, activations, num_blocks * block_bytes), num_blocks
+    device = "gpu" if "gpu" in budgets else "cpu"
+    parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
+    parts["cpu"]["process"] = process_bytes
+    batch_tokens = -(-max(policy.max_num_batched_tokens, policy.max_num_seqs) // policy.num_gpu_batches)
+    staging_blocks = _staging_blocks(policy, device, batch_tokens, longest_tokens)
+
+    def add(tier: str, what: str, num_bytes: int) -> None:
+        if num_bytes:
+            parts[tier][what] = parts[tier].get(what, 0) + num_bytes
+
+    _add_weights(config, policy, dtype, device, add)
+    _add_activations(config, policy, dtype, device, batch_tokens, add)
+    _add_staging(config, policy, device, staging_blocks, add)
+    block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    sizes = {tier: config.num_layers * (_on_disk(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
+    kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
+    for tier, count in kv_blocks.items():
+        add(tier, "KV", count * sizes[tier])
+    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens)
+
+
+def _on_disk(num_bytes: int) -> int:
+    """Bytes that as many take where they are to start on a boundary."""
+    return -(-num_bytes // _DISK_BLOCK) * _DISK_BLOCK
+
+
+def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, add) -> None:
+    size = int(FORMAT_BYTES[dtype])
+    groups = group_bytes(config, dtype, policy.weight_format)
+    on_disk = 0
+    for group, counts in policy.weight_layers.items():
+        for tier, layers in zip(TIERS, counts, strict=True):
+            if tier != "disk":  # the disk has them already: its budget is for what is added
+                add(tier, "weights", layers * groups[group])
+            if layers:
+                on_disk += _on_disk(groups[group]) if tier == "disk" else 0
+    if device == "gpu":
+        away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
+        add("gpu", "weights in transit", 2 * sum(groups[group] for group in away))
+    add("cpu", "weights in transit", 2 * on_disk)
+    if policy.weight_format == INT4:
+        expanded = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
+        add(device, "expanded weights", expanded * config.params_per_layer * size)
+    embedding, head = config.embedding_params * size, config.head_params * size
+    head_tier = policy.head_tier if device == "gpu" else "cpu"
+    add(head_tier if config.tied_embeddings else "cpu", "weights", embedding)
+    add(head_tier, "weights", head)
+    if device == "gpu" and head_tier != "gpu":
+        pieces = 2 * -(-config.vocab_size // HEAD_PIECES) * config.embed_size * size
+        add("gpu", "weights in transit", pieces + policy.max_num_seqs * config.vocab_size * 4)
+
+
+def _add_activations(config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, add) -> None:
+    size = int(FORMAT_BYTES[dtype])
+    work = activation_bytes(config, size, batch_tokens, policy.gpu_batch_size)
+    between = batch_tokens * config.hidden_size * size
+    if device == "cpu":
+        add("cpu", "activations", work + WORKSPACE_BYTES + (policy.num_gpu_batches - 1) * between)
+        return
+    on_gpu, on_host = policy.activation_batches
+    add("gpu", "activations", work + DEVICE_WORKSPACE_BYTES + (on_gpu + (2 if on_host else 0)) * between)
+    exchanged = config.qkv_size + config.num_heads * config.head_dim
+    delegated = 2 * policy.gpu_batch_size * exchanged * size if policy.kv_seqs.get("cpu") else 0
+    add("cpu", "activations", WORKSPACE_BYTES + on_host * between + delegated)
+
+
+def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_tokens: int) -> int:
+    """Blocks of one buffer: a GPU batch's share of what does not live on the compute device, at its longest."""
+    away = {c: n for c, n in policy.kv_seqs.items() if n and KV_HOMES[c] != device}
+    if not away:
+        return 0
+    longest = -(-longest_tokens // policy.kv_block_size)
+    passing = -(-sum(n for c, n in away.items() if c != "cpu") // policy.num_gpu_batches)
+    blocks = max(1, passing) * longest
+    if "cpu" in away:  # their prompts pass through once
+        blocks += -(-batch_tokens // policy.kv_block_size) + min(policy.gpu_batch_size, batch_tokens)
+    return blocks
+
+
+def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add) -> None:
+    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    add(device, "KV in transit", 2 * staging_blocks * block)
+    if policy.kv_seqs.get("disk") and (device == "gpu" or block % _DISK_BLOCK):
+        add("cpu", "KV in transit", 4 * staging_blocks * _on_disk(block))
+
+
+def _kv_blocks(
+    policy: Policy,
+    parts: Mapping[str, Mapping[str, int]],
+    budgets: Mapping[str, int],
+    sizes: Mapping[str, int],
+    min_tokens: int,
+    most_kv_tokens: int | None,
+) -> dict[str, int]:
+    """Blocks of each pool, `sizes` bytes each: what is left of the budget, but no more than its sequences can make use of."""
+    block_size = policy.kv_block_size
+    seqs: dict[str, int] = {}
+    for kv_class, count in policy.kv_seqs.items():
+        if count:
+            seqs[KV_HOMES[kv_class]] = seqs.get(KV_HOMES[kv_class], 0) + count
+    least = -(-min_tokens // block_size)
+    found, short = {}, {}
+    for tier, count in seqs.items():
+        # More than every sequence at full length is never used; `most_kv_tokens` may know better, but any row must fit.
+        useful = count * -(-policy.max_model_len // block_size)
+        if most_kv_tokens is not None:
+            expected = -(-most_kv_tokens * count // policy.max_num_seqs)
+            useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
+        left = budgets[tier] - sum(parts[tier].values())
+        found[tier] = max(0, min(left // sizes[tier], useful))
+        if left < least * sizes[tier]:
+            short[tier] = least * sizes[tier] - left
+    for tier, own in parts.items():
+        if sum(own.values()) > budgets[tier]:
+            short.setdefault(tier, sum(own.values()) - budgets[tier])
+    if short:
+        raise InputError(_too_small(short, parts, budgets, min_tokens))
+    return found
+
+
+def _too_small(short: Mapping[str, int], parts: Mapping, budgets: Mapping[str, int], min_tokens: int) -> str:
+    tier, missing = max(short.items(), key=lambda item: item[1])
+    own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
+    return (
+        f"{_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens beside {own};"
+        f" give at least {format_bytes((budgets[tier] + missing) * 1.01)}"
+    )

@@ -6,6 +6,7 @@ the caches, as weights and KV do in a sweep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,13 +153,13 @@ def _paged_attention(pool: Tensor, model: ModelConfig, sequences: Sequence[tuple
     for all its layers.
     """
     heads, size = model.num_kv_heads, _KV_BLOCK_TOKENS
-    k_cache, v_cache = _paged_kv(pool, model)
+    kv = _paged_kv(pool, model)
     used = [-(-(new + cached) // size) for new, cached in sequences]
     ends = np.cumsum(used).tolist()
     plans = []
-    for turn in range(max(2, len(k_cache) // ends[-1])):
+    for turn in range(max(2, len(kv) // ends[-1])):
         slices = [
-            SequenceSlice(new, cached, (np.arange(end - n, end) + turn * ends[-1]).astype(np.int32) % len(k_cache))
+            SequenceSlice(new, cached, (np.arange(end - n, end) + turn * ends[-1]).astype(np.int32) % len(kv))
             for (new, cached), n, end in zip(sequences, used, ends, strict=True)
         ]
         key_bytes = heads * model.head_dim * pool.dtype.itemsize
@@ -166,16 +167,14 @@ def _paged_attention(pool: Tensor, model: ModelConfig, sequences: Sequence[tuple
         plans.append(ops.prepare_attention(plan, heads, size, pool.dtype))
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim).to(pool.dtype) * model.head_dim**-0.5
-    return lambda i: ops.paged_attention(q, k_cache, v_cache, plans[i % len(plans)])
+    return lambda i: ops.paged_attention(q, kv, plans[i % len(plans)])
 
 
-def _paged_kv(pool: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """One half of the pool as K, the other as V: [blocks, kv_heads, block tokens, head_dim]."""
-    page = (model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
-    half = pool.numel() // 2
-    blocks = half // (page[0] * page[1] * page[2])
-    used = blocks * page[0] * page[1] * page[2]
-    return pool[:used].view(blocks, *page), pool[half : half + used].view(blocks, *page)
+def _paged_kv(pool: Tensor, model: ModelConfig) -> Tensor:
+    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim]."""
+    block = (2, model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
+    size = math.prod(block)
+    return pool[: pool.numel() // size * size].view(-1, *block)
 
 
 # Until `ops` has CUDA kernels, a GPU's attention is measured on contiguous KV with torch's own function: the two
@@ -225,9 +224,9 @@ def _elementwise(pool: Tensor, model: ModelConfig, tokens: int) -> Trial:
     qkvs = pieces(pool, tokens, heads + 2 * kv_heads, config.head_dim)
     mlps = pieces(pool, tokens, 2 * config.intermediate_size)
     hiddens = pieces(pool, tokens, width)
-    k_cache, v_cache = _paged_kv(pool, model)
-    turns = max(1, len(k_cache) * _KV_BLOCK_TOKENS // tokens)
-    slots = np.arange(turns * tokens) % (len(k_cache) * _KV_BLOCK_TOKENS)
+    kv = _paged_kv(pool, model)
+    turns = max(1, len(kv) * _KV_BLOCK_TOKENS // tokens)
+    slots = np.arange(turns * tokens) % (len(kv) * _KV_BLOCK_TOKENS)
     rows = [ops.kv_rows(part, kv_heads, _KV_BLOCK_TOKENS).to(pool.device) for part in np.split(slots, turns)]
     angles = torch.rand(tokens, 1, config.head_dim // 2, device=pool.device)
     cos, sin = angles.cos(), angles.sin()
@@ -238,7 +237,7 @@ def _elementwise(pool: Tensor, model: ModelConfig, tokens: int) -> Trial:
         ops.rms_norm(hidden, weight, config.norm_eps)
         q, k, v = qkvs[i % len(qkvs)].split((heads, kv_heads, kv_heads), dim=1)
         ops.apply_rope(q, cos, sin)
-        ops.write_kv(k_cache, v_cache, rows[i % turns], ops.apply_rope(k, cos, sin), v)
+        ops.write_kv(kv, rows[i % turns], ops.apply_rope(k, cos, sin), v)
         hidden = hidden + hiddens[(3 * i + 1) % len(hiddens)]
         ops.rms_norm(hidden, weight, config.norm_eps)
         ops.silu_and_mul(mlps[i % len(mlps)])

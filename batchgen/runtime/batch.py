@@ -1,7 +1,9 @@
-"""One sweep's packed input: token ids, positions, KV slots and the attention plans, as arrays. No torch."""
+"""One GPU batch's packed input: token ids, positions, where its KV is and goes, and the attention plans, as arrays.
+No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,23 +16,72 @@ from batchgen.attention_plan import (
     order_sequences,
     plan_attention,
 )
+from batchgen.runtime.extents import runs_of
+from batchgen.runtime.gpu_batches import place
+from batchgen.runtime.schedule import BatchFlow
 from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.sequence import Sequence, home_of
+
+PLACES = ("resident", "staged", "delegated")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same place.
+
+    place: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
+    CPU attends. slots: int64 [tokens], where each token's new KV goes there; a slot is block * block_size + offset.
+    plans: the attention plan for each sliding window in the model (None: full attention), tokens counted from `start`.
+    """
+
+    place: str
+    start: int
+    stop: int
+    slots: np.ndarray
+    plans: dict[int | None, AttentionPlan]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` neighbouring blocks: from `block` of the disk's pool, from `staged` of the staging buffer."""
+
+    block: int
+    staged: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Staging:
+    """What passes through the staging buffer. Its first blocks are those that come from the host's pool.
+
+    host_blocks: int64, blocks of the host's pool to bring to staging blocks 0, 1, ...
+    new_slots, host_slots: int64, of new tokens whose KV goes home to the host's pool: slot in staging, and there.
+    reads: history on disk. writes: blocks with new tokens that go to disk. disk_start, disk_stop: staging blocks of
+    sequences whose home is the disk.
+    """
+
+    num_blocks: int
+    host_blocks: np.ndarray
+    new_slots: np.ndarray
+    host_slots: np.ndarray
+    reads: tuple[Run, ...]
+    writes: tuple[Run, ...]
+    disk_start: int
+    disk_stop: int
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Tokens of all scheduled sequences, one after the other, without padding.
+    """Tokens of all scheduled sequences, one after the other, without padding, by segment.
 
-    token_ids, positions, slots: int64 [tokens]; a slot is block * block_size + offset.
-    plans: the attention plan for each sliding window in the model (None: full attention).
+    token_ids, positions: int64 [tokens].
     sampled: sequences whose next token this sweep yields; sampled_rows: int64, the row of each one's last token.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray
-    plans: dict[int | None, AttentionPlan]
+    segments: tuple[Segment, ...]
+    staging: Staging | None
     sampled: list[Sequence]
     sampled_rows: np.ndarray
 
@@ -38,50 +89,141 @@ class PackedBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def flow(self, hidden_on_host: bool = False) -> BatchFlow:
+        """What the batch moves."""
+        places = {s.place for s in self.segments}
+        staging = self.staging
+        return BatchFlow(
+            resident="resident" in places,
+            history=staging is not None and bool(len(staging.host_blocks) or staging.reads),
+            stored=staging is not None and bool(len(staging.new_slots)),
+            disk_read=staging is not None and bool(staging.reads),
+            disk_write=staging is not None and bool(staging.writes),
+            delegated="delegated" in places,
+            hidden_on_host=hidden_on_host,
+            samples=bool(self.sampled),
+        )
+
 
 def pack(
-    sweep: list[ScheduledSequence],
+    batch: List[ScheduledSequence],
     *,
     block_size: int,
     key_bytes: int,
     windows: frozenset[int | None],
+    compute_home: str = "cpu",
 ) -> PackedBatch:
-    """Packs a sweep. key_bytes: bytes of one token's K in one layer."""
-    slices = [
-        SequenceSlice(s.num_tokens, s.sequence.num_computed, np.array(s.sequence.block_table, dtype=np.int32))
-        for s in sweep
-    ]
-    groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in sweep], block_size)
-    order = order_sequences(slices, groups)
-    place = {i: position for position, i in enumerate(order)}
-    sweep, slices = [sweep[i] for i in order], [slices[i] for i in order]
-    groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
-
-    token_ids, positions, slots, sampled, sampled_rows = [], [], [], [], []
+    """Packs one GPU batch. key_bytes: bytes of one token's K in one layer. compute_home: the tier that is the compute
+    device's own memory."""
+    by_place: dict[str, list[ScheduledSequence]] = {}
+    for scheduled in batch:
+        by_place.setdefault(place(scheduled, compute_home), []).append(scheduled)
+    tables, staging = {}, None
+    if "staged" in by_place:
+        tables, staging = _stage(by_place["staged"], block_size)
+    token_ids, positions, sampled, sampled_rows, segments = [], [], [], [], []
     row = 0
-    for scheduled, part in zip(sweep, slices, strict=True):
-        sequence = scheduled.sequence
-        start, stop = part.num_cached, part.num_keys
-        token_ids.extend(sequence.tokens[start:stop])
-        if part.num_queries == 1:  # most sequences decode: no small arrays for them
-            positions.append(start)
-            slots.append(sequence.block_table[start // block_size] * block_size + start % block_size)
-        else:
-            span = np.arange(start, stop)
-            positions.extend(span.tolist())
-            slots.extend((part.blocks[span // block_size] * block_size + span % block_size).tolist())
-        row += part.num_queries
-        if scheduled.samples:
-            sampled.append(sequence)
-            sampled_rows.append(row - 1)
+    for name in PLACES:
+        if name not in by_place:
+            continue
+        start = row
+        slots: list[int] = []
+        members = by_place[name]
+        slices = [
+            SequenceSlice(
+                s.num_tokens,
+                s.sequence.num_computed,
+                tables[s.sequence] if name == "staged" else np.array(s.sequence.block_table, dtype=np.int32),
+            )
+            for s in members
+        ]
+        groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size)
+        order = order_sequences(slices, groups)
+        place_of = {i: position for position, i in enumerate(order)}
+        members, slices = [members[i] for i in order], [slices[i] for i in order]
+        groups = [SharedGroup(tuple(sorted(place_of[i] for i in g.members)), g.num_blocks) for g in groups]
+        for scheduled, part in zip(members, slices, strict=True):
+            sequence = scheduled.sequence
+            first, stop = part.num_cached, part.num_keys
+            token_ids.extend(sequence.tokens[first:stop])
+            if part.num_queries == 1:  # most sequences decode: no small arrays for them
+                positions.append(first)
+                slots.append(int(part.blocks[first // block_size]) * block_size + first % block_size)
+            else:
+                span = np.arange(first, stop)
+                positions.extend(span.tolist())
+                slots.extend(
+                    (part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist()
+                )
+            row += part.num_queries
+            if scheduled.samples:
+                sampled.append(sequence)
+                sampled_rows.append(row - 1)
+        plans = {
+            window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
+            for window in windows
+        }
+        segments.append(Segment(name, start, row, np.array(slots, dtype=np.int64), plans))
     return PackedBatch(
         token_ids=np.array(token_ids, dtype=np.int64),
         positions=np.array(positions, dtype=np.int64),
-        slots=np.array(slots, dtype=np.int64),
-        plans={
-            window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
-            for window in windows
-        },
+        segments=tuple(segments),
+        staging=staging,
         sampled=sampled,
         sampled_rows=np.array(sampled_rows, dtype=np.int64),
     )
+
+
+def _stage(members: List[ScheduledSequence], block_size: int) -> tuple[dict[Sequence, np.ndarray], Staging]:
+    """Gives each sequence's blocks a place in the staging buffer: block tables there, and what moves.
+
+    A prefix block that several sequences share comes over once.
+    """
+    on_host = [s for s in members if home_of(s.sequence.kv_class) != "disk"]
+    on_disk = [s for s in members if home_of(s.sequence.kv_class) == "disk"]
+    staged_of: dict[int, int] = {}  # host block with history -> staging block
+    for s in on_host:
+        for block in s.sequence.block_table[: -(-s.sequence.num_computed // block_size)]:
+            staged_of.setdefault(block, len(staged_of))
+    tables: dict[Sequence, np.ndarray] = {}
+    new_slots, host_slots = [], []
+    num_blocks = len(staged_of)
+    for s in on_host:
+        sequence = s.sequence
+        used, old = -(-s.num_keys // block_size), -(-sequence.num_computed // block_size)
+        table = [staged_of[b] for b in sequence.block_table[:old]] + list(range(num_blocks, num_blocks + used - old))
+        num_blocks += used - old
+        tables[sequence] = np.array(table, dtype=np.int32)
+        for position in range(sequence.num_computed, s.num_keys):
+            block, offset = divmod(position, block_size)
+            new_slots.append(table[block] * block_size + offset)
+            host_slots.append(sequence.block_table[block] * block_size + offset)
+    disk_start = num_blocks
+    reads, writes = [], []
+    for s in on_disk:
+        sequence = s.sequence
+        used, old = -(-s.num_keys // block_size), -(-sequence.num_computed // block_size)
+        tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
+        reads += _runs(sequence.block_table[:old], num_blocks)
+        dirty = sequence.num_computed // block_size
+        writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
+        num_blocks += used
+    staging = Staging(
+        num_blocks=num_blocks,
+        host_blocks=np.fromiter(staged_of, dtype=np.int64, count=len(staged_of)),
+        new_slots=np.array(new_slots, dtype=np.int64),
+        host_slots=np.array(host_slots, dtype=np.int64),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        disk_start=disk_start,
+        disk_stop=num_blocks,
+    )
+    return tables, staging
+
+
+def _runs(blocks: List[int], staged: int) -> list[Run]:
+    runs = []
+    for first, count in runs_of(blocks):
+        runs.append(Run(first, staged, count))
+        staged += count
+    return runs

@@ -10,8 +10,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _ROOT = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over."""
+
+    blocks: list[int]
+    num_matched: int
 
 
 class BlockManager:
@@ -38,6 +47,19 @@ class BlockManager:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
+    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Place | None:
+        """A place for a sequence that is to have `num_blocks` blocks in all, or None where there is no room.
+
+        num_reserved: available blocks that are promised to others. The blocks of a known prefix are taken now, the
+        others are the caller's to reserve.
+        """
+        matched = self.match(tokens)
+        room = self.num_available - self.num_evictable_in(matched) - num_reserved
+        if num_blocks - len(matched) > room:
+            return None
+        self.take(matched)
+        return Place(matched, len(matched))
+
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that already hold the KV of a prefix of `tokens`, never all of it: the last token has yet to be
         run for its logits. Takes no reference."""
@@ -63,8 +85,11 @@ class BlockManager:
             self._evictable.pop(block, None)
             self._users[block] += 1
 
-    def allocate(self) -> int:
-        """A block with one user. The caller has made sure that `num_available` > 0."""
+    def allocate(self, after: int | None = None) -> int:
+        """A block with one user. The caller has made sure that `num_available` > 0.
+
+        after: the table's last block. Any block will do here, as pages in memory need not be neighbours.
+        """
         if self._free:
             block = self._free.pop()
         else:
@@ -98,6 +123,12 @@ class BlockManager:
         self._last_node += 1
         self._trie[key], self._key_of[block], self._node_of[block] = block, key, self._last_node
         return self._last_node
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Takes blocks that are in use out of the trie again: their KV was never written, as the sweep failed."""
+        for block in blocks:
+            if self._key_of[block] is not None:  # an equal block may have been there before
+                self._forget(block)
 
     def node(self, block: int) -> int:
         return self._node_of[block]

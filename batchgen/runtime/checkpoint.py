@@ -18,6 +18,7 @@ from torch import Tensor
 from batchgen.errors import InputError
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, read_config, weight_tensors
+from batchgen.runtime.store import load_extent, open_store
 from batchgen.weight_headers import TensorInfo
 
 # name of a tensor -> the parts stacked in its rows, each with its shape
@@ -123,48 +124,48 @@ def _norm(config: ModelConfig, name: str) -> Layout:
     return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
 
 
+def tensor_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, its parts stacked."""
+    return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Weights to be loaded piece by piece; each call reads anew and keeps nothing.
 
-    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them only some
-    `_CHUNK_VALUES` values are held. Calls raise InputError naming file and tensor where reading fails.
+    Tensors come back contiguous, in the dtype asked for, in memory of their own; beside them only a few MB are held.
+    Calls raise InputError naming file and tensor where reading fails; of a weight store BatchgenError naming file and
+    group, also where a checksum does not fit.
     """
 
     config: ModelConfig
-    fill: Callable[[str, int, Tensor], None]  # (part, layer, tensor to fill)
+    load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """ "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset,
         hidden] and "embed_proj.weight" [hidden, embed]."""
-        return self._load(embedding_layout(self.config), 0, dtype)
+        return self.load("embeddings", 0, dtype)
 
     def load_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Layer `layer`'s tensors: "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
         "q_norm" and "k_norm" [head_dim], "out", "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
         "up", and "down", each ".weight" and, where the model has it, ".bias"."""
-        return self._load(layer_layout(self.config), layer, dtype)
+        return self.load("layer", layer, dtype)
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden]
         and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last."""
-        return self._load(head_layout(self.config), 0, dtype)
-
-    def _load(self, layout: Layout, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors = {}
-        for name, parts in layout.items():
-            rows = [shape[0] for _, shape in parts]
-            tensors[name] = torch.empty((sum(rows), *parts[0][1][1:]), dtype=dtype)
-            for (part, _), piece in zip(parts, tensors[name].split(rows), strict=True):
-                self.fill(part, layer, piece)
-        return tensors
+        return self.load("head", 0, dtype)
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
 
-    Raises InputError where the model is not supported, or a file is missing, corrupt or of another shape.
+    Of a weight store, only that its files have their sizes. Raises InputError where the model is not supported, or a
+    file is missing, corrupt or of another shape.
     """
+    if files.kind == "store":
+        return _store_checkpoint(files)
     config = read_config(files)
     tensors = weight_tensors(files)
     names = _part_names(config, files, tensors)
@@ -193,7 +194,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
             permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
             _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
 
-    return Checkpoint(config, fill)
+    return _part_checkpoint(config, fill)
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
@@ -216,7 +217,34 @@ def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
             flat[done : done + len(stretch)].copy_(stretch)
             done, start = done + len(stretch), 0
 
-    return Checkpoint(config, fill)
+    return _part_checkpoint(config, fill)
+
+
+def _part_checkpoint(config: ModelConfig, fill: Callable[[str, int, Tensor], None]) -> Checkpoint:
+    """A checkpoint put together by `fill(part, layer, tensor to fill)`."""
+    layouts = {"embeddings": embedding_layout(config), "layer": layer_layout(config), "head": head_layout(config)}
+
+    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        layout = layouts[which]
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
+        for name, parts in layout.items():
+            pieces = tensors[name].split([shape[0] for _, shape in parts])
+            for (part, _), piece in zip(parts, pieces, strict=True):
+                fill(part, layer, piece)
+        return tensors
+
+    return Checkpoint(config, load)
+
+
+def _store_checkpoint(files: ModelFiles) -> Checkpoint:
+    store = open_store(files.path)
+
+    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head}[which]
+        groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
+        return {name: tensor for group in groups for name, tensor in group.items()}
+
+    return Checkpoint(store.config, load)
 
 
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:

@@ -1,50 +1,255 @@
-"""Runs one packed sweep through all layers and returns the logits it asks for.
+"""Takes the GPU batches of a sweep through all layers: what each Step does.
 
-This is the plain serial order: everything in memory, one layer after the other. It is the reference that
-overlapped schedules are held to.
+The order of Steps and what they wait for is `schedule`'s, running them `lanes`'s. With everything in the compute
+device's memory all Steps are in one lane, and this is the plain serial order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from batchgen import ops
+from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
+from batchgen.quant import quantize
 from batchgen.runtime import layers
-from batchgen.runtime.batch import PackedBatch
-from batchgen.runtime.kv_cache import KVCache
-from batchgen.runtime.weights import ModelWeights
+from batchgen.runtime.batch import PackedBatch, Segment
+from batchgen.runtime.checkpoint import Checkpoint
+from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
+from batchgen.runtime.lanes import Lanes, OnStep
+from batchgen.runtime.schedule import Step, Sweeps
+from batchgen.runtime.transfer import Link
+from batchgen.runtime.weights import WeightHomes, Weights
+
+# (batch, fp32 logits [len(batch.sampled), vocab]) as soon as a batch has them.
+OnLogits = Callable[[PackedBatch, Tensor], None]
 
 
 class Executor:
     """A model and its KV, ready to run sweeps. Not for use from several threads at once."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache, max_positions: int) -> None:
-        """max_positions: sequences never get longer than this."""
-        self.config = config
-        self.weights = weights
-        self.kv_cache = kv_cache
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv_cache: KVCache,
+        max_positions: int,
+        *,
+        compute_home: str = "cpu",
+        links: tuple[Link, Link] | None = None,
+        batches_on_host: int = 0,
+        serial: bool = False,
+        shared_cores: bool = False,
+        on_step: OnStep | None = None,
+    ) -> None:
+        """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
+        batches, the last ones, whose activations wait in host memory between layers. For the rest see `Lanes`."""
+        self.config, self.weights, self.kv_cache = config, weights, kv_cache
+        self.links = links
+        self.lanes = Lanes(self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step)
+        self._sweeps = Sweeps(weights.homes.streams(compute_home))
+        self._compute_home = compute_home
+        self._batches_on_host = batches_on_host
         self._rope = layers.rope_table(config, max_positions) if config.rope else None
+        self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
+        self._on_logits: OnLogits = lambda batch, logits: None
 
     @torch.inference_mode()
-    def run(self, batch: PackedBatch) -> Tensor:
-        """Computes the batch's KV in place; returns fp32 logits [len(batch.sampled), vocab]."""
-        config, kv_cache, weights = self.config, self.kv_cache, self.weights
-        positions = torch.from_numpy(batch.positions)
+    def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
+        """Computes one sweep: the batches' KV, and their logits."""
+        first_on_host = len(batches) - self._batches_on_host
+        prepared = [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
+        self._on_logits = on_logits
+        self.lanes.execute(self._bound_to(prepared))
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """By lane, since the executor was made."""
+        moved = {
+            "disk_read": self.weights.disk_bytes_read + self.kv_cache.disk_bytes_read,
+            "disk_write": self.kv_cache.disk_bytes_written,
+        }
+        if self.links:
+            moved |= {"h2d": self.links[0].moved_bytes, "d2h": self.links[1].moved_bytes}
+        return moved
+
+    def close(self) -> None:
+        """Ends what is under way and gives files back."""
+        self.lanes.close()
+        self.kv_cache.close()
+        self.weights.close()
+
+    def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
+        """What all layers need of a batch, as tensors."""
+        config, shape = self.config, self.kv_cache.shape
+        positions = torch.from_numpy(packed.positions)
         cos = sin = None
         if self._rope:
             cos, sin = (table[positions].unsqueeze(1) for table in self._rope)
-        rows = ops.kv_rows(batch.slots, config.num_kv_heads, kv_cache.block_size)
-        hidden = layers.embed(config, weights.embeddings, torch.from_numpy(batch.token_ids), positions)
-        plans = {
-            window: ops.prepare_attention(plan, config.num_kv_heads, kv_cache.block_size, hidden.dtype)
-            for window, plan in batch.plans.items()
-        }
-        for layer, (k_cache, v_cache), window in zip(weights.layers, kv_cache.layers, config.windows, strict=True):
-            q, k, v = layers.pre_attention(config, layer, hidden, cos, sin)
-            ops.write_kv(k_cache, v_cache, rows, k, v)
-            attention = ops.paged_attention(q, k_cache, v_cache, plans[window])
-            hidden = layers.post_attention(config, layer, hidden, attention)
-        last = hidden[torch.from_numpy(batch.sampled_rows)]
-        return layers.logits(config, weights.head, weights.embeddings, last)
+        parts = {}
+        for segment in packed.segments:
+            rows = ops.kv_rows(segment.slots, config.num_kv_heads, shape.block_size)
+            plans = {window: self._device_plan(plan) for window, plan in segment.plans.items()}
+            parts[segment.place] = _Part(segment, rows, plans)
+        moves = self.kv_cache.prepare(packed.staging) if packed.staging else None
+        return _Batch(packed, positions, cos, sin, parts, moves, on_host)
+
+    def _device_plan(self, plan: AttentionPlan) -> ops.DeviceAttentionPlan:
+        return ops.prepare_attention(plan, self.config.num_kv_heads, self.kv_cache.shape.block_size, self.weights.dtype)
+
+    def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
+        """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
+        for step in self._sweeps.steps([b.packed.flow(b.on_host) for b in batches]):
+            self._batch_of[step.id] = batches[step.batch]
+            yield step
+
+    @torch.inference_mode()
+    def _perform(self, step: Step) -> None:
+        getattr(self, f"_{step.kind}")(step, self._batch_of.pop(step.id))
+
+    # Each kind of Step by its name. Weights.
+
+    def _read_weight(self, step: Step, b: _Batch) -> None:
+        self.weights.read(step.layer, step.slot)
+
+    def _load_weight(self, step: Step, b: _Batch) -> None:
+        self.weights.load(step.layer, step.slot)
+
+    def _expand_weight(self, step: Step, b: _Batch) -> None:
+        self.weights.expand(step.layer, step.slot)
+
+    # KV of staged sequences.
+
+    def _read_cache(self, step: Step, b: _Batch) -> None:
+        self.kv_cache.read(step.layer, step.slot, b.moves)
+
+    def _load_cache(self, step: Step, b: _Batch) -> None:
+        self.kv_cache.load(step.layer, step.slot, b.moves)
+
+    def _store_cache(self, step: Step, b: _Batch) -> None:
+        self.kv_cache.store(step.layer, step.slot, b.moves)
+
+    def _write_cache(self, step: Step, b: _Batch) -> None:
+        self.kv_cache.write(step.layer, step.slot, b.moves)
+
+    # Activations.
+
+    def _embed(self, step: Step, b: _Batch) -> None:
+        token_ids = torch.from_numpy(b.packed.token_ids)
+        hidden = layers.embed(self.config, self.weights.embeddings, token_ids, b.positions)
+        b.hidden = self.links[0].bring(hidden) if self.links and not b.on_host else hidden
+
+    def _load_hidden(self, step: Step, b: _Batch) -> None:
+        b.hidden = self.links[0].bring(b.hidden)
+
+    def _store_hidden(self, step: Step, b: _Batch) -> None:
+        b.hidden = self.links[1].bring(b.hidden)
+
+    # Computing.
+
+    def _pre(self, step: Step, b: _Batch) -> None:
+        tensors = self.weights.layer(step.layer, step.slot)
+        b.q, b.k, b.v = layers.pre_attention(self.config, tensors, b.hidden, b.cos, b.sin)
+
+    def _attention(self, step: Step, b: _Batch) -> None:
+        window = self.config.windows[step.layer]
+        for place, part in b.parts.items():
+            if place == "delegated":
+                continue
+            resident = place == "resident"
+            kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.slot)
+            tokens = slice(part.segment.start, part.segment.stop)
+            ops.write_kv(kv, part.rows, b.k[tokens], b.v[tokens])
+            b.attended[place] = ops.paged_attention(b.q[tokens], kv, part.plans[window])
+
+    def _send_qkv(self, step: Step, b: _Batch) -> None:
+        """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
+        part, d2h = b.parts["delegated"], self.links[1]
+        tokens = slice(part.segment.start, part.segment.stop)
+        k, v = b.k[tokens], b.v[tokens]
+        if self.kv_cache.shape.dtype == torch.uint8:
+            k, v = quantize(k), quantize(v)
+        b.sent_q = d2h.bring(b.q[tokens])
+        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.rows, d2h.bring(k), d2h.bring(v))
+
+    def _cpu_attention(self, step: Step, b: _Batch) -> None:
+        kv = self.kv_cache.pools["cpu"][step.layer]
+        plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
+        b.attended_on_cpu = ops.paged_attention(b.sent_q, kv, plan)
+
+    def _load_attention(self, step: Step, b: _Batch) -> None:
+        b.attended["delegated"] = self.links[0].bring(b.attended_on_cpu)
+
+    def _post(self, step: Step, b: _Batch) -> None:
+        found = [b.attended.pop(place) for place in b.parts]
+        attention = found[0] if len(found) == 1 else torch.cat(found)
+        hidden = b.hidden
+        if step.layer == self.config.num_layers - 1:  # only tokens that logits are asked for go on
+            sampled = torch.from_numpy(b.packed.sampled_rows)
+            attention, hidden = attention[sampled], hidden[sampled]
+        b.hidden = layers.post_attention(self.config, self.weights.layer(step.layer, step.slot), hidden, attention)
+
+    def _load_head(self, step: Step, b: _Batch) -> None:
+        self.weights.load_head(step.layer, step.slot)
+
+    def _head(self, step: Step, b: _Batch) -> None:
+        """Logits, or those of one piece of the vocabulary."""
+        weights = self.weights
+        if step.layer == 0:
+            b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
+        start, rows = weights.head_piece(step.layer, step.slot)
+        logits = layers.logits(b.hidden, rows)
+        if len(rows) < self.config.vocab_size:
+            if start == 0:
+                b.logits = torch.empty(len(logits), self.config.vocab_size)
+            b.logits[:, start : start + len(rows)] = logits
+            if start + len(rows) < self.config.vocab_size:
+                return
+            logits = b.logits
+        self._on_logits(b.packed, logits)
+        b.hidden = b.logits = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A segment of a batch, ready for attention."""
+
+    segment: Segment
+    rows: Tensor
+    plans: Mapping[int | None, ops.DeviceAttentionPlan]
+
+
+@dataclass
+class _Batch:
+    """What a GPU batch has come to on its way through the layers. hidden: on the compute device, or between layers in
+    host memory."""
+
+    packed: PackedBatch
+    positions: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    parts: Mapping[str, _Part]
+    moves: Moves | None
+    on_host: bool
+    hidden: Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    sent_q: Tensor | None = None
+    attended_on_cpu: Tensor | None = None
+    attended: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+
+
+def in_memory(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, num_blocks: int, block_size: int
+) -> Executor:
+    """An executor with all weights and `num_blocks` blocks of KV in the memory of the CPU, which computes."""
+    name = str(dtype).removeprefix("torch.")
+    weights = Weights(config, WeightHomes.in_memory(config, name), dtype, checkpoint=checkpoint)
+    kv_cache = KVCache(config, kv_shape(config, block_size, name), {"cpu": num_blocks})
+    return Executor(config, weights, kv_cache, config.max_position)

@@ -1,36 +1,241 @@
-"""The KV tensors behind the block manager's numbers."""
+"""The KV tensors behind the block managers' numbers: a pool in each tier, and what passes between them.
+
+KV of a layer is [blocks, 2, kv_heads, block_size, width] (see `ops`). A pool in the compute device's memory is attended
+to in place. Sequences that live elsewhere pass through staging buffers of the compute device; those on disk through
+buffers in host memory too, in a file in which each block starts on a direct-I/O boundary.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from batchgen import ops
+from batchgen.direct_io import DirectFile, aligned
+from batchgen.errors import BatchgenError
+from batchgen.formats import INT4
 from batchgen.model_config import ModelConfig
+from batchgen.quant import row_bytes
+from batchgen.runtime.batch import Run, Staging
+from batchgen.runtime.schedule import KV_SLOTS
+from batchgen.runtime.transfer import Arena, Link, as_buffer
+from batchgen.units import format_bytes
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """One block of one layer."""
+
+    kv_heads: int
+    block_size: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        return (2, self.kv_heads, self.block_size, self.width)
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block) * self.dtype.itemsize
+
+    @property
+    def disk_block_bytes(self) -> int:
+        """Of one block in the file."""
+        return aligned(self.block_bytes)
+
+
+def kv_shape(config: ModelConfig, block_size: int, kv_format: str) -> KVShape:
+    """kv_format: a dtype's name, or "int4"."""
+    if kv_format == INT4:
+        return KVShape(config.num_kv_heads, block_size, row_bytes(config.head_dim), torch.uint8)
+    return KVShape(config.num_kv_heads, block_size, config.head_dim, getattr(torch, kv_format))
+
+
+@dataclass(frozen=True)
+class Moves:
+    """A Staging's indices as tensors, made once per sweep and used by every layer.
+
+    new_rows, host_rows: rows of K and V of new tokens, in the staging buffer and in the host's pool.
+    dirty: staging blocks that go to disk; writes: the same as runs, `staged` counting these.
+    """
+
+    staging: Staging
+    host_blocks: Tensor
+    new_rows: Tensor
+    host_rows: Tensor
+    dirty: Tensor
+    writes: tuple[Run, ...]
 
 
 class KVCache:
-    """K and V of every layer, each [num_blocks, kv_heads, block_size, head_dim]."""
+    """Pools and buffers. Invariant: a staging buffer is touched by one Step at a time, as the schedule has it."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.block_size = block_size
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (_untouched_zeros(shape, dtype), _untouched_zeros(shape, dtype)) for _ in range(config.num_layers)
-        ]
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: KVShape,
+        blocks: Mapping[str, int],
+        *,
+        compute_home: str = "cpu",
+        staging_blocks: int = 0,
+        arenas: Mapping[str, Arena] | None = None,
+        links: tuple[Link, Link] | None = None,
+        offload_dir: Path | None = None,
+    ) -> None:
+        """blocks: of each tier's pool. staging_blocks: of each staging buffer. links: (to, from) an accelerator.
 
+        Raises BatchgenError where memory or disk do not suffice.
+        """
+        self.shape = shape
+        self.disk_bytes_read = self.disk_bytes_written = 0
+        self._layers = config.num_layers
+        self._compute_home, self._links = compute_home, links
+        arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
+        device = arenas[compute_home]
+        self.pools: dict[str, list[Tensor]] = {
+            tier: [
+                arenas[tier].empty((count, *shape.block), shape.dtype, "the KV pool") for _ in range(config.num_layers)
+            ]
+            for tier, count in blocks.items()
+            if tier != "disk" and count
+        }
+        self._file: DirectFile | None = None
+        self._num_disk_blocks = blocks.get("disk", 0)
+        self._staging: list[Tensor] = []
+        self._reads: list[Tensor] = []
+        self._writes: list[Tensor] = []
+        if staging_blocks:
+            # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
+            direct = links is None and shape.block_bytes == shape.disk_block_bytes
+            for _ in range(KV_SLOTS):
+                self._staging.append(device.empty((staging_blocks, *shape.block), shape.dtype, "KV in transit"))
+            if self._num_disk_blocks and not direct:
+                raw = (staging_blocks, shape.disk_block_bytes)
+                for buffers in (self._reads, self._writes):
+                    buffers += [arenas["cpu"].empty(raw, torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
+            if self._num_disk_blocks and direct:
+                self._reads = self._writes = [s.view(torch.uint8).view(staging_blocks, -1) for s in self._staging]
+        if self._num_disk_blocks:
+            self._file = self._make_file(offload_dir)
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the kernel provides at first use, so that a generous pool costs nothing until it is
-    needed; torch.zeros would write them all. (Zeros, because masked attention still multiplies unused slots.)
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file."""
+        return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
 
-    Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
-    """
-    size_bytes = max(1, math.prod(shape) * dtype.itemsize)
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+    def prepare(self, staging: Staging) -> Moves:
+        shape = self.shape
+        behind = shape.kv_heads * shape.block_size  # V's rows lie this far behind K's
+
+        def rows(slots) -> Tensor:
+            keys = ops.kv_rows(slots, shape.kv_heads, shape.block_size)
+            return torch.cat((keys, keys + behind))
+
+        dirty, writes = [], []
+        for run in staging.writes:
+            writes.append(Run(run.block, len(dirty), run.count))
+            dirty += range(run.staged, run.staged + run.count)
+        return Moves(
+            staging,
+            torch.from_numpy(staging.host_blocks),
+            rows(staging.new_slots),
+            rows(staging.host_slots),
+            torch.tensor(dirty, dtype=torch.int64),
+            tuple(writes),
+        )
+
+    def staging(self, slot: int) -> Tensor:
+        return self._staging[slot]
+
+    def read(self, layer: int, slot: int, moves: Moves) -> None:
+        """History from disk into host memory. Raises BatchgenError."""
+        staging, raw = moves.staging, self._reads[slot]
+        first = 0 if self._in_place else staging.disk_start
+        self._transfer("read", layer, [(run, raw[run.staged - first :][: run.count]) for run in staging.reads])
+        if self._links is None and not self._in_place:
+            self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
+
+    def load(self, layer: int, slot: int, moves: Moves) -> None:
+        """History from host memory into the accelerator's."""
+        staging, target, h2d = moves.staging, self._staging[slot], self._links[0]
+        if len(moves.host_blocks):
+            h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
+        if staging.reads:
+            part = target[staging.disk_start : staging.disk_stop]
+            h2d.copy(
+                part.view(torch.uint8).view(len(part), -1), self._reads[slot][: len(part), : self.shape.block_bytes]
+            )
+
+    def store(self, layer: int, slot: int, moves: Moves) -> None:
+        """New KV from the accelerator's memory into the host's: its home, or on its way to disk."""
+        source, d2h = self._staging[slot], self._links[1]
+        if len(moves.new_rows):
+            flat = source.view(-1, self.shape.width)
+            home = self.pools["cpu"][layer].view(-1, self.shape.width)
+            d2h.scatter(home, moves.host_rows, flat.index_select(0, moves.new_rows))
+        if len(moves.dirty):
+            blocks = source.view(torch.uint8).view(len(source), -1).index_select(0, moves.dirty)
+            d2h.copy(self._writes[slot][: len(blocks), : self.shape.block_bytes], blocks)
+
+    def write(self, layer: int, slot: int, moves: Moves) -> None:
+        """New KV to disk, in whole blocks. Raises BatchgenError."""
+        raw = self._writes[slot]
+        if self._in_place:
+            self._transfer("write", layer, [(run, raw[run.staged :][: run.count]) for run in moves.staging.writes])
+            return
+        if self._links is None:
+            blocks = self._staging[slot].view(torch.uint8).view(len(self._staging[slot]), -1)
+            raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
+        self._transfer("write", layer, [(run, raw[run.staged :][: run.count]) for run in moves.writes])
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the disk's buffers are the staging buffers."""
+        return bool(self._reads) and self._reads is self._writes
+
+    def _unpad(self, target: Tensor, raw: Tensor) -> None:
+        target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
+
+    def _transfer(self, verb: str, layer: int, runs: Sequence[tuple[Run, Tensor]]) -> None:
+        stride = self.shape.disk_block_bytes
+        pieces = [((layer * self._num_disk_blocks + run.block) * stride, as_buffer(raw)) for run, raw in runs]
+        try:
+            if verb == "read":
+                self.disk_bytes_read += self._file.read(pieces)
+            else:
+                self.disk_bytes_written += self._file.write(pieces)
+        except OSError as error:
+            raise BatchgenError(
+                f"cannot {verb} KV at {self._file.path.parent}: {error.strerror}: check the disk of --offload-dir; the"
+                " same command goes on from here"
+            ) from error
+
+    def _make_file(self, offload_dir: Path) -> DirectFile:
+        """A file without a name: nothing of it is left however the process ends."""
+        path = offload_dir / f".batchgen-kv-{os.getpid()}-{next(_serial)}"
+        try:
+            file = DirectFile(path, size_bytes=self.disk_bytes)
+        except OSError as error:
+            raise BatchgenError(
+                f"--offload-dir {offload_dir} does not take {format_bytes(self.disk_bytes)} of KV: {error.strerror};"
+                " free space, name another, or give less --disk-memory"
+            ) from error
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        return file

@@ -88,10 +88,12 @@ def post_attention(config: ModelConfig, weights: Weights, hidden: Tensor, attent
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden)
 
 
-def logits(config: ModelConfig, weights: Weights, embed_weights: Weights, hidden: Tensor) -> Tensor:
-    """fp32 logits [tokens, vocab] of the last layer's hidden [tokens, hidden]."""
+def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
+    """What the output matrix is multiplied with [tokens, embed], of the last layer's hidden [tokens, hidden]."""
     x = norm(config, weights, "final_norm", hidden) if config.final_norm else hidden
-    if "head_proj.weight" in weights:
-        x = linear(weights, "head_proj", x)
-    head = embed_weights["embed.weight"] if config.tied_embeddings else weights["lm_head.weight"]
-    return F.linear(x, head).float()
+    return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
+
+
+def logits(x: Tensor, rows: Tensor) -> Tensor:
+    """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix."""
+    return F.linear(x, rows).float()

@@ -4,25 +4,45 @@
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
 sequence enters only if the blocks it and all sequences in flight are still expected to need are there. Where
 outputs grow beyond what was expected, the youngest sequence gives way and is run again later.
+
+KV lives in one pool per home tier. A sequence is admitted into a KV class, which says its pool; it stays there until
+it leaves, and gives way only to sequences of the same pool.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.extents import ExtentManager
+from batchgen.runtime.sequence import CLASSES, Sequence, home_of
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """max_num_seqs: sequences in flight. max_num_batched_tokens: tokens in one sweep; longer prompts are chunked."""
+    """What may be in flight; may be replaced between sweeps.
+
+    max_num_seqs: sequences in flight. max_num_batched_tokens: tokens in one sweep; longer prompts are chunked.
+    admission: "continuous" or "static".
+    class_seqs: the most sequences of each KV class in flight, none where it is missing; None: no limit per class.
+    max_chunk_tokens: the most tokens of one prompt in one sweep. compute_home: the compute device's own tier.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    admission: str = "continuous"  # or "static"
+    admission: str = "continuous"
+    class_seqs: Mapping[str, int] | None = None
+    max_chunk_tokens: int | None = None
+    compute_home: str = "cpu"
+
+    def __post_init__(self) -> None:
+        counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
+        assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
+
+    def places(self, kv_class: str) -> int:
+        return self.max_num_seqs if self.class_seqs is None else self.class_seqs.get(kv_class, 0)
 
 
 @dataclass(frozen=True)
@@ -33,49 +53,71 @@ class ScheduledSequence:
     num_tokens: int
 
     @property
+    def num_keys(self) -> int:
+        """Tokens whose KV the sequence has once the sweep has run; until `commit`."""
+        return self.sequence.num_computed + self.num_tokens
+
+    @property
     def samples(self) -> bool:
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.tokens)
+        return self.num_keys == len(self.sequence.tokens)
 
 
 class Scheduler:
-    """Invariant: blocks reserved for sequences in flight never exceed the blocks available."""
+    """Invariant: in each pool, blocks reserved for sequences in flight never exceed the blocks available."""
 
     def __init__(
         self,
-        blocks: BlockManager,
+        pools: Mapping[str, BlockManager | ExtentManager],
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
     ) -> None:
-        """expected_output_len: tokens a sequence is expected to generate, for admission; by default max_tokens,
-        with which no sequence ever has to give way."""
-        self.blocks = blocks
+        """pools: by home tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
+        default max_tokens, with which no sequence ever has to give way."""
+        self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
         self._expected = expected_output_len or (lambda s: s.sampling.max_tokens)
-        self._reserved = 0
+        self._reserved = dict.fromkeys(pools, 0)  # blocks, by home tier
         self._filling = True  # static admission: the current block still takes sequences
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
         self.waiting.append(sequence)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens whose KV fits in the largest pool that has places: the most of prompt and output together, less the
+        last token generated, which is never run."""
+        sizes = (
+            self.pools[home_of(c)].num_blocks * self.pools[home_of(c)].block_size
+            for c in self._classes()
+            if self.limits.places(c)
+        )
+        return max(sizes, default=0)
+
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep. Allocates its blocks; empty only if there is no work."""
-        budget = self.limits.max_num_batched_tokens
         sweep: list[ScheduledSequence] = []
+        # Decodes always ride along; prefills share what the token budget leaves.
         i = 0
-        while i < len(self.running):  # giving way takes from the end, where the youngest are
+        while i < len(self.running):  # giving way takes from behind, where the younger ones are
             sequence = self.running[i]
+            if sequence.num_remaining == 1:
+                if not self._grow(sequence, 1):
+                    continue  # it gave way itself; the next one has moved up
+                sweep.append(ScheduledSequence(sequence, 1))
             i += 1
-            remaining = len(sequence.tokens) - sequence.num_computed
-            # Decodes always ride along; prefills share what the token budget leaves.
-            count = 1 if remaining == 1 else min(remaining, budget)
-            if count > 0 and self._grow(sequence, count):
+        budget = self.limits.max_num_batched_tokens - len(sweep)
+        for sequence in self.running:
+            count = self._chunk(sequence, budget)
+            if sequence.num_remaining > 1 and count > 0:
+                self._grow(sequence, count)  # within what admission reserved: nobody gives way for it
                 budget -= count
                 sweep.append(ScheduledSequence(sequence, count))
         self._admit(sweep, budget)
@@ -85,14 +127,27 @@ class Scheduler:
         """The sweep has run: its tokens' KV is there."""
         for scheduled in sweep:
             scheduled.sequence.num_computed += scheduled.num_tokens
+            self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves and its blocks are released."""
         self.running.remove(sequence)
         self._release(sequence)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.blocks.block_size)
+    def set_class(self, sequence: Sequence, kv_class: str) -> None:
+        """Between sweeps: another class of the same home, for a sequence in flight. Its KV stays where it is."""
+        assert home_of(kv_class) == home_of(sequence.kv_class), f"KV does not move: {sequence.kv_class} to {kv_class}"
+        sequence.kv_class = kv_class
+
+    def _classes(self) -> list[str]:
+        """The KV classes there are pools for, in order of preference."""
+        return [c for c in CLASSES if home_of(c) in self.pools]
+
+    def _pool(self, sequence: Sequence) -> BlockManager | ExtentManager:
+        return self.pools[home_of(sequence.kv_class)]
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
 
     def _admit(self, sweep: list[ScheduledSequence], budget: int) -> None:
         if self.limits.admission == "static":
@@ -100,56 +155,79 @@ class Scheduler:
                 self._filling = True
             if not self._filling:
                 return
+        in_class = Counter(s.kv_class for s in self.running)
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
-            matched = self.blocks.match(sequence.tokens)
-            expected = max(self._expected(sequence), sequence.num_generated + 1)
-            length = sequence.num_prompt + min(expected, sequence.sampling.max_tokens)
-            # The last token generated is never run, so its KV needs no place.
-            new = max(self._blocks_for(length - 1), self._blocks_for(len(sequence.tokens))) - len(matched)
-            room = self.blocks.num_available - self.blocks.num_evictable_in(matched) - self._reserved
-            if len(self.running) >= self.limits.max_num_seqs or new > room:
+            if len(self.running) >= self.limits.max_num_seqs or not self._enter(sequence, in_class):
+                assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
             self.waiting.popleft()
             self.running.append(sequence)
-            self.blocks.take(matched)
-            sequence.block_table.extend(matched)
-            sequence.num_computed = len(matched) * self.blocks.block_size
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-            sequence.num_matched_blocks = sequence.num_entered_blocks = len(matched)
-            sequence.node = self.blocks.node(matched[-1]) if matched else 0
-            sequence.reserved_blocks = new
-            self._reserved += new
-            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            in_class[sequence.kv_class] += 1
+            count = self._chunk(sequence, budget)
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
 
+    def _enter(self, sequence: Sequence, in_class: Mapping[str, int]) -> bool:
+        """Gives the sequence a place in the first class that has one; False if none has."""
+        expected = max(self._expected(sequence), sequence.num_generated + 1)
+        length = sequence.num_prompt + min(expected, sequence.sampling.max_tokens)
+        # The last token generated is never run, so its KV needs no place.
+        num_tokens = max(length - 1, len(sequence.tokens))
+        classes = [c for c in self._classes() if in_class[c] < self.limits.places(c)]
+        if not self.running:
+            # A row let in under earlier limits may fit only a class that has no places any more: it runs all the same.
+            classes += [c for c in self._classes() if c not in classes]
+        for kv_class in classes:
+            home = home_of(kv_class)
+            pool = self.pools[home]
+            num_blocks = -(-num_tokens // pool.block_size)
+            place = pool.admit(sequence.tokens, num_blocks, self._reserved[home])
+            if place is not None:
+                sequence.kv_class = kv_class
+                sequence.block_table.extend(place.blocks)
+                sequence.reserved_blocks = num_blocks - len(place.blocks)
+                self._reserved[home] += sequence.reserved_blocks
+                matched = place.blocks[: place.num_matched]
+                sequence.num_computed = len(matched) * pool.block_size
+                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+                sequence.num_matched_blocks = sequence.num_entered_blocks = len(matched)
+                sequence.node = pool.node(matched[-1]) if matched else 0
+                return True
+        return False
+
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to give way."""
-        needed = self._blocks_for(sequence.num_computed + count)
+        home, pool = home_of(sequence.kv_class), self._pool(sequence)
+        needed = -(-(sequence.num_computed + count) // pool.block_size)
         while len(sequence.block_table) < needed:
             if sequence.reserved_blocks:
                 sequence.reserved_blocks -= 1
-                self._reserved -= 1
-            else:
-                while self.blocks.num_available <= self._reserved:
-                    youngest = self.running[-1]
-                    self._preempt(youngest)
-                    if youngest is sequence:
-                        return False
-            sequence.block_table.append(self.blocks.allocate())
-        self._enter_prompt_blocks(sequence, sequence.num_computed + count)
+                self._reserved[home] -= 1
+            while pool.num_available <= self._reserved[home]:
+                youngest = next(s for s in reversed(self.running) if home_of(s.kv_class) == home)
+                self._preempt(youngest)
+                if youngest is sequence:
+                    return False
+            sequence.block_table.append(pool.allocate(sequence.block_table[-1] if sequence.block_table else None))
+        if home == self.limits.compute_home:
+            # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
+            # the sweep: even a sequence of the same sweep may take these blocks. KV of other homes is stored behind,
+            # so there `commit` enters them.
+            self._enter_prompt_blocks(sequence, sequence.num_computed + count)
         return True
 
     def _enter_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks filled with prompt tokens by this sweep become findable: all KV of a sweep is written, layer by
-        layer, before attention reads it, so even a sequence of the same sweep may take them."""
-        size = self.blocks.block_size
+        """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
+        pool = self._pool(sequence)
+        if not pool.share_prefixes:
+            return
+        size = pool.block_size
         for b in range(sequence.num_entered_blocks, min(num_tokens, sequence.num_prompt) // size):
             tokens = sequence.tokens[b * size : (b + 1) * size]
-            sequence.node = self.blocks.enter(sequence.node, tokens, sequence.block_table[b])
+            sequence.node = pool.enter(sequence.node, tokens, sequence.block_table[b])
             sequence.num_entered_blocks = b + 1
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -159,7 +237,11 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._reserved -= sequence.reserved_blocks
+        home, pool = home_of(sequence.kv_class), self._pool(sequence)
+        self._reserved[home] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
-        self.blocks.release(sequence.block_table)
+        if pool.share_prefixes:
+            # After a sweep that failed: what it was to write is not there to be found.
+            pool.withdraw(sequence.block_table[sequence.num_computed // pool.block_size : sequence.num_entered_blocks])
+        pool.release(sequence.block_table)
         sequence.block_table = type(sequence.block_table)("i")

@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 
 from batchgen.request import SamplingParams
 
+_HOMES = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk"}  # in policy.KV_CLASSES' order of preference
+CLASSES = tuple(_HOMES)  # the KV classes that the runtime carries out
+
+
+def home_of(kv_class: str) -> str:
+    """The tier where the KV of a class lives: "gpu", "cpu" or "disk". "cpu" and "streamed" share one, as they only
+    differ in where decode attention runs."""
+    return _HOMES[kv_class]
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -21,6 +30,7 @@ class Sequence:
     sample_index: int
     tokens: list[int]
     sampling: SamplingParams
+    kv_class: str | None = None  # set at admission
     num_prompt: int = 0
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose KV came from another sequence
@@ -37,6 +47,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that have yet to be run: one where the sequence decodes."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def generated(self) -> list[int]:

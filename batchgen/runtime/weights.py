@@ -1,40 +1,317 @@
-"""A model's weights in memory, loaded layer by layer from a checkpoint."""
+"""A model's weights over the tiers: resident on the compute device, or brought there layer by layer in every sweep.
+
+A layer's tensors come in groups ("qkv", "out", "up", "down"), each with a home tier. What is homed in host memory is
+copied to an accelerator; what is homed on disk is read from a weight store, straight into place where the host
+computes. 4-bit matrices are expanded once per layer and sweep.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from batchgen.runtime.checkpoint import Checkpoint
+from batchgen.direct_io import DirectFile, aligned
+from batchgen.errors import BatchgenError
+from batchgen.formats import INT4
+from batchgen.model_config import ModelConfig
+from batchgen.quant import dequantize, quantize, row_bytes
+from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
+from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
+from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
+from batchgen.runtime.store_format import layer_groups
+from batchgen.runtime.transfer import Arena, Link, as_buffer
+
+HEAD_PIECES = 8
+
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class ModelWeights:
-    """Tensors by name, as `checkpoint.py` names them: before the layers, of each layer, after the layers."""
+class WeightHomes:
+    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4"."""
 
-    embeddings: dict[str, Tensor]
-    layers: list[dict[str, Tensor]]
-    head: dict[str, Tensor]
+    layers: tuple[Mapping[str, str], ...]
+    head: str
+    weight_format: str
+
+    @classmethod
+    def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightHomes:
+        """Everything in one tier."""
+        return cls(tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers)), tier, dtype)
+
+    def streams(self, compute_home: str) -> Streams:
+        away = [{tier for tier in groups.values() if tier != compute_home} for groups in self.layers]
+        accelerated = compute_home == "gpu"
+        return Streams(
+            accelerated=accelerated,
+            weights=tuple(bool(tiers) for tiers in away),
+            disk_weights=tuple("disk" in tiers for tiers in away),
+            expanded=self.weight_format == INT4,
+            head_pieces=HEAD_PIECES if accelerated and self.head != "gpu" else 0,
+        )
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Neighbouring groups of a store's file, read in one request to `offset` of a buffer."""
+
+    file: StoreFile
+    groups: tuple[str, ...]
+    offset: int
 
     @property
     def num_bytes(self) -> int:
-        parts = [self.embeddings, *self.layers, self.head]
+        return sum(self.file.extents[g].num_bytes for g in self.groups)
+
+
+class Weights:
+    """Tensors by name, as `checkpoint.py` names them: before the layers, of each layer, after the layers.
+
+    Invariant: a buffer is touched by one Step at a time, as the schedule has it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        homes: WeightHomes,
+        dtype: torch.dtype,
+        *,
+        checkpoint: Checkpoint | None = None,
+        store: WeightStore | None = None,
+        compute_home: str = "cpu",
+        arenas: Mapping[str, Arena] | None = None,
+        h2d: Link | None = None,
+        expanded_slots: int = 1,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
+        the result; store: that of `homes.weight_format`, needed for what is homed on disk, and used for all if given.
+
+        expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each layer. Raises BatchgenError.
+        """
+        self.config, self.homes, self.dtype = config, homes, dtype
+        self.disk_bytes_read = 0
+        self._store, self._checkpoint = store, checkpoint
+        self._compute_home, self._h2d = compute_home, h2d
+        self._arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
+        self._resident: list[Tensors] = []
+        self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
+        for j in range(config.num_layers):
+            self._load_layer(j)
+            if on_layer:
+                on_layer(j + 1, config.num_layers)
+        self._make_slots()
+        self._make_disk_buffers()
+        self._expanded = [self._expanded_buffers() for _ in range(expanded_slots if homes.weight_format == INT4 else 0)]
+        self.embeddings, self.head = self._load_ends()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held in memory, all tiers together, without buffers."""
+        parts = [self.embeddings, *self._resident, *self._on_host, self.head]
         return sum(t.numel() * t.element_size() for part in parts for t in part.values())
 
+    def layer(self, layer: int, slot: int = 0) -> Tensors:
+        """A layer's tensors on the compute device, once its Steps have brought them there."""
+        tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
+        if self._expanded:
+            tensors |= self._expanded[layer % len(self._expanded)]
+        return tensors
 
-def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, on_layer: Callable[[int, int], None] | None = None
-) -> ModelWeights:
-    """Reads every layer in turn; memory peaks about one layer above the result.
+    def read(self, layer: int, slot: int) -> None:
+        """What is homed on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
+        buffer = self._disk_buffers[slot]
+        for stretch in self._stretches[layer]:
+            file = stretch.file
+            first = file.extents[stretch.groups[0]]
+            part = buffer[stretch.offset :][: stretch.num_bytes]
+            try:
+                count = self._files[layer].read([(first.offset, as_buffer(part))])
+            except OSError as error:
+                raise BatchgenError(
+                    f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
+                ) from error
+            self.disk_bytes_read += count
+            if layer not in self._verified:
+                self._verify(stretch, part, count)
+        self._verified.add(layer)
 
-    on_layer(done, total) is called after each layer.
-    """
-    layers = []
-    for j in range(checkpoint.config.num_layers):
-        layers.append(checkpoint.load_layer(j, dtype))
-        if on_layer:
-            on_layer(j + 1, checkpoint.config.num_layers)
-    return ModelWeights(checkpoint.load_embeddings(dtype), layers, checkpoint.load_head(dtype))
+    def load(self, layer: int, slot: int) -> None:
+        """What is homed in host memory or has been read there, to the accelerator."""
+        target = self._slots[slot]
+        for name, tensor in {**self._on_host[layer], **self._disk_views(layer, slot)}.items():
+            self._h2d.copy(target[name], tensor)
+
+    def expand(self, layer: int, slot: int) -> None:
+        """4-bit matrices of a layer into the compute format."""
+        packed = {**self._resident[layer], **self._slot_views(layer, slot)}
+        for name, target in self._expanded[layer % len(self._expanded)].items():
+            dequantize(packed[name], target.shape[-1], out=target)
+
+    def load_head(self, piece: int, slot: int) -> None:
+        """A piece of the output matrix to the accelerator."""
+        rows = self._output_matrix()[piece * self._piece_rows : (piece + 1) * self._piece_rows]
+        self._h2d.copy(self._head_slots[slot][: len(rows)], rows)
+
+    def head_piece(self, piece: int, slot: int) -> tuple[int, Tensor]:
+        """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
+        if not self._head_slots:
+            return 0, self._output_matrix()
+        start = piece * self._piece_rows
+        stop = min(start + self._piece_rows, self.config.vocab_size)
+        return start, self._head_slots[slot][: max(0, stop - start)]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    # Loading.
+
+    def _load_layer(self, layer: int) -> None:
+        homes = self.homes.layers[layer]
+        kept = {group: tier for group, tier in homes.items() if tier != "disk"}
+        groups: dict[str, Tensors] = {}
+        if self._store is not None:
+            file = self._store.layers[layer]
+            groups = {group: read_extent(file, file.extents[group]) for group in kept}
+        elif kept:
+            tensors = self._checkpoint.load_layer(layer, self.dtype)
+            if self.homes.weight_format == INT4:
+                tensors = {n: quantize(t) if t.ndim == 2 else t for n, t in tensors.items()}
+            names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
+            groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
+        resident: Tensors = {}
+        on_host: Tensors = {}
+        for group, tensors in groups.items():
+            self._arenas[kept[group]].take(_bytes_of(tensors), "the weights")
+            (resident if kept[group] == self._compute_home else on_host).update(tensors)
+        self._resident.append(resident)
+        self._on_host.append(on_host)
+
+    def _stored_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Each tensor of a layer as it is stored."""
+        shapes = tensor_shapes(layer_layout(self.config))
+        if self.homes.weight_format != INT4:
+            return {name: (shape, self.dtype) for name, shape in shapes.items()}
+        return {
+            name: ((*shape[:-1], row_bytes(shape[-1])), torch.uint8) if len(shape) == 2 else (shape, self.dtype)
+            for name, shape in shapes.items()
+        }
+
+    def _make_slots(self) -> None:
+        """Buffers of an accelerator for all groups that any layer has elsewhere."""
+        self._slots: list[Tensors] = []
+        away = {g for groups in self.homes.layers for g, tier in groups.items() if tier != self._compute_home}
+        if self._h2d is None or not away:
+            return
+        shapes = self._stored_shapes()
+        names = [
+            n
+            for g, members in layer_groups({n: s for n, (s, _) in shapes.items()}).items()
+            if g in away
+            for n in members
+        ]
+        for _ in range(WEIGHT_SLOTS):
+            self._slots.append({n: self._arenas["gpu"].empty(*shapes[n], "weights in transit") for n in names})
+
+    def _make_disk_buffers(self) -> None:
+        self._stretches: list[list[_Stretch]] = []
+        self._files: dict[int, DirectFile] = {}
+        self._verified: set[int] = set()
+        for j, homes in enumerate(self.homes.layers):
+            stretches: list[_Stretch] = []
+            end = 0
+            before = None
+            if "disk" in homes.values():
+                file = self._store.layers[j]
+                self._files[j] = self._open(file)
+                for group in file.extents:
+                    if homes[group] == "disk":
+                        if before == "disk":
+                            last = stretches.pop()
+                            stretches.append(_Stretch(file, (*last.groups, group), last.offset))
+                        else:
+                            stretches.append(_Stretch(file, (group,), end))
+                        end = stretches[-1].offset + stretches[-1].num_bytes
+                    before = homes[group]
+            self._stretches.append(stretches)
+        size = max((s.offset + s.num_bytes for stretches in self._stretches for s in stretches), default=0)
+        self._disk_buffers = [
+            self._arenas["cpu"].empty((aligned(size),), torch.uint8, "weights in transit")
+            for _ in range(WEIGHT_SLOTS if size else 0)
+        ]
+
+    def _open(self, file: StoreFile) -> DirectFile:
+        try:
+            return DirectFile(file.path)
+        except OSError as error:
+            raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
+
+    def _expanded_buffers(self) -> Tensors:
+        shapes = tensor_shapes(layer_layout(self.config))
+        arena = self._arenas[self._compute_home]
+        return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if len(s) == 2}
+
+    def _load_ends(self) -> tuple[Tensors, Tensors]:
+        """Embeddings and head; the head's slots where it comes over in pieces."""
+        if self._store is not None:
+            ends = [
+                {} if not file.extents else read_extent(file, next(iter(file.extents.values())))
+                for file in (self._store.embeddings, self._store.head)
+            ]
+        else:
+            ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
+        embeddings, head = ends
+        tied = self.config.tied_embeddings
+        self._arenas[self.homes.head if tied else "cpu"].take(_bytes_of(embeddings), "the embeddings")
+        self._arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
+        self._head_slots: list[Tensor] = []
+        self._piece_rows = -(-self.config.vocab_size // HEAD_PIECES)
+        if self._h2d is not None and self.homes.head != "gpu":
+            shape = (self._piece_rows, self.config.embed_size)
+            self._head_slots = [
+                self._arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
+            ]
+        return embeddings, head
+
+    def _output_matrix(self) -> Tensor:
+        return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head["lm_head.weight"]
+
+    # What has been brought over.
+
+    def _slot_views(self, layer: int, slot: int) -> Tensors:
+        if self._h2d is None:
+            return self._disk_views(layer, slot)
+        if not self._slots:
+            return {}
+        names = [*self._on_host[layer], *self._disk_names(layer)]
+        return {name: self._slots[slot][name] for name in names}
+
+    def _disk_names(self, layer: int) -> Sequence[str]:
+        return [t.name for s in self._stretches[layer] for g in s.groups for t in s.file.extents[g].tensors]
+
+    def _disk_views(self, layer: int, slot: int) -> Tensors:
+        found: Tensors = {}
+        for stretch in self._stretches[layer]:
+            start = stretch.offset - stretch.file.extents[stretch.groups[0]].offset
+            for group in stretch.groups:
+                extent = stretch.file.extents[group]
+                found |= views(extent, self._disk_buffers[slot][start + extent.offset :])
+        return found
+
+    def _verify(self, stretch: _Stretch, part: Tensor, count: int) -> None:
+        file = stretch.file
+        if count < stretch.num_bytes:
+            raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
+        start = 0
+        for group in stretch.groups:
+            extent = file.extents[group]
+            verify(file, extent, part[start:])
+            start += extent.num_bytes
+
+
+def _bytes_of(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,367 @@
+"""Any model into a weight store, a file at a time, and where the stores that jobs make are kept.
+
+Each file is written under a temporary name, synced, renamed and noted, with its checksums, in an unfinished manifest,
+which becomes the manifest when the last file is there. So whatever happens, the next call keeps what is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from batchgen._version import __version__
+from batchgen.errors import BatchgenError, InputError
+from batchgen.formats import INT4
+from batchgen.model_config import DTYPES
+from batchgen.model_files import (
+    STORE_FORMAT,
+    STORE_MANIFEST,
+    STORE_UNFINISHED,
+    STORE_VERSION,
+    ModelFiles,
+    model_identity,
+    read_store_manifest,
+    store_manifest_checksum,
+)
+from batchgen.output.atomic_file import replace_durably, staged, storage_error, write_atomically
+from batchgen.tokenizer import save_tokenizer
+from batchgen.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batchgen.runtime.checkpoint import Checkpoint
+    from batchgen.runtime.store import Extent, StoreFile, WeightStore
+
+QUANTIZATIONS = ("none", "int4")
+_LOCK = "convert.lock"
+_OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
+# What manifest, tokenizer and the file system's own records may take beside the weights.
+_SMALL_FILES_BYTES = 8 << 20
+_DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def convert(
+    files: ModelFiles,
+    target: Path,
+    *,
+    dtype: str,
+    quantization: str = "none",
+    overwrite: bool = False,
+    on_layer: Callable[[int, int], None] = _ignore,
+) -> WeightStore:
+    """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
+
+    quantization: "int4" packs the matrices of the layers. overwrite: replace a store of something else.
+    on_layer(done, total): called after each layer. Peak memory is about one layer, or the embeddings.
+
+    Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
+    or damaged is written. Raises InputError where the model is broken or `target` is something else, BatchgenError
+    where the disk is full or another process is at it.
+    """
+    from batchgen.runtime.checkpoint import open_checkpoint
+    from batchgen.runtime.store import open_store
+
+    target = Path(target)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
+    if quantization not in QUANTIZATIONS:
+        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    if target.resolve() == files.path.resolve():
+        raise InputError(f"{target} is the model itself: give another directory for the store")
+    checkpoint = open_checkpoint(files)
+    weight_format = dtype if quantization == "none" else quantization
+    header = {
+        "format": STORE_FORMAT,
+        "format_version": STORE_VERSION,
+        "batchgen": __version__,
+        "source": {"name": files.name, "identity": model_identity(files)},
+        "dtype": dtype,
+        "weight_format": weight_format,
+        "config": replace(checkpoint.config, dtype=dtype).to_json(),
+    }
+    with _locked(target):
+        work = _Conversion(target, header, _plan_files(checkpoint, target, dtype, weight_format))
+        try:
+            work.start(overwrite)
+            work.check_space()
+            save_tokenizer(files, target)
+            work.run(checkpoint, on_layer)
+        except OSError as error:
+            missing = work.missing_bytes
+            action = f"convert into {target} ({missing:,} bytes, {format_bytes(missing)}, are still to be written)"
+            raise storage_error(error, action) from error
+    return open_store(target)
+
+
+def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str) -> Path:
+    """Where jobs keep the store that is made of a model."""
+    key = json.dumps([model_identity(files), dtype, quantization, STORE_VERSION], sort_keys=True)
+    name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
+    kind = dtype if quantization == "none" else f"{quantization}-{dtype}"
+    return Path(offload_dir) / "stores" / f"{name}-{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def find_or_convert(
+    files: ModelFiles,
+    offload_dir: Path,
+    dtype: str,
+    quantization: str = "none",
+    *,
+    notify: Callable[[str], None] = lambda line: None,
+    on_layer: Callable[[int, int], None] = _ignore,
+) -> WeightStore:
+    """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
+
+    notify: is told before a conversion begins. on_layer and errors as `convert`.
+    """
+    from batchgen.runtime.store import open_store
+
+    if files.kind == "store":
+        store = open_store(files.path)
+        if (store.dtype, store.weight_format) == (dtype, dtype if quantization == "none" else quantization):
+            return store
+    target = store_path(offload_dir, files, dtype, quantization)
+    if (target / STORE_MANIFEST).exists():
+        with contextlib.suppress(InputError):  # what is missing is made anew
+            return open_store(target)
+    kind = dtype if quantization == "none" else quantization
+    notify(f"converting {files.name} to {kind} in {target}, which later jobs will find there")
+    return convert(files, target, dtype=dtype, quantization=quantization, overwrite=True, on_layer=on_layer)
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file to be: its layout, and what of a checkpoint goes into it ("embeddings", "layer" or "head")."""
+
+    which: str
+    layer: int
+    layout: StoreFile
+    header: bytes
+
+    @property
+    def path(self) -> Path:
+        return self.layout.path
+
+
+def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
+    """All files of the store, in the order of writing."""
+    from batchgen.runtime.checkpoint import embedding_layout, head_layout, layer_layout, tensor_shapes
+    from batchgen.runtime.store_format import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
+
+    config = checkpoint.config
+    groups = {"embeddings": tensor_shapes(embedding_layout(config))}
+    plan = [_PlannedFile("embeddings", 0, *lay_out(target / EMBEDDINGS_FILE, groups, dtype, dtype))]
+    groups = layer_groups(tensor_shapes(layer_layout(config)))
+    for j in range(config.num_layers):
+        plan.append(_PlannedFile("layer", j, *lay_out(target / layer_file_name(j), groups, dtype, weight_format)))
+    groups = {"head": tensor_shapes(head_layout(config))}
+    return [*plan, _PlannedFile("head", 0, *lay_out(target / HEAD_FILE, groups, dtype, dtype))]
+
+
+class _Conversion:
+    """One directory on its way to being a store. `finished` is what the manifest on disk lists, complete or not."""
+
+    def __init__(self, target: Path, header: dict[str, Any], planned: list[_PlannedFile]) -> None:
+        self.target = target
+        self.header = json.loads(json.dumps(header))  # as it will be read again
+        self.planned = planned
+        self.finished: dict[str, StoreFile] = {}
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of the files that are not finished."""
+        return sum(p.layout.num_bytes for p in self.planned if p.path.name not in self.finished)
+
+    def start(self, overwrite: bool) -> None:
+        """Finds out what is there already; removes what belongs to another model, or was left by a crash.
+
+        Raises InputError where `target` is not ours to change.
+        """
+        from batchgen.runtime.store_format import file_from_json
+
+        for leftover in self.target.glob("*.tmp"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        held = self._held_manifest(overwrite)
+        if held is None:
+            self._note()
+            for path in self.target.iterdir():
+                if _OWN_NAMES.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            return
+        for planned in self.planned:
+            if entry := held["files"].get(planned.path.name):
+                file = file_from_json(planned.path, entry)
+                if _without_checksums(file) == planned.layout and planned.path.exists():
+                    self.finished[planned.path.name] = file
+
+    def check_space(self) -> None:
+        """Raises BatchgenError where what is missing does not fit the disk."""
+        missing, free = self.missing_bytes, shutil.disk_usage(self.target).free
+        if missing and free < missing + _SMALL_FILES_BYTES:
+            raise BatchgenError(
+                f"converting into {self.target} needs {missing + _SMALL_FILES_BYTES:,} bytes"
+                f" ({format_bytes(missing + _SMALL_FILES_BYTES)}), {format_bytes(free)} are free: free space and run the same"
+                " command again, or convert into another directory"
+            )
+
+    def run(self, checkpoint: Checkpoint, on_layer: Callable[[int, int], None]) -> None:
+        """Checks what is there and writes the rest."""
+        import torch
+
+        from batchgen.runtime.store import is_intact
+
+        dtype = getattr(torch, self.header["dtype"])
+        for planned in self.planned:
+            name = planned.path.name
+            if name in self.finished and not is_intact(self.finished[name]):
+                del self.finished[name]
+                self._note()
+                planned.path.unlink(missing_ok=True)
+            if name not in self.finished:
+                tensors = checkpoint.load(planned.which, planned.layer, dtype)
+                self.finished[name] = _write_file(planned, tensors)
+                self._note()
+            if planned.which == "layer":
+                on_layer(planned.layer + 1, checkpoint.config.num_layers)
+        if not (self.target / STORE_MANIFEST).exists():
+            replace_durably(self.target / STORE_UNFINISHED, self.target / STORE_MANIFEST)
+
+    def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
+        """The manifest of this same store, complete or not; None where it begins, or begins afresh."""
+        found = [self.target / name for name in (STORE_MANIFEST, STORE_UNFINISHED) if (self.target / name).exists()]
+        if not found:
+            others = [path.name for path in self.target.iterdir() if path.name != _LOCK]
+            if others and not (overwrite and all(_OWN_NAMES.fullmatch(name) for name in others)):
+                raise InputError(f"{self.target} is not empty and no weight store: give another directory")
+            return None
+        try:
+            held = read_store_manifest(found[0])
+        except InputError:
+            if overwrite:
+                return None
+            raise
+        differing = [
+            key for key in ("source", "dtype", "weight_format", "config") if _key(held, key) != _key(self.header, key)
+        ]
+        if not differing:
+            return held
+        if overwrite:
+            return None
+        what = f"holds {_describe(held)}, not {_describe(self.header)}"
+        if _describe(held) == _describe(self.header):
+            what = f"holds {_describe(held)} made from other files"
+        raise InputError(f"{self.target} {what}: give another directory, or replace it with --overwrite")
+
+    def _note(self) -> None:
+        """Puts `finished` on disk. The store is not complete from here until `run` says so."""
+        from batchgen.runtime.store_format import file_to_json
+
+        names = [p.path.name for p in self.planned if p.path.name in self.finished]
+        manifest = {**self.header, "files": {name: file_to_json(self.finished[name]) for name in names}}
+        manifest["checksum"] = store_manifest_checksum(manifest)
+        write_atomically(self.target / STORE_UNFINISHED, (json.dumps(manifest, indent=1) + "\n").encode())
+        (self.target / STORE_MANIFEST).unlink(missing_ok=True)
+
+
+def _key(manifest: dict[str, Any], name: str) -> Any:
+    """A field that must be the same in two manifests of one store; of the source not its name."""
+    return manifest[name]["identity"] if name == "source" else manifest[name]
+
+
+def _describe(manifest: dict[str, Any]) -> str:
+    """ "SmolLM2 in int4 for bfloat16"."""
+    dtype, weight_format = manifest["dtype"], manifest["weight_format"]
+    return f"{manifest['source']['name']} in {dtype if dtype == weight_format else f'{weight_format} for {dtype}'}"
+
+
+def _without_checksums(file: StoreFile) -> StoreFile:
+    return replace(file, extents={name: replace(e, checksum=None) for name, e in file.extents.items()})
+
+
+def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor]) -> StoreFile:
+    """Writes and syncs one file; takes the tensors out of `tensors` as it goes. Its name is on stable storage when the
+    next manifest is. Raises OSError."""
+    temporary = planned.path.with_name(f"{planned.path.name}.tmp")
+    with staged(temporary) as out:
+        out.write(planned.header)
+        extents = {}
+        for name, extent in planned.layout.extents.items():
+            extents[name] = replace(extent, checksum=_write_extent(out, extent, tensors))
+        _drop_behind(out)
+    os.replace(temporary, planned.path)
+    return replace(planned.layout, extents=extents)
+
+
+def _drop_behind(out: BinaryIO) -> None:
+    """What is written so far goes to disk, and out of the page cache, where it would crowd out what is of use."""
+    out.flush()
+    os.fdatasync(out.fileno())
+    os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor]) -> str:
+    """Writes one group; returns its checksum."""
+    import torch
+    import xxhash
+
+    from batchgen.quant import quantize
+
+    digest = xxhash.xxh3_128()
+    place = dropped = extent.offset
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal place, dropped
+        for start in range(0, len(data), _DIRTY_BYTES):
+            piece = data[start : start + _DIRTY_BYTES]
+            digest.update(piece)
+            out.write(piece)
+            place += len(piece)
+            if place - dropped >= _DIRTY_BYTES:
+                _drop_behind(out)
+                dropped = place
+
+    for stored in extent.tensors:
+        put(bytes(stored.offset - place))
+        values = tensors.pop(stored.name)
+        packed = quantize(values) if stored.dtype == INT4 else values
+        put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
+    put(bytes(extent.offset + extent.num_bytes - place))
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Makes the directory and holds its lock. Raises InputError where it cannot be written, BatchgenError where another
+    process holds the lock."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(target / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    except BlockingIOError:
+        holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
+        raise BatchgenError(
+            f"another batchgen is converting into {target} ({holder}): wait for it, or stop it"
+        ) from None
+    finally:
+        os.close(descriptor)

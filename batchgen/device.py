@@ -1,0 +1,57 @@
+"""What computes: the CPU, a CUDA GPU, or an accelerator that is emulated on the CPU with a memory and links of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.errors import InputError
+from batchgen.units import format_bytes, parse_bytes
+
+_EMULATED = "emulated"
+_KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s]"
+
+
+@dataclass(frozen=True)
+class Device:
+    """kind: "cpu", "cuda" or "emulated". Of an emulated one: its memory in bytes, and throttled rates of its links in bytes
+    per second (None: as fast as they are)."""
+
+    kind: str
+    gpu_memory_bytes: int | None = None
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether it has a memory of its own beside the host's."""
+        return self.kind != "cpu"
+
+    def __str__(self) -> str:
+        if self.kind != _EMULATED:
+            return self.kind
+        text = f"{_EMULATED}:gpu-memory={format_bytes(self.gpu_memory_bytes).replace(' ', '')}"
+        for name, rate in (("h2d", self.h2d_bytes_per_s), ("d2h", self.d2h_bytes_per_s)):
+            text += "" if rate is None else f",{name}={format_bytes(rate).replace(' ', '')}/s"
+        return text
+
+
+def parse_device(text: str) -> Device:
+    """The device of a `--device` flag; "auto" is the CPU. Raises InputError."""
+    if text in ("auto", "cpu"):
+        return Device("cpu")
+    if text == "cuda":
+        raise InputError("--device cuda: jobs cannot run on a GPU yet; leave it out to run on the CPU")
+    kind, _, options = text.partition(":")
+    if kind != _EMULATED:
+        raise InputError(f"device {text!r} is not supported: use {_KNOWN}")
+    values: dict[str, int] = {}
+    for option in filter(None, options.split(",")):
+        name, _, size = option.partition("=")
+        if name not in ("gpu-memory", "h2d", "d2h") or name in values or not size:
+            raise InputError(f"--device {text}: {option!r} is not understood; use {_KNOWN}")
+        values[name] = parse_bytes(size.removesuffix("/s"))
+        if values[name] <= 0:
+            raise InputError(f"--device {text}: {name} must be above 0")
+    if "gpu-memory" not in values:
+        raise InputError(f"--device {text} needs the size of its memory: use {_KNOWN}")
+    return Device(_EMULATED, values["gpu-memory"], values.get("h2d"), values.get("d2h"))

@@ -1,0 +1,106 @@
+"""Files read and written past the page cache, in large pieces, so that a memory limit is a limit and rates are the disk's.
+
+Where a filesystem cannot do direct I/O (tmpfs), the cache is used and emptied of the file behind each transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ALIGNMENT = 4096
+# A transfer of this size keeps a disk busy by itself; smaller ones are issued several at a time.
+_LARGE_BYTES = 16 << 20
+_IN_FLIGHT = 4
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to what direct I/O moves."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_buffer(num_bytes: int) -> mmap.mmap:
+    """Fresh memory that direct I/O can use, private to this process, its size rounded up; pages are taken on first
+    use, huge ones where the kernel has them."""
+    buffer = mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
+class DirectFile:
+    """An open file. Offsets are multiples of ALIGNMENT, buffers begin on and have sizes of such multiples."""
+
+    def __init__(self, path: Path | str, *, size_bytes: int | None = None) -> None:
+        """size_bytes: makes the file, of that size, to be written and read; None: opens one that is there, to read.
+
+        Raises OSError."""
+        self.path = Path(path)
+        flags = os.O_RDONLY if size_bytes is None else os.O_RDWR | os.O_CREAT
+        try:
+            self._fd, self._direct = os.open(self.path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd, self._direct = os.open(self.path, flags, 0o600), False
+        if size_bytes is not None:
+            try:
+                os.posix_fallocate(self._fd, 0, max(1, size_bytes))  # a full disk shows now, not in mid-job
+            except BaseException:
+                os.close(self._fd)
+                raise
+        self._workers: ThreadPoolExecutor | None = None
+
+    def read(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
+        """Fills each buffer from its offset; only the end of the file may cut one short. Returns bytes read.
+
+        Raises OSError."""
+        return self._all(self._read_one, pieces)
+
+    def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
+        """Writes each buffer at its offset. Returns bytes written. Raises OSError."""
+        return self._all(self._write_one, pieces)
+
+    def close(self) -> None:
+        if self._workers:
+            self._workers.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _all(self, transfer, pieces: Iterable[tuple[int, memoryview]]) -> int:
+        pieces = list(pieces)
+        if len(pieces) < 2 or len(pieces[0][1]) >= _LARGE_BYTES:
+            return sum(transfer(*piece) for piece in pieces)
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="batchgen-disk")
+        shares = [
+            self._workers.submit(lambda w=w: sum(transfer(*p) for p in pieces[w::_IN_FLIGHT]))
+            for w in range(_IN_FLIGHT)
+        ]
+        return sum(share.result() for share in shares)
+
+    def _read_one(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):  # one call moves less than 2 GiB
+            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            done += count
+            if count == 0 or count % ALIGNMENT:
+                break  # the end of the file
+        if not self._direct:
+            os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def _write_one(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            count = os.pwritev(self._fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            done += count
+        return done

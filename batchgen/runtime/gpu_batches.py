@@ -1,0 +1,117 @@
+"""A sweep cut into GPU batches: the parts that go through a layer one after the other. No tensors.
+
+While one batch computes, the KV of the next is loaded and that of the one before is stored (FlexGen). Two batches
+of which one has all decode attention that the CPU does, and the other everything else, keep both processors at
+work (NEO's asymmetric pipelining).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from batchgen.runtime.scheduler import ScheduledSequence
+from batchgen.runtime.sequence import home_of
+
+ORDERS = ("even", "neo")
+
+
+def place(scheduled: ScheduledSequence, compute_home: str) -> str:
+    """Where the attention of a scheduled sequence finds its KV.
+
+    "resident": in the compute device's own memory. "delegated": the CPU attends, for an accelerator, to KV that stays
+    in CPU memory. "staged": its KV, past and new, passes through a staging buffer on the compute device.
+    """
+    sequence = scheduled.sequence
+    if home_of(sequence.kv_class) == compute_home:
+        return "resident"
+    decodes = scheduled.num_tokens == 1 and sequence.num_computed >= sequence.num_prompt
+    return "delegated" if sequence.kv_class == "cpu" and decodes else "staged"
+
+
+def staged_blocks(scheduled: ScheduledSequence, block_size: int) -> int:
+    """Blocks of the staging buffer that a staged sequence takes: all its keys, those of this sweep included."""
+    return -(-scheduled.num_keys // block_size)
+
+
+def split_batches(
+    sweep: list[ScheduledSequence],
+    *,
+    num_gpu_batches: int,
+    order: str,
+    max_tokens: int,
+    max_staged_blocks: int,
+    block_size: int,
+    place_of: Callable[[ScheduledSequence], str],
+) -> list[list[ScheduledSequence]]:
+    """The GPU batches of a sweep, none of them empty.
+
+    order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences. "neo": with
+        two batches, the second has what is delegated and the first all else; where one of them would be empty, and
+        with any other number of batches, as "even".
+    max_tokens, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
+        than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
+        it cannot be run, and the caller must not let it in.
+    place_of: `place` for the compute device at hand.
+
+    In each home tier the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
+    writes comes in the same batch or a later one.
+    """
+    assert order in ORDERS, order
+    parts = []
+    for scheduled in sweep:
+        where = place_of(scheduled)
+        blocks = staged_blocks(scheduled, block_size) if where == "staged" else 0
+        assert blocks <= max_staged_blocks, f"{blocks} blocks to stage for one sequence, room for {max_staged_blocks}"
+        parts.append(_Part(scheduled, where, (scheduled.num_tokens, blocks)))
+    delegated = [p for p in parts if p.where == "delegated"]
+    others = [p for p in parts if p.where != "delegated"]
+    if order == "neo" and num_gpu_batches == 2 and delegated and others:
+        batches = [others, delegated]
+    else:
+        batches = _cut(parts, num_gpu_batches, _TOKENS)
+    limits = (max_tokens, max_staged_blocks)
+    return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """load: tokens, and blocks to stage."""
+
+    scheduled: ScheduledSequence
+    where: str
+    load: tuple[int, int]
+
+
+_TOKENS, _STAGED = 0, 1  # in a load
+
+
+def _within(batch: list[_Part], limits: tuple[int, int]) -> Iterator[list[_Part]]:
+    """The batch, cut until every piece of more than one sequence keeps both limits."""
+    tokens, staged = (sum(p.load[kind] for p in batch) for kind in (_TOKENS, _STAGED))
+    max_tokens, max_staged = limits
+    if len(batch) == 1 or (tokens <= max_tokens and staged <= max_staged):
+        yield batch
+        return
+    # By what it exceeds the most; the pieces may still exceed the other limit, or this one a little.
+    kind = _TOKENS if tokens * max_staged >= staged * max_tokens else _STAGED
+    for piece in _cut(batch, -(-(tokens, staged)[kind] // limits[kind]), kind):
+        yield from _within(piece, limits)
+
+
+def _cut(parts: list[_Part], num_batches: int, kind: int) -> list[list[_Part]]:
+    """Consecutive batches of about equal load: `num_batches`, or one per part where there are fewer parts."""
+    batches = []
+    left = sum(p.load[kind] for p in parts)
+    start = 0
+    for batches_left in range(min(num_batches, len(parts)), 0, -1):
+        last = len(parts) - (batches_left - 1)  # each later batch needs a part too
+        taken, stop = parts[start].load[kind], start + 1
+        # A part belongs to this batch if at least half of it lies within the batch's even share of what is left.
+        while stop < last and (2 * taken + parts[stop].load[kind]) * batches_left <= 2 * left:
+            taken += parts[stop].load[kind]
+            stop += 1
+        batches.append(parts[start:stop])
+        left -= taken
+        start = stop
+    return batches

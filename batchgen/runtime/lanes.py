@@ -1,0 +1,141 @@
+"""Carries out Steps: one thread for each lane that moves data or attends on the CPU, the caller's for `compute`.
+
+Each lane takes its Steps in order and starts one when all it waits for have ended. As every Step waits for earlier ones
+only, the earliest that has not ended can always run: there is no deadlock. `serial` runs the Steps one after the other in
+the caller's thread, and is the specification.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+from batchgen.runtime.schedule import LANES, Step
+
+# (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.
+OnStep = Callable[[Step, float, float], None]
+
+
+class Lanes:
+    """Invariant: a Step is pending from when it is issued until it has ended; nothing runs after a failure."""
+
+    def __init__(
+        self,
+        perform: Callable[[Step], None],
+        *,
+        serial: bool = False,
+        shared_cores: bool = False,
+        on_step: OnStep | None = None,
+    ) -> None:
+        """perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
+        self.busy_s = dict.fromkeys(LANES, 0.0)
+        # Seconds in which compute stood still, by the lane it waited for.
+        self.stalled_s = dict.fromkeys(LANES, 0.0)
+        self._perform, self._serial, self._on_step = perform, serial, on_step
+        self._cores = threading.Lock() if shared_cores and not serial else nullcontext()
+        self._changed = threading.Condition()
+        self._pending: dict[int, str] = {}  # id -> lane
+        self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
+        self._threads: dict[str, threading.Thread] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def execute(self, steps: Iterable[Step]) -> None:
+        """Returns when all Steps of `compute` have ended; the last of other lanes may still run. Raises what a Step
+        raised, in whichever lane."""
+        if self._closed:
+            raise RuntimeError("the lanes are closed")
+        try:
+            for step in steps:
+                with self._changed:
+                    self._check()
+                    self._pending[step.id] = step.lane
+                if self._serial or step.lane == "compute":
+                    self._await_and_run(step)
+                else:
+                    self._issue(step)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def drain(self) -> None:
+        """Waits until every Step has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._pending)
+            self._check()
+
+    def close(self) -> None:
+        """Ends the threads, once the Steps they are at have ended; Steps that wait are dropped."""
+        with self._changed:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads.values():
+            thread.join()
+        self._threads.clear()
+
+    def _issue(self, step: Step) -> None:
+        if step.lane not in self._threads:
+            thread = threading.Thread(target=self._work, args=(step.lane,), name=f"batchgen-{step.lane}", daemon=True)
+            self._threads[step.lane] = thread
+            thread.start()
+        with self._changed:
+            self._queues[step.lane].append(step)
+            self._changed.notify_all()
+
+    def _work(self, lane: str) -> None:
+        queue = self._queues[lane]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._failure is not None or queue)
+                if self._closed or self._failure is not None:
+                    return
+                step = queue.popleft()
+            try:
+                self._await_and_run(step)
+            except BaseException as error:
+                self._fail(error)
+                return
+
+    def _await_and_run(self, step: Step) -> None:
+        self._await(step)
+        if self._closed:
+            return
+        with self._cores if step.lane in ("compute", "cpu_attention") else nullcontext():
+            started = time.perf_counter()
+            self._perform(step)
+            ended = time.perf_counter()
+        with self._changed:
+            self.busy_s[step.lane] += ended - started
+            del self._pending[step.id]
+            if self._on_step:
+                self._on_step(step, started, ended)
+            self._changed.notify_all()
+
+    def _await(self, step: Step) -> None:
+        with self._changed:
+            self._check()
+            for earlier in step.after:
+                lane = self._pending.get(earlier)
+                if lane is None:
+                    continue
+                started = time.perf_counter()
+                self._changed.wait_for(
+                    lambda earlier=earlier: self._closed or self._failure is not None or earlier not in self._pending
+                )
+                if step.lane == "compute":
+                    self.stalled_s[lane] += time.perf_counter() - started
+                self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

@@ -1,0 +1,323 @@
+"""The sweep as data: every transfer and computation of it is a Step with a lane and the Steps it must wait for. No torch.
+
+FlexGen's Algorithm 1 with its loops over layers j and GPU batches k: weights of the layers ahead load, the KV of the next
+batch loads and that of the last one stores, while a batch computes. Weights go on loading across the end of a sweep.
+The order of `Sweeps.steps` is a valid serial order (every Step waits for earlier ones only), and is the specification:
+an executor may overlap lanes, each of which keeps this order within itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
+# Buffers for what is on its way: one in use, one being filled.
+WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
+
+Place = tuple[int, int]  # layer, GPU batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One piece of work of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
+
+    slot: the buffer that is filled or used, where there are several. layer: for Steps of the head, its piece.
+    """
+
+    id: int
+    kind: str
+    lane: str
+    sweep: int
+    layer: int
+    batch: int
+    slot: int
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which layers need something brought to the compute device in every sweep, and how.
+
+    accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
+    its weights are to be loaded. disk_weights: whether any of them are on disk. expanded: weights are stored in 4 bits, and
+    expanded into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
+    head_pieces: pieces in which the output matrix comes over; 0 if it stays on the device.
+    """
+
+    accelerated: bool
+    weights: tuple[bool, ...]
+    disk_weights: tuple[bool, ...]
+    expanded: bool = False
+    head_pieces: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.weights)
+
+
+@dataclass(frozen=True)
+class BatchFlow:
+    """What one GPU batch of a sweep moves. history: staged sequences have KV to bring in; stored: their new KV goes back to
+    host memory; disk_read, disk_write: some of it comes from, goes to disk. delegated: sequences attended to on the CPU.
+    resident: others. hidden_on_host: activations wait in host memory between layers. samples: rows for the head."""
+
+    resident: bool = True
+    history: bool = False
+    stored: bool = False
+    disk_read: bool = False
+    disk_write: bool = False
+    delegated: bool = False
+    hidden_on_host: bool = False
+    samples: bool = True
+
+    @property
+    def staged(self) -> bool:
+        return self.history or self.stored or self.disk_write
+
+
+class Sweeps:
+    """Makes the Steps of one sweep after the other. Invariant: ids count up, and every buffer slot is filled again only
+    after its last user."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._next_id = 0
+        self._sweep = -1
+        # Streamed layers are counted n = 0, 1, ... over all sweeps.
+        self._streamed = [j for j, on in enumerate(streams.weights) if on]
+        self._num_loaded = self._num_read = 0
+        self._users: dict[int, int] = {}  # n -> the last Step that uses it
+        self._loads: dict[int, int] = {}  # n -> the Step that brings it to the compute device
+        self._reads: dict[int, int] = {}  # n -> the Step that brings it to host memory
+        # KV of staged sequences passes through KV_SLOTS buffers on the compute device, and with an accelerator as many
+        # in host memory for what is read from and written to disk. slot -> the last Steps that use it
+        self._num_staged = 0
+        self._staging_users: dict[int, tuple[int, ...]] = {}
+        self._read_users: dict[int, tuple[int, ...]] = {}
+        self._write_users: dict[int, tuple[int, ...]] = {}
+        self._stored: list[tuple[int, ...]] = [()] * streams.num_layers  # Steps that stored the last sweep's KV
+
+    def steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
+        """The Steps of the next sweep over these GPU batches."""
+        self._sweep += 1
+        layers, last_batch = self.streams.num_layers, len(batches) - 1
+        yield from self._load_weights(0)
+        hidden: list[int] = []  # per batch, the Step that made its latest activations
+        for k in range(len(batches)):
+            step = self._step("embed", "h2d" if self.streams.accelerated else "compute", 0, k)
+            hidden.append(step.id)
+            yield step
+        flow = _Flow(hidden)
+        order = [(j, k) for j in range(layers) for k in range(len(batches))]
+        # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
+        ahead = last_batch > 0 and any(b.delegated for b in batches)
+        yield from self._load_cache(order[0], batches, flow)
+        if ahead:
+            yield from self._before_attention(order[0], batches, flow)
+        for u, (j, k) in enumerate(order):
+            if j == layers - 1 and k == 0:
+                yield from self._load_head(flow, WEIGHT_SLOTS)
+            if u + 1 < len(order):
+                yield from self._load_cache(order[u + 1], batches, flow)
+            if not ahead:
+                yield from self._before_attention((j, k), batches, flow)
+            elif u + 1 < len(order):
+                yield from self._before_attention(order[u + 1], batches, flow)
+            yield from self._attention_and_rest((j, k), batches, flow)
+            if k == last_batch:
+                if not self.streams.expanded:
+                    self._used(j, flow.hidden_made[k])
+                if j < layers - 1 or not self.streams.head_pieces:
+                    yield from self._load_weights(j + 1)
+        self._stored = [tuple(flow.stored.get(j, ())) for j in range(layers)]
+        yield from self._head(batches, flow)
+
+    def _step(self, kind: str, lane: str, layer: int, batch: int, *, slot: int = 0, after: Iterable[int] = ()) -> Step:
+        step = Step(self._next_id, kind, lane, self._sweep, layer, batch, slot, tuple(dict.fromkeys(after)))
+        self._next_id += 1
+        return step
+
+    def _before_attention(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Norm, QKV; and for sequences that the CPU attends to, all of attention."""
+        j, k = place
+        batch = batches[k]
+        made = flow.hidden[k]
+        if batch.hidden_on_host:
+            room = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
+            step = self._step("load_hidden", "h2d", j, k, after=(made, room))
+            flow.num_fetched += 1
+            yield step
+            made = step.id
+        after = [made, *self._weights_ready(j)]
+        if self.streams.expanded and k == 0:
+            step = self._step("expand_weight", "compute", j, 0, slot=self._weight_slot(j), after=after)
+            self._used(j, step.id)
+            yield step
+        pre = self._step("pre", "compute", j, k, slot=self._weight_slot(j), after=after)
+        yield pre
+        flow.before_attention[place] = (pre.id,)
+        if batch.delegated:
+            send = self._step("send_qkv", "d2h", j, k, after=(pre.id,))
+            yield send
+            attend = self._step("cpu_attention", "cpu_attention", j, k, after=(send.id, *self._stored[j]))
+            yield attend
+            join = self._step("load_attention", "h2d", j, k, after=(attend.id,))
+            yield join
+            flow.stored.setdefault(j, []).append(send.id)
+            flow.joins[place] = join.id
+
+    def _attention_and_rest(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Attention on the compute device, where new KV is written first; output projection and MLP."""
+        j, k = place
+        batch = batches[k]
+        after = flow.before_attention.pop(place)
+        if batch.resident or batch.staged:
+            slot, ready = flow.staged.pop(place, (0, ()))
+            attention = self._step("attention", "compute", j, k, slot=slot, after=(*after, *ready))
+            yield attention
+            after = (attention.id,)
+            if batch.staged:
+                yield from self._store_cache(place, batch, slot, attention.id, flow)
+        if batch.delegated:
+            after = (*after, flow.joins.pop(place))
+        post = self._step("post", "compute", j, k, slot=self._weight_slot(j), after=after)
+        yield post
+        flow.hidden[k] = flow.hidden_made[k] = post.id
+        if batch.hidden_on_host:
+            if j < self.streams.num_layers - 1:
+                store = self._step("store_hidden", "d2h", j, k, after=(post.id,))
+                yield store
+                flow.hidden[k] = store.id
+            flow.left.append(flow.hidden[k])
+
+    def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Logits of the last tokens; where the output matrix is not on the compute device, piece by piece."""
+        pieces = self.streams.head_pieces
+        for p in range(max(1, pieces)):
+            yield from self._load_head(flow, p + WEIGHT_SLOTS)
+            loaded = (flow.head_loads[p],) if pieces else ()
+            for k, batch in enumerate(batches):
+                if batch.samples:
+                    step = self._step("head", "compute", p, k, slot=p % HEAD_SLOTS, after=(flow.hidden[k], *loaded))
+                    yield step
+                    flow.head_users[p] = (step.id,)
+        if pieces:
+            yield from self._load_weights(self.streams.num_layers)
+
+    def _load_head(self, flow: _Flow, stop: int) -> Iterator[Step]:
+        while len(flow.head_loads) < min(stop, self.streams.head_pieces):
+            p = len(flow.head_loads)
+            step = self._step(
+                "load_head", "h2d", p, 0, slot=p % HEAD_SLOTS, after=flow.head_users.get(p - HEAD_SLOTS, ())
+            )
+            flow.head_loads.append(step.id)
+            yield step
+
+    def _load_weights(self, layer: int) -> Iterator[Step]:
+        """Loads that can be issued once all layers before `layer` of this sweep have been used."""
+        count = len(self._streamed)
+        stop = self._sweep * count + sum(j < layer for j in self._streamed) + WEIGHT_SLOTS if count else 0
+        while self._num_loaded < stop:
+            n = self._num_loaded
+            after = [self._users[n - WEIGHT_SLOTS]] if n >= WEIGHT_SLOTS else []
+            if self.streams.accelerated:
+                yield from self._read_weights(n + 1)
+                after += [self._reads[n]] if n in self._reads else []
+                yield self._weight_step("load_weight", "h2d", n, self._loads, after)
+            else:
+                yield self._weight_step("read_weight", "disk_read", n, self._loads, after)
+            self._num_loaded += 1
+        # Reads run ahead of loads by as many layers as there are buffers for in host memory.
+        if self.streams.accelerated:
+            yield from self._read_weights(self._num_loaded + WEIGHT_SLOTS if count else 0)
+        for table in (self._users, self._loads, self._reads):
+            for old in [n for n in table if n < self._num_loaded - 2 * WEIGHT_SLOTS]:
+                del table[old]
+
+    def _read_weights(self, stop: int) -> Iterator[Step]:
+        """Reads into host memory of streamed layers before `stop`, of those that have something on disk."""
+        while self._num_read < stop:
+            n = self._num_read
+            if self.streams.disk_weights[self._streamed[n % len(self._streamed)]]:
+                after = [self._loads[n - WEIGHT_SLOTS]] if n >= WEIGHT_SLOTS else []
+                yield self._weight_step("read_weight", "disk_read", n, self._reads, after)
+            self._num_read += 1
+
+    def _weight_step(self, kind: str, lane: str, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
+        layer = self._streamed[n % len(self._streamed)]
+        step = self._step(kind, lane, layer, 0, slot=n % WEIGHT_SLOTS, after=after)
+        table[n] = step.id
+        return step
+
+    def _count(self, layer: int) -> int:
+        return self._sweep * len(self._streamed) + self._streamed.index(layer)
+
+    def _weight_slot(self, layer: int) -> int:
+        return self._count(layer) % WEIGHT_SLOTS if self.streams.weights[layer] else 0
+
+    def _weights_ready(self, layer: int) -> list[int]:
+        return [self._loads[self._count(layer)]] if self.streams.weights[layer] else []
+
+    def _used(self, layer: int, step_id: int) -> None:
+        if self.streams.weights[layer]:
+            self._users[self._count(layer)] = step_id
+
+    def _load_cache(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Brings a batch's KV into a staging buffer of the compute device, a batch ahead of its use."""
+        j, k = place
+        batch = batches[k]
+        if not batch.staged:
+            return
+        slot = self._num_staged % KV_SLOTS
+        self._num_staged += 1
+        ready = self._staging_users.get(slot, ())
+        if batch.disk_read:
+            free = self._read_users.get(slot, ()) if self.streams.accelerated else ready
+            read = self._step("read_cache", "disk_read", j, k, slot=slot, after=(*free, *self._stored[j]))
+            yield read
+            ready = (*ready, read.id)
+        if batch.history and self.streams.accelerated:
+            load = self._step("load_cache", "h2d", j, k, slot=slot, after=(*ready, *self._stored[j]))
+            yield load
+            ready = (load.id,)
+            if batch.disk_read:
+                self._read_users[slot] = ready
+        flow.staged[place] = (slot, ready)
+
+    def _store_cache(self, place: Place, batch: BatchFlow, slot: int, attention: int, flow: _Flow) -> Iterator[Step]:
+        """Takes new KV of staged sequences home, behind the computation."""
+        j, k = place
+        users = (attention,)
+        stored = flow.stored.setdefault(j, [])
+        if batch.stored or self.streams.accelerated:
+            free = self._write_users.get(slot, ()) if batch.disk_write else ()
+            store = self._step("store_cache", "d2h", j, k, slot=slot, after=(attention, *free))
+            yield store
+            users = (store.id,)
+            stored.append(store.id)
+        if batch.disk_write:
+            write = self._step("write_cache", "disk_write", j, k, slot=slot, after=users)
+            yield write
+            stored.append(write.id)
+            if self.streams.accelerated:
+                self._write_users[slot] = (write.id,)
+            else:
+                users = (write.id,)
+        self._staging_users[slot] = users
+
+
+@dataclass
+class _Flow:
+    """What the Steps of one sweep have come to."""
+
+    hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
+    hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
+    before_attention: dict[Place, tuple[int, ...]] = field(default_factory=dict)
+    joins: dict[Place, int] = field(default_factory=dict)  # the Step that brings back what the CPU attended to
+    staged: dict[Place, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
+    stored: dict[int, list[int]] = field(default_factory=dict)  # per layer, Steps that store new KV
+    num_fetched: int = 0  # activations brought from host memory, and the Steps after which they took no more room
+    left: list[int] = field(default_factory=list)
+    head_loads: list[int] = field(default_factory=list)
+    head_users: dict[int, tuple[int, ...]] = field(default_factory=dict)

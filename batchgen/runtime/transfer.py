@@ -1,0 +1,94 @@
+"""Memory with a budget, and links between memories."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from batchgen.direct_io import aligned_buffer
+from batchgen.errors import BatchgenError
+from batchgen.units import format_bytes
+
+
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros, page-aligned, whose pages the kernel provides at first use, so that a generous pool costs nothing until it is
+    needed; torch.zeros would write them all.
+
+    Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
+    """
+    memory = aligned_buffer(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+class Arena:
+    """One tier's memory. Invariant: what is taken never exceeds the budget."""
+
+    def __init__(self, flag: str, budget_bytes: int | None = None) -> None:
+        """flag: that sets the budget, for the error. budget_bytes: None, only counts."""
+        self.flag, self.budget_bytes = flag, budget_bytes
+        self.taken_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, what: str) -> None:
+        """Counts memory that is held from now on. Raises BatchgenError where it does not fit."""
+        with self._lock:
+            if self.budget_bytes is not None and self.taken_bytes + num_bytes > self.budget_bytes:
+                raise BatchgenError(
+                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.taken_bytes)}"
+                    f" are taken, {format_bytes(num_bytes)} more are needed; raise it"
+                )
+            self.taken_bytes += num_bytes
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
+        """Zeros of the tier, untouched. Raises BatchgenError where they do not fit."""
+        self.take(math.prod(shape) * dtype.itemsize, what)
+        return untouched(shape, dtype)
+
+
+class Link:
+    """Copies from one memory to another, in the thread that asks for it; throttled where the link is to be slower."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.moved_bytes = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> Tensor:
+        """target[...] = source."""
+        with self._paced(source):
+            target.copy_(source)
+        return target
+
+    def bring(self, source: Tensor) -> Tensor:
+        """A copy of the source on the other side."""
+        return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
+
+    def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
+        """target[i] = source[index[i]], along the first dimension."""
+        with self._paced(target):
+            torch.index_select(source, 0, index, out=target)
+
+    def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
+        """target[index[i]] = source[i], along the first dimension."""
+        with self._paced(source):
+            target.index_copy_(0, index, source)
+
+    @contextlib.contextmanager
+    def _paced(self, moved: Tensor):
+        num_bytes = moved.numel() * moved.element_size()
+        self.moved_bytes += num_bytes
+        started = time.perf_counter()
+        yield
+        if self.bytes_per_s:
+            left = num_bytes / self.bytes_per_s - (time.perf_counter() - started)
+            if left > 0:
+                time.sleep(left)
+
+
+def as_buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, for direct I/O."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

@@ -1,0 +1,53 @@
+"""What the machine can do at best: reading from disk and multiplying matrices, each alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+from batchgen.direct_io import DirectFile, aligned_buffer
+from batchgen.model_config import ModelConfig
+
+_READ_PIECE_BYTES, _READ_PIECES, _READ_SECONDS = 8 << 20, 8, 6.0
+_GEMM_SECONDS = 1.5
+
+
+def disk_read_rate(files: list[Path]) -> float:
+    """Bytes per second of direct reads from the model's own files, several at a time: the median of second-long parts."""
+    buffer = memoryview(aligned_buffer(_READ_PIECE_BYTES * _READ_PIECES))
+    rates, deadline = [], time.perf_counter() + _READ_SECONDS
+    for path in files:
+        file, offset, size = DirectFile(path), 0, path.stat().st_size
+        while offset + len(buffer) <= size and time.perf_counter() < deadline:
+            starts = range(0, len(buffer), _READ_PIECE_BYTES)
+            started = time.perf_counter()
+            done = file.read([(offset + at, buffer[at : at + _READ_PIECE_BYTES]) for at in starts])
+            rates.append(done / (time.perf_counter() - started))
+            offset += len(buffer)
+        file.close()
+    return statistics.median(rates)
+
+
+def gemm_rates(config: ModelConfig, token_counts: list[int]) -> dict[int, float]:
+    """FLOP/s of a layer's matrix products in bfloat16, for each number of tokens, weights coming from memory."""
+    import torch
+    import torch.nn.functional as F
+
+    hidden, inner, attention = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    shapes = [(config.qkv_size, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
+    layers = [[torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2)]
+    rates = {}
+    with torch.inference_mode():
+        for tokens in token_counts:
+            inputs = {n: torch.randn(tokens, n).bfloat16() for n in {hidden, inner, attention}}
+            seconds: list[float] = []
+            deadline = time.perf_counter() + _GEMM_SECONDS
+            while len(seconds) < 4 or time.perf_counter() < deadline:
+                started = time.perf_counter()
+                for weight in layers[len(seconds) % 2]:
+                    F.linear(inputs[weight.shape[1]], weight)
+                seconds.append(time.perf_counter() - started)
+            work = sum(2 * tokens * rows * columns for rows, columns in shapes)
+            rates[tokens] = work / statistics.median(seconds[1:])  # the first one warms up
+    return rates

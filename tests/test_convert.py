@@ -1,0 +1,405 @@
+"""Conversion into a weight store: from everything, through everything that can go wrong, to the same tokens."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+
+import batchgen
+from batchgen import cli
+from batchgen.convert import convert, find_or_convert, store_path
+from batchgen.errors import BatchgenError, InputError
+from batchgen.model_files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.runtime.checkpoint import open_checkpoint
+from batchgen.runtime.store import open_store
+from batchgen.tokenizer import load_tokenizer
+
+TESTS = Path(__file__).parent
+MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_models):
+    return resolve_model(str(tiny_models("llama")[0]))
+
+
+@pytest.fixture(scope="module")
+def reference(llama, tmp_path_factory):
+    """A whole store of the model in fp32; not to be changed."""
+    return convert(llama, tmp_path_factory.mktemp("reference") / "store", dtype="float32").path
+
+
+def content(store: Path) -> dict[str, bytes]:
+    """Everything in a store but its lock."""
+    return {
+        str(path.relative_to(store)): path.read_bytes()
+        for path in sorted(store.rglob("*"))
+        if path.is_file() and path.name != "convert.lock"
+    }
+
+
+def assert_same_weights(first, second, dtype=torch.float32) -> None:
+    ours, theirs = open_checkpoint(first), open_checkpoint(second)
+    pairs = [
+        (ours.load_embeddings(dtype), theirs.load_embeddings(dtype)),
+        (ours.load_head(dtype), theirs.load_head(dtype)),
+    ]
+    pairs += [(ours.load_layer(j, dtype), theirs.load_layer(j, dtype)) for j in range(ours.config.num_layers)]
+    for mine, other in pairs:
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert torch.equal(mine[name], other[name]), name
+
+
+# ---- sources
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "qwen2", "qwen3"])
+def test_a_store_stands_in_for_its_model(tmp_path, family):
+    """The same greedy tokens and the same tokenizer, the source gone, from a sharded checkpoint."""
+    make_tiny_model(family, tmp_path / "model", max_shard_size="60KB")
+    files = resolve_model(str(tmp_path / "model"))
+
+    def answers(model):
+        engine = batchgen.Engine(str(model), dtype="float32", sampling=batchgen.SamplingParams(max_tokens=6))
+        requests = [batchgen.Request(prompt) for prompt in ("The ferry left", "A restaurant by the quay", MESSAGES)]
+        return {c.index: c.samples[0].text for c in engine.generate(requests)}, engine.parts.tokenizer.identity()
+
+    expected = answers(files.path)
+    store = convert(files, tmp_path / "store", dtype="float32")
+    shutil.rmtree(files.path)
+    found = resolve_model(str(store.path))
+    assert (found.kind, found.name, found.path) == ("store", "store", store.path)
+    assert answers(store.path) == expected
+    assert weight_paths(found) == [file.path for file in store.files]
+    assert resolve_for_planning(str(store.path))[1] == read_config(found) == store.config
+
+
+@pytest.mark.parametrize("tensor_type", ["F32", "Q8_0"])
+def test_a_gguf(tmp_path, monkeypatch, tensor_type):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    model = make_tiny_model("llama", tmp_path / "model")
+    hf = make_tiny_tokenizer(tmp_path / "model")
+    write_tiny_gguf(model, tmp_path / "tiny.gguf", tensor_type=tensor_type, tokenizer=hf)
+    files = resolve_model(str(tmp_path / "tiny.gguf"))
+    store = convert(files, tmp_path / "store", dtype="float32")
+    assert store.config == read_config(files) or tensor_type == "Q8_0"  # which states bfloat16
+    assert_same_weights(resolve_model(str(store.path)), files)
+    ours, theirs = load_tokenizer(resolve_model(str(store.path))), load_tokenizer(files)
+    assert ours.identity() == theirs.identity() and ours.eos_token_ids == theirs.eos_token_ids
+    assert ours.encode_chat(MESSAGES) == theirs.encode_chat(MESSAGES)
+
+
+def test_a_model_without_a_tokenizer(tmp_path):
+    model = make_tiny_model("llama", tmp_path / "model")
+    write_tiny_gguf(model, tmp_path / "tiny.gguf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    for source, target in (("model", "a"), ("tiny.gguf", "b")):
+        store = convert(resolve_model(str(tmp_path / source)), tmp_path / target, dtype="float32")
+        with pytest.raises(InputError, match="no tokenizer"):
+            load_tokenizer(resolve_model(str(store.path)))
+
+
+def test_a_store_of_a_store(llama, tmp_path):
+    """In another format: the same as from the source, where the first format loses nothing."""
+    first = convert(llama, tmp_path / "first", dtype="float32")
+    direct = convert(llama, tmp_path / "direct", dtype="bfloat16", quantization="int4")
+    again = convert(resolve_model(str(first.path)), tmp_path / "again", dtype="bfloat16", quantization="int4")
+    assert [p.read_bytes() for p in weight_paths(resolve_model(str(again.path)))] == [
+        p.read_bytes() for p in weight_paths(resolve_model(str(direct.path)))
+    ]
+    found = resolve_model(str(again.path))
+    assert load_tokenizer(found).identity() == load_tokenizer(llama).identity()
+    assert (again.dtype, again.weight_format, read_config(found).dtype) == ("bfloat16", "int4", "bfloat16")
+    back = convert(found, tmp_path / "back", dtype="float32")
+    assert_same_weights(resolve_model(str(back.path)), found)
+
+
+def test_identity_is_of_the_content(llama, reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "elsewhere")
+    first, second = (model_identity(resolve_model(str(path))) for path in (reference, tmp_path / "elsewhere"))
+    assert first == second == json.loads(json.dumps(first))
+    other = convert(llama, tmp_path / "other", dtype="bfloat16")
+    assert model_identity(resolve_model(str(other.path))) != first
+
+
+# ---- going on
+
+
+def test_the_second_time_nothing_is_written(llama, reference, tmp_path):
+    target = tmp_path / "store"
+    shutil.copytree(reference, target)
+    before = {path: path.stat() for path in target.rglob("*") if path.name != "convert.lock"}
+    seen = []
+    store = convert(llama, target, dtype="float32", on_layer=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)] and store == open_store(target)
+    for path, stat in before.items():
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
+
+
+def test_what_is_missing_or_damaged_is_made_anew(llama, reference, tmp_path):
+    target = tmp_path / "store"
+    shutil.copytree(reference, target)
+    expected = content(target)
+    (target / "layer-00000.safetensors").unlink()
+    (target / "head.safetensors").write_bytes(b"short")
+    shutil.rmtree(target / "tokenizer")
+    damaged = bytearray(expected["layer-00002.safetensors"])
+    damaged[-5000] ^= 4
+    (target / "layer-00002.safetensors").write_bytes(damaged)
+    (target / "layer-00001.safetensors.tmp").write_bytes(b"left by a crash")
+    kept = {name: (target / name).stat().st_ino for name in ("embeddings.safetensors", "layer-00001.safetensors")}
+    convert(llama, target, dtype="float32")
+    assert content(target) == expected
+    assert kept == {name: (target / name).stat().st_ino for name in kept}
+
+
+KILLED_EVERYWHERE = """
+import os, shutil, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # forked children have no other threads
+from batchgen.convert import convert
+from batchgen.model_files import resolve_model
+from batchgen.errors import InputError
+from batchgen.runtime.store import open_store
+from test_convert import content
+
+files, reference, target = resolve_model(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+expected = content(reference)
+
+def killing(function, countdown):
+    def call(*args, **kwargs):
+        countdown[0] -= 1
+        if countdown[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+
+for point in range(1000):
+    child = os.fork()
+    if child == 0:
+        countdown = [point]
+        for name in ("fsync", "fdatasync", "replace", "rename", "unlink", "mkdir", "open"):
+            setattr(os, name, killing(getattr(os, name), countdown))
+        convert(files, target, dtype="float32")
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        break
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    try:
+        open_store(target)
+        assert content(target) == expected  # never a store before it is one
+    except InputError:
+        pass
+    if point % 2:  # once from where it was killed, once through the next kill, too
+        assert convert(files, target, dtype="float32") == open_store(target)
+        assert content(target) == expected, sorted(content(target))
+        shutil.rmtree(target)
+assert content(target) == expected
+print(point)
+"""
+
+
+def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
+    """kill -9 before every file that is opened, synced, renamed or removed."""
+    script = [sys.executable, "-c", KILLED_EVERYWHERE, str(llama.path), str(reference), str(tmp_path / "store")]
+    found = subprocess.run(script, capture_output=True, text=True, cwd=TESTS)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) > 20
+
+
+def test_finished_files_survive_an_interruption(llama, reference, tmp_path):
+    target = tmp_path / "store"
+
+    def interrupt(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(llama, target, dtype="float32", on_layer=interrupt)
+    with pytest.raises(InputError, match="has not finished: run its `batchgen convert` again"):
+        resolve_model(str(target))
+    with pytest.raises(InputError, match="has not finished"):
+        resolve_for_planning(str(target))
+    layers = ("layer-00000.safetensors", "layer-00001.safetensors")
+    kept = {name: (target / name).stat().st_ino for name in layers}
+    convert(llama, target, dtype="float32")
+    assert content(target) == content(reference)
+    assert kept == {name: (target / name).stat().st_ino for name in layers}
+
+
+# ---- what is refused
+
+
+def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
+    target = tmp_path / "store"
+    shutil.copytree(reference, target)
+    before = content(target)
+    make_tiny_model("llama", tmp_path / "llama", seed=5)
+    make_tiny_model("opt", tmp_path / "opt", num_hidden_layers=2)
+    other, opt = resolve_model(str(tmp_path / "llama")), resolve_model(str(tmp_path / "opt"))
+
+    def refusal(files, dtype="float32", quantization="none", target=target, overwrite=False):
+        with pytest.raises(InputError) as caught:
+            convert(files, target, dtype=dtype, quantization=quantization, overwrite=overwrite)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    name = llama.name
+    assert f"holds {name} in float32, not {name} in bfloat16" in refusal(llama, "bfloat16")
+    assert f"not {name} in int4 for float32: give another directory, or replace it with --over" in refusal(
+        llama, quantization="int4"
+    )
+    assert f"holds {name} in float32, not llama in float32" in refusal(other)
+    assert "not opt in float32" in refusal(opt)
+    assert content(target) == before
+    assert "is the model itself" in refusal(llama, target=llama.path, overwrite=True)
+    assert "is not empty and no weight store" in refusal(llama, target=tmp_path / "opt", overwrite=True)
+    assert "float8" in refusal(llama, "float8", target=tmp_path / "new")
+    assert "int3" in refusal(llama, quantization="int3", target=tmp_path / "new")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert "give a directory that you can write to" in refusal(llama, target=blocked)
+    # replaced when told so, layers that the other model does not have included
+    convert(opt, target, dtype="float32", overwrite=True)
+    fresh = convert(opt, tmp_path / "fresh", dtype="float32")
+    assert content(target) == content(fresh.path)
+    (target / "manifest.json").write_text("{")
+    assert "--overwrite" in refusal(opt)
+    convert(opt, target, dtype="float32", overwrite=True)
+    assert content(target) == content(fresh.path)
+
+
+def test_two_conversions_at_once(llama, tmp_path):
+    target = tmp_path / "store"
+    refused = []
+
+    def second(done, total):
+        with pytest.raises(
+            BatchgenError, match=f"another batchgen is converting into .*process {os.getpid()} on"
+        ) as caught:
+            convert(llama, target, dtype="float32")
+        refused.append(str(caught.value))
+
+    convert(llama, target, dtype="float32", on_layer=second)
+    assert len(refused) == 3
+    with open(target / "convert.lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that mounts a filesystem of so many KiB, or changes its size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(kib: int) -> Path:
+        action = "remount," if os.path.ismount(folder) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{action}size={kib}k", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
+        return folder
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small filesystem")
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_refused_at_once(llama, reference, small_disk):
+    target = small_disk(500) / "store"
+    with pytest.raises(
+        BatchgenError, match=r"needs [\d,]+ bytes .* are free: free space and run the same command again"
+    ):
+        convert(llama, target, dtype="float32")
+    assert not list(target.glob("*.safetensors"))
+    small_disk(32 << 10)
+    convert(llama, target, dtype="float32")
+    assert content(target) == content(reference)
+
+
+def test_a_disk_that_fills_up(llama, reference, small_disk):
+    disk = small_disk(32 << 10)
+    target, filler = disk / "store", disk / "filler"
+
+    def fill(done, total):
+        if done == 2:
+            free = os.statvfs(disk)
+            filler.write_bytes(bytes(free.f_bavail * free.f_bsize - 40_000))
+
+    with pytest.raises(BatchgenError) as caught:
+        convert(llama, target, dtype="float32", on_layer=fill)
+    store = open_store(reference)
+    missing = store.layers[2].num_bytes + store.head.num_bytes
+    assert f"({missing:,} bytes, " in str(caught.value) and "No space left on device" in str(caught.value)
+    assert "run the same command again" in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(target.glob("*.tmp"))
+    kept = {path: path.stat().st_ino for path in target.glob("layer-*.safetensors")}
+    assert len(kept) == 2
+    filler.unlink()
+    convert(llama, target, dtype="float32")
+    assert content(target) == content(reference)
+    assert kept == {path: path.stat().st_ino for path in kept}
+
+
+# ---- where stores are kept, and the command
+
+
+def test_find_or_convert(llama, tmp_path):
+    notices = []
+    first = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    assert first.path == store_path(tmp_path, llama, "float32", "none") and first.path.is_relative_to(tmp_path)
+    again = find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    assert again == first and len(notices) == 1 and llama.name in notices[0] and str(first.path) in notices[0]
+    packed = find_or_convert(llama, tmp_path, "bfloat16", "int4", notify=notices.append)
+    assert packed.path != first.path and packed.num_bytes < first.num_bytes and len(notices) == 2
+    itself = find_or_convert(resolve_model(str(packed.path)), tmp_path, "bfloat16", "int4", notify=notices.append)
+    assert itself == packed and len(notices) == 2
+    expected = content(first.path)
+    (first.path / "layer-00001.safetensors").unlink()
+    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    assert content(first.path) == expected and len(notices) == 3
+    (first.path / "manifest.json").unlink()
+    find_or_convert(llama, tmp_path, "float32", notify=notices.append)
+    assert content(first.path) == expected
+    names = {store_path(tmp_path, llama, dtype, q).name for dtype in ("float32", "bfloat16") for q in ("none", "int4")}
+    assert len(names) == 4
+
+
+def test_the_command(llama, reference, tmp_path):
+    def invoke(*args):
+        return CliRunner().invoke(cli.cli, ["convert", *map(str, args)])
+
+    done = invoke("-m", llama.path, "-o", tmp_path / "a" / "store", "--dtype", "float32")
+    assert done.exit_code == 0, done.exception
+    assert "3 of 3 layers" in done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "KiB in " in line and line.endswith(str(tmp_path / "a" / "store"))
+    assert content(tmp_path / "a" / "store") == content(reference)
+    done = invoke("-m", llama.path, "-o", tmp_path / "b", "--quantization", "int4", "--progress", "none")
+    assert done.exit_code == 0 and done.stderr == ""
+    assert open_store(tmp_path / "b").weight_format == "int4"
+    assert read_config(resolve_model(str(tmp_path / "b"))).dtype == "float32"  # auto: as it is stored
+    found = invoke("-m", llama.path, "-o", tmp_path / "b", "--progress", "none")
+    assert isinstance(found.exception, InputError) and "--overwrite" in str(found.exception)
+    assert invoke("-m", llama.path, "-o", tmp_path / "b", "--overwrite", "--progress", "none").exit_code == 0
+    assert open_store(tmp_path / "b").weight_format == "float32"
+    assert invoke("-m", llama.path).exit_code == 2

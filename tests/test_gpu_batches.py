@@ -1,0 +1,188 @@
+"""A sweep in GPU batches: nothing lost, limits kept, what depends on another comes after it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.request import SamplingParams
+from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.gpu_batches import place, split_batches, staged_blocks
+from batchgen.runtime.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.runtime.sequence import Sequence, home_of
+
+BLOCK = 4
+
+
+def scheduled(kv_class, num_tokens, num_computed=0, num_prompt=None):
+    """By default the last of its tokens is a generated one where it decodes, and all are the prompt's otherwise."""
+    length = num_computed + num_tokens
+    sequence = Sequence(0, 0, 0, [1] * length, SamplingParams(max_tokens=8), kv_class=kv_class)
+    decodes = num_tokens == 1 and num_computed > 0
+    sequence.num_prompt = num_prompt if num_prompt is not None else num_computed if decodes else length
+    sequence.num_computed = num_computed
+    return ScheduledSequence(sequence, num_tokens)
+
+
+def split(sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_home="gpu"):
+    return split_batches(
+        sweep,
+        num_gpu_batches=num_gpu_batches,
+        order=order,
+        max_tokens=max_tokens,
+        max_staged_blocks=max_staged_blocks,
+        block_size=BLOCK,
+        place_of=lambda s: place(s, compute_home),
+    )
+
+
+def tokens_of(batches):
+    return [sum(s.num_tokens for s in batch) for batch in batches]
+
+
+def blocks_of(batch, compute_home):
+    return sum(staged_blocks(s, BLOCK) for s in batch if place(s, compute_home) == "staged")
+
+
+@pytest.mark.parametrize(
+    ("kv_class", "num_tokens", "num_computed", "num_prompt", "expected"),
+    [
+        ("gpu", 1, 9, 9, "resident"),
+        ("gpu", 5, 0, 5, "resident"),
+        ("cpu", 1, 9, 9, "delegated"),
+        ("cpu", 1, 12, 9, "delegated"),
+        ("cpu", 1, 8, 9, "staged"),  # the prompt's last token
+        ("cpu", 1, 0, 1, "staged"),  # a prompt of one token
+        ("cpu", 5, 9, 9, "staged"),  # run again after giving way
+        ("cpu", 5, 0, 9, "staged"),
+        ("streamed", 1, 9, 9, "staged"),
+        ("disk", 1, 9, 9, "staged"),
+    ],
+)
+def test_places_on_an_accelerator(kv_class, num_tokens, num_computed, num_prompt, expected):
+    assert place(scheduled(kv_class, num_tokens, num_computed, num_prompt), "gpu") == expected
+
+
+def test_places_where_the_cpu_computes():
+    assert [place(scheduled(c, 1, 9), "cpu") for c in ("cpu", "streamed", "disk")] == ["resident", "resident", "staged"]
+
+
+def test_staged_blocks_hold_old_and_new_tokens():
+    assert [staged_blocks(scheduled("disk", *s), BLOCK) for s in ((1, 0), (4, 0), (1, 4), (3, 6))] == [1, 1, 2, 3]
+
+
+SWEEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["gpu", "cpu", "streamed", "disk"]), st.integers(1, 30), st.integers(0, 40), st.booleans()
+    ).map(lambda t: scheduled(t[0], 1 if t[3] else t[1], t[2])),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    SWEEPS,
+    st.integers(1, 5),
+    st.sampled_from(["even", "neo"]),
+    st.integers(1, 80),
+    st.integers(0, 40),
+    st.sampled_from(["gpu", "cpu"]),
+)
+def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
+    sweep, count, order, max_tokens, spare, compute_home
+):
+    if compute_home == "cpu":
+        sweep = [s for s in sweep if s.sequence.kv_class != "gpu"] or [scheduled("disk", 1, 5)]
+    largest = max(blocks_of([s], compute_home) for s in sweep)
+    batches = split(sweep, count, order, max_tokens, largest + spare, compute_home)
+    assert all(batches)
+    flat = [s for batch in batches for s in batch]
+    assert sorted(map(id, flat)) == sorted(map(id, sweep))
+    position = {id(s): i for i, s in enumerate(sweep)}
+    for home in ("gpu", "cpu", "disk"):
+        # Delegated sequences write no prompt, so only the others' order counts where NEO's order moves them.
+        own = [s for s in flat if home_of(s.sequence.kv_class) == home]
+        kept = [position[id(s)] for s in own if order == "even" or place(s, compute_home) != "delegated"]
+        assert kept == sorted(kept)
+    for batch in batches:
+        assert len(batch) == 1 or sum(s.num_tokens for s in batch) <= max_tokens
+        assert blocks_of(batch, compute_home) <= largest + spare
+    assert len(batches) >= min(count, len(sweep)) or order == "neo"
+    if order == "even":
+        unlimited = split(sweep, count, order, compute_home=compute_home)
+        assert len(unlimited) == min(count, len(sweep))
+        total, biggest = sum(tokens_of(unlimited)), max(s.num_tokens for s in sweep)
+        assert max(tokens_of(unlimited)) <= total / count + biggest
+
+
+def test_even_batches_are_even():
+    decodes = [scheduled("gpu", 1, 5) for _ in range(10)]
+    assert tokens_of(split(decodes, 4)) == [3, 2, 3, 2]
+    assert tokens_of(split(decodes[:3], 4)) == [1, 1, 1]
+    mixed = [*decodes, scheduled("gpu", 30), scheduled("gpu", 10), scheduled("gpu", 10)]
+    assert tokens_of(split(mixed, 2)) == [40, 20]
+    assert tokens_of(split([scheduled("gpu", 90), *decodes], 3)) == [90, 5, 5], "one that is long alone"
+
+
+def test_batches_above_a_limit_are_cut_into_even_pieces():
+    assert tokens_of(split([scheduled("gpu", 10) for _ in range(8)], 2, max_tokens=20)) == [20] * 4
+    assert tokens_of(split([scheduled("gpu", 10), scheduled("gpu", 50)], 1, max_tokens=20)) == [10, 50]
+    # Ten decodes with five blocks each and room for 26: no more than five at a time.
+    staged = [scheduled("streamed", 1, 19) for _ in range(10)]
+    assert tokens_of(split(staged, 1, max_staged_blocks=26)) == [5, 5]
+    assert tokens_of(split(staged, 2, max_staged_blocks=9)) == [1] * 10
+    resident = [scheduled("gpu", 1, 19) for _ in range(10)]
+    assert tokens_of(split(resident, 1, max_staged_blocks=0)) == [10]
+
+
+def test_a_sequence_longer_than_the_staging_buffer_is_refused():
+    with pytest.raises(AssertionError, match="room for 4"):
+        split([scheduled("disk", 1, 16)], 1, max_staged_blocks=4)
+
+
+def test_neo_order_puts_delegated_attention_in_the_second_batch():
+    prefill, gpu = scheduled("cpu", 9), scheduled("gpu", 1, 9)
+    cpu = [scheduled("cpu", 1, 9) for _ in range(3)]
+    streamed = scheduled("streamed", 1, 9)
+    sweep = [cpu[0], gpu, cpu[1], streamed, cpu[2], prefill]
+    assert split(sweep, 2, "neo") == [[gpu, streamed, prefill], cpu]
+    assert split(sweep, 2, "neo", max_tokens=10) == [[gpu, streamed], [prefill], cpu]
+    assert split(cpu, 2, "neo") == split(cpu, 2) and len(split(cpu, 2)) == 2
+    assert split([gpu, prefill], 2, "neo") == [[gpu], [prefill]]
+    for count in (1, 3):
+        assert split(sweep, count, "neo") == split(sweep, count)
+
+
+@pytest.mark.parametrize("order", ["even", "neo"])
+@pytest.mark.parametrize("num_gpu_batches", [1, 2, 3, 4])
+def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches):
+    pools = {"gpu": BlockManager(60, BLOCK), "cpu": BlockManager(200, BLOCK)}
+    limits = SchedulerLimits(40, 60, class_seqs={"gpu": 12, "cpu": 20}, compute_home="gpu", max_chunk_tokens=16)
+    scheduler = Scheduler(pools, limits)
+    for i in range(60):
+        prefix = [100 * (i % 3) + k for k in range(24)]
+        scheduler.add(Sequence(i, i, 0, [*prefix, 900 + i], SamplingParams(max_tokens=2 + i % 5)))
+    content = {}  # (home, block) -> the tokens that a full block's KV was computed from
+    taken = 0
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        behind, fresh = {}, set()
+        for batch in split(sweep, num_gpu_batches, order, max_tokens=25):
+            for s in batch:  # all of a batch is written before any of it is read
+                sequence, home = s.sequence, home_of(s.sequence.kv_class)
+                for b in range(sequence.num_computed // BLOCK, s.num_keys // BLOCK):
+                    target = content if home == "gpu" else behind
+                    target[home, sequence.block_table[b]] = sequence.tokens[: (b + 1) * BLOCK]
+                    fresh.add((home, sequence.block_table[b]))
+            for s in batch:
+                sequence, home = s.sequence, home_of(s.sequence.kv_class)
+                for b in range(sequence.num_computed // BLOCK):
+                    assert content[home, sequence.block_table[b]] == sequence.tokens[: (b + 1) * BLOCK]
+                    taken += (home, sequence.block_table[b]) in fresh
+        content |= behind
+        scheduler.commit(sweep)
+        for sequence in [s.sequence for s in sweep if s.sequence.num_computed == len(s.sequence.tokens)]:
+            sequence.tokens.append(7)
+            if sequence.num_generated == sequence.sampling.max_tokens:
+                scheduler.finish(sequence)
+    assert taken > 3, "prefixes were to be shared within a sweep"

@@ -1,0 +1,149 @@
+"""4-bit groups: the layout byte by byte, and how far a number may come back from where it was."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen import quant
+from batchgen.formats import FORMAT_BYTES, INT4_GROUP
+from batchgen.quant import dequantize, quantize, row_bytes
+
+FP16_MAX = 65504.0
+
+
+def by_hand(row: np.ndarray) -> bytes:
+    """One packed row, value by value, as docs/weight_store.md describes it."""
+    nibbles, table = bytearray(), bytearray()
+    for start in range(0, len(row), INT4_GROUP):
+        group = np.clip(row[start : start + INT4_GROUP].astype(np.float32), -FP16_MAX, FP16_MAX)
+        minimum = np.float16(group.min())
+        scale = np.float16(max(np.float32(0), (group.max() - np.float32(minimum)) / np.float32(15)))
+        if np.float32(minimum) + 15 * np.float32(scale) > FP16_MAX:
+            scale = np.nextafter(scale, np.float16(0))
+        half = -(-len(group) // 2)
+        place = bytearray(half)
+        for i, x in enumerate(group):
+            steps = (x - np.float32(minimum)) * (np.float32(1) / np.float32(scale)) if scale else 0
+            place[i % half] |= min(15, max(0, round(float(steps)))) << (4 * (i // half))
+        nibbles += place
+        table += scale.tobytes() + minimum.tobytes()
+    return bytes(nibbles + table)
+
+
+def bounds(x: torch.Tensor) -> torch.Tensor:
+    """How far each value may be off: half a step, and the rounding of minimum and scale to fp16."""
+    bound = torch.empty_like(x)
+    for start in range(0, x.shape[-1], INT4_GROUP):
+        group = x[..., start : start + INT4_GROUP]
+        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+        rounding = (low.abs() * 2**-10).clamp(min=2**-25) + ((high - low) * 2**-10).clamp(min=15 * 2**-25)
+        bound[..., start : start + INT4_GROUP] = (high - low) / 30 + rounding
+    return bound
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 96, 127, 128, 200])
+def test_the_layout_is_as_documented(n):
+    x = torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3
+    packed = quantize(x)
+    assert packed.shape == (5, row_bytes(n)) and packed.dtype == torch.uint8
+    for row, values in zip(packed, x, strict=True):
+        assert bytes(row.tolist()) == by_hand(values.numpy())
+
+
+def test_row_bytes():
+    assert row_bytes(64) == 36 and row_bytes(128) == 72
+    assert row_bytes(4096) == 4096 * FORMAT_BYTES["int4"]
+    assert row_bytes(1) == 5 and row_bytes(65) == 36 + 5 and row_bytes(96) == 48 + 8
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    n=st.integers(1, 200),
+    rows=st.integers(1, 4),
+    magnitude=st.integers(-9, 4),
+    shift=st.sampled_from([0.0, 1.0, -3.0, 1000.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_value_comes_back_within_half_a_step(n, rows, magnitude, shift, seed):
+    x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)) * 10.0**magnitude + shift
+    x = x.clamp(-FP16_MAX, FP16_MAX)
+    error = (dequantize(quantize(x), n) - x).abs()
+    assert (error <= bounds(x)).all(), (error / bounds(x)).max()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=130))
+def test_any_finite_numbers_stay_finite(values):
+    x = torch.tensor([values])
+    packed = quantize(x)
+    assert x[0].tolist() == values
+    inside = x.clamp(-FP16_MAX, FP16_MAX)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert dequantize(packed, len(values), dtype=dtype).isfinite().all()
+    assert ((dequantize(packed, len(values)) - inside).abs() <= bounds(inside)).all()
+
+
+def test_infinities_count_as_the_ends_of_the_range_and_a_nan_spoils_its_group_alone():
+    x = torch.ones(1, 192)
+    x[0, 0], x[0, 5], x[0, 100] = math.inf, -math.inf, math.nan
+    back = dequantize(quantize(x), 192)
+    assert back[0, 5] == -FP16_MAX and back[0, 0] == pytest.approx(FP16_MAX, rel=0.002)
+    assert back[0, 64:128].isnan().all()
+    assert (back[0, 128:] == 1).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 0.1, 65504.0, -65504.0, 6e-8, 3.14159e-5])
+def test_equal_numbers_come_back_as_close_as_fp16(value):
+    x = torch.full((3, 70), value)
+    back = dequantize(quantize(x), 70)
+    assert (back == back[0, 0]).all()
+    assert ((back - x).abs() <= (x.half().float() - x).abs()).all()
+
+
+def test_sixteen_evenly_spaced_values_are_exact():
+    x = torch.arange(64).remainder(16).float().mul(0.25).sub(2).view(1, 64)
+    assert torch.equal(dequantize(quantize(x), 64), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [64, 72])
+def test_shapes_dtypes_and_places(dtype, n):
+    """KV as [tokens, heads, head_dim], a slice of something larger, into a slice of something larger."""
+    x = torch.randn(7, 6, n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = quantize(x[:, 1:4])
+    assert packed.shape == (7, 3, row_bytes(n))
+    assert torch.equal(packed, quantize(x[:, 1:4].float()))
+    plain = dequantize(packed, n, dtype=dtype)
+    assert plain.dtype == dtype and torch.equal(plain, dequantize(packed, n).to(dtype))
+    place = torch.zeros(7, 5, n, dtype=dtype)
+    assert dequantize(packed, n, out=place[:, 2:]) is not None
+    assert torch.equal(place[:, 2:], plain) and (place[:, :2] == 0).all()
+    whole = torch.empty(7, 3, n, dtype=dtype)
+    assert dequantize(packed, n, out=whole) is whole and torch.equal(whole, plain)
+    wide = torch.zeros(7, 3, row_bytes(n) + 5, dtype=torch.uint8)
+    wide[..., 3:-2] = packed
+    assert torch.equal(dequantize(wide[..., 3:-2], n, dtype=dtype), plain)
+    assert quantize(x[:0]).shape == (0, 6, row_bytes(n)) and dequantize(packed[:0], n).shape == (0, 3, n)
+
+
+def test_rows_do_not_depend_on_each_other(monkeypatch):
+    x = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
+    whole = quantize(x)
+    back = dequantize(whole, 100)
+    monkeypatch.setattr(quant, "_THREAD_VALUES", 1)
+    assert torch.equal(quantize(x), whole)
+    assert torch.equal(dequantize(whole, 100), back)
+    assert torch.equal(quantize(x[7:8]), whole[7:8])
+
+
+def test_the_example_in_the_documentation():
+    packed = quantize(torch.tensor([-1, 0.5, 2, 0, 1.25, -0.25]))
+    assert bytes(packed.tolist()).hex(" ") == "50 b8 4f 66 32 00 bc"
+    back = dequantize(packed, 6).tolist()
+    assert back == pytest.approx([-1, 0.59961, 1.99927, -0.00024, 1.19946, -0.20020], abs=1e-5)
