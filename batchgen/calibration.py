@@ -188,7 +188,9 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     shared_blocks = sweep.cached // _KV_BLOCK if sweep.shared else 0
     next_block = shared_blocks
     for i in range(sweep.count):
-        sequence = Sequence(i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams())
+        sequence = Sequence(
+            i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
+        )
         own = -(-(sweep.cached + sweep.new) // _KV_BLOCK) - shared_blocks
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])
         next_block += own

@@ -37,7 +37,7 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
 # What the job is: shared by `run` and `plan`.
 JOB_OPTIONS = [
     click.option("-m", "--model", required=True, metavar="MODEL",
-                 help="Hugging Face directory or hub id, .gguf file, or 'demo' (SmolLM2-135M-Instruct)."),
+                 help="Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."),
     click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=_config_file,
                  help="TOML file of these options; flags override it."),
     click.option("--prompt-column", metavar="NAME", help="Column that holds the prompts [default: prompt]."),
@@ -59,14 +59,23 @@ JOB_OPTIONS = [
     click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of the chosen token and the top N."),
     click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto",
                  show_default=True),
-    click.option("--device", type=click.Choice(["auto", "cpu"]), default="auto", show_default=True),
+    click.option("--quantization", type=click.Choice(["none", "int4"]), default="none", show_default=True,
+                 help="int4: the layers' matrices in 4 bits."),
+    click.option("--kv-cache-dtype", type=click.Choice(["auto", "int4"]), default="auto", show_default=True,
+                 help="int4: KV in 4 bits."),
+    click.option("--device", default="auto", show_default=True, metavar="DEVICE",
+                 help="cpu, or an accelerator that is emulated on it, with memory and links of its own:"
+                      " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s."),
+    click.option("--gpu-memory", metavar="SIZE", help="GPU memory budget [default: all of it]."),
     click.option("--cpu-memory", metavar="SIZE", help="Memory budget such as 14GiB [default: what is free, less 10%]."),
+    click.option("--disk-memory", metavar="SIZE", help="Disk budget [default: what is free, less 10%]; 0 is none."),
     click.option("--hardware", metavar="FILE|NAME",
                  help="Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200,"
                       " zen4 [default: this machine's, measured once]."),
     click.option("--offload-dir", metavar="DIR", help="Directory of the disk tier [default: the cache directory]."),
     click.option("--admission", type=click.Choice(["auto", "continuous", "static"]), default="auto", show_default=True),
     click.option("--max-num-seqs", type=int, metavar="N", help="Most samples in flight [default: as planned]."),
+    click.option("--num-gpu-batches", type=int, metavar="N", help="GPU batches in a block [default: as planned]."),
     click.option("--max-num-batched-tokens", type=int, metavar="N",
                  help="Most tokens in one sweep; longer prompts are chunked [default: as planned]."),
     click.option("--max-model-len", type=int, metavar="N", help="Longest prompt plus output [default: the model's]."),
@@ -81,6 +90,8 @@ JOB_OPTIONS = [
     click.option("--split", metavar="NAME", help="Split of a dataset that has several."),
     click.option("--id-column", metavar="NAME", help="Column whose value, rather than the row number, seeds a row's draws."),
     click.option("--input-format", type=click.Choice(["parquet", "jsonl", "csv", "datasets", "openai"])),
+    click.option("--trace", metavar="FILE",
+                 help="Write a timeline of every lane, for chrome://tracing: of the run, or what the plan expects."),
     click.option("--progress", type=click.Choice(["auto", "plain", "none"]), default="auto", show_default=True),
 ]  # fmt: skip
 
@@ -108,13 +119,6 @@ PLAN_OPTIONS = [
     click.option("--num-prompts", type=int, metavar="N", help="Plan for N prompts instead of an input ..."),
     click.option("--input-len", type=int, metavar="N", help="... of this many tokens each,"),
     click.option("--output-len", type=int, metavar="N", help="and outputs of this many tokens."),
-    click.option("--quantization", type=click.Choice(["none", "int4"]), default="none", show_default=True,
-                 help="int4 allows 4-bit weights; the plan takes them where they help."),
-    click.option("--kv-cache-dtype", type=click.Choice(["auto", "int4"]), default="auto", show_default=True,
-                 help="int4 allows 4-bit KV."),
-    click.option("--gpu-memory", metavar="SIZE", help="GPU memory budget [default: all of it]."),
-    click.option("--disk-memory", metavar="SIZE", help="Disk budget [default: what is free, less 10%]."),
-    click.option("--num-gpu-batches", type=int, metavar="N", help="GPU batches in a block [default: as planned]."),
     click.option("--max-block-latency", metavar="TIME", help="Longest time from a block's first prompt to its last token."),
     click.option("--what-if", multiple=True, metavar="NAME=SIZE",
                  help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
@@ -126,7 +130,8 @@ PLAN_OPTIONS = [
 ]  # fmt: skip
 
 PROFILE_OPTIONS = [
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--device", default="auto", show_default=True, metavar="DEVICE",
+                 help="cpu, cuda or emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s."),
     click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), multiple=True,
                  help="Formats to measure, may be repeated [default: the one models run in here]."),
     click.option("--offload-dir", metavar="DIR", help="Directory of the disk tier [default: the cache directory]."),

@@ -40,7 +40,7 @@ def parse_device(text: str) -> Device:
     if text in ("auto", "cpu"):
         return Device("cpu")
     if text == "cuda":
-        raise InputError("--device cuda: jobs cannot run on a GPU yet; leave it out to run on the CPU")
+        raise InputError("device 'cuda' is not supported yet: jobs run on the CPU, or on an emulated:gpu-memory=16GiB")
     kind, _, options = text.partition(":")
     if kind != _EMULATED:
         raise InputError(f"device {text!r} is not supported: use {_KNOWN}")

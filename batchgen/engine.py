@@ -22,6 +22,7 @@ from batchgen.request import (
     TokenLogprob,
     cut_overlong,
 )
+from batchgen.runtime.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.extents import ExtentManager
 from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
@@ -40,6 +41,9 @@ class SweepRunner(Protocol):
     on_logits(batch, fp32 logits [len(batch.sampled), vocab]) for each."""
 
     bytes_moved: dict[str, int]  # by lane
+    busy_s: dict[str, float]  # by lane
+    stalled_s: dict[str, float]  # of compute, by the lane it waited for
+    peak_bytes: dict[str, int]  # of the tiers beside the host's memory
 
     def run(self, batches, on_logits) -> None: ...
 
@@ -194,12 +198,17 @@ class Engine:
         parts: EngineParts,
         *,
         expected_output_len: int | None = None,
+        planned_output_len: float | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
-        """An engine around a model that is loaded already, or around anything else that runs sweeps."""
+        """An engine around a model that is loaded already, or around anything else that runs sweeps.
+
+        planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
+        the streamed share to what it measures (runtime.adaptation)."""
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, on_overlong, sampling)
+        engine._planned_output_len = planned_output_len
         return engine
 
     def _init(
@@ -213,7 +222,9 @@ class Engine:
         self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
+        self._planned_output_len: float | None = None
         self._on_overlong = on_overlong
+        self.changes: list[Change] = []  # what adaptation has changed
         policy = parts.policy
         # Outlives a call of `generate`: later rows find the prefixes of earlier ones.
         self._pools = {
@@ -267,6 +278,13 @@ class Engine:
         )
         expected = self._expected_output_len
         scheduler = Scheduler(self._pools, limits, (lambda s: expected) if expected else None)
+        adaptation = None
+        if self._planned_output_len is not None and policy.admission == "continuous":
+            adaptation = Adaptation(
+                scheduler, planned_output_len=self._planned_output_len, expected_output_len=expected
+            )
+            scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
+            self.changes = adaptation.changes
         in_flight: dict[int, _InFlight] = {}
         detectors: dict[Sequence, object] = {}
         source = Prefetch(self._prepare(requests), ahead=_INPUT_AHEAD)
@@ -275,7 +293,7 @@ class Engine:
                 yield from self._take_requests(source, scheduler, in_flight, detectors)
                 if not scheduler.has_work:
                     break
-                for sequence, reason in self._sweep(scheduler, detectors):
+                for sequence, reason in self._sweep(scheduler, detectors, adaptation):
                     flight = in_flight[sequence.request_index]
                     flight.add(sequence, self._sample(sequence, reason, detectors.pop(sequence, None)))
                     if flight.done:
@@ -372,10 +390,13 @@ class Engine:
                     detectors[sequence] = self.parts.tokenizer.stop_detector(request.sampling.stop)
                 scheduler.add(sequence)
 
-    def _sweep(self, scheduler: Scheduler, detectors: dict) -> list[tuple[Sequence, _Finish]]:
+    def _sweep(
+        self, scheduler: Scheduler, detectors: dict, adaptation: Adaptation | None
+    ) -> list[tuple[Sequence, _Finish]]:
         """Runs one sweep; returns the sequences it finished."""
         stats, parts = self.stats, self.parts
         started = time.perf_counter()
+        before = adaptation and (parts.executor.busy_s, parts.executor.stalled_s)
         sweep = scheduler.schedule()
         batches = [parts.pack(batch) for batch in parts.split(sweep)]
         sampled = []
@@ -410,6 +431,12 @@ class Engine:
         stats.generated_tokens += len(sampled)
         stats.busy_s["compute"] += ran - started - sampling_s
         stats.busy_s["sampling"] += sampling_s + time.perf_counter() - ran
+        if adaptation:
+            for sequence, _ in finished:
+                adaptation.finished(sequence.num_generated, len(sequence.tokens))
+            after = (parts.executor.busy_s, parts.executor.stalled_s)
+            lanes = [{lane: now[lane] - then[lane] for lane in now} for now, then in zip(after, before, strict=True)]
+            adaptation.after_sweep(Measured(time.perf_counter() - started, len(sampled), *lanes))
         return finished
 
     def _finish_reason(self, sequence: Sequence, detector) -> _Finish | None:

@@ -157,6 +157,9 @@ class HardwareProfile:
     load_bytes_per_s, gguf_load_bytes_per_s: weights from safetensors, or from a quantised GGUF, to where they belong, in
     bytes of the compute format; without the latter, GGUFs load as fast as safetensors.
     first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
+    disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
+    shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns. copy_bytes_per_s:
+    copies between memories that take those cores; None: they take none.
     sources: where each figure comes from, by field name; empty for a measured profile.
     """
 
@@ -178,6 +181,10 @@ class HardwareProfile:
     sweep_overhead_s: float = 0.0
     sequence_overhead_s: float = 0.0
     row_overhead_s: float = 0.0
+    disk_read_overhead_s: float = 0.0
+    disk_write_overhead_s: float = 0.0
+    shared_cores: bool = False
+    copy_bytes_per_s: float | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -235,7 +242,10 @@ class HardwareProfile:
             if f.name not in values or f.name in ("name", "cpu", "gpu", "measured", "sources"):
                 continue
             value = values[f.name]
-            if f.name.endswith("overhead_s"):
+            if f.name == "shared_cores":
+                if not isinstance(value, bool):
+                    raise InputError(f"hardware profile: shared_cores must be true or false, not {value!r}")
+            elif f.name.endswith("overhead_s"):
                 checked[f.name] = _not_negative(value, f.name)
             elif value is not None or f.default is not None:
                 checked[f.name] = _positive(value, f.name)

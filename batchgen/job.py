@@ -5,46 +5,43 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.convert import find_or_convert
 from batchgen.device import parse_device
 from batchgen.engine import Engine, EngineStats
-from batchgen.errors import BatchgenError, InputError
+from batchgen.errors import BatchgenError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
-from batchgen.loading import (
-    load_parts,
-    process_bytes,
-    resolve_budget,
-    resolve_budgets,
-    resolve_context,
-    resolve_dtype,
-)
+from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
+from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
 from batchgen.planner.explain import headline
 from batchgen.planning import (
-    PlanRequest,
-    find_hardware,
     loading_s,
+    longest_tokens,
+    machine_of,
     most_kv_tokens,
-    on_this_machine,
+    offload_dir,
     plan_job,
     problem_of,
     read_plan,
+    request_of,
     runnable,
 )
 from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
 from batchgen.request import Completion, SamplingParams
+from batchgen.runtime.trace import TraceWriter
 from batchgen.workload import Workload
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
@@ -97,6 +94,8 @@ def run_job(options: JobOptions) -> dict:
             "on_overlong": options.on_overlong,
             "output_prefix": options.output_prefix,
         }
+        if (options.quantization, options.kv_cache_dtype) != ("none", "auto"):
+            fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
         with open_run(
             options.output,
             fingerprint,
@@ -117,8 +116,10 @@ def run_job(options: JobOptions) -> dict:
                 plan = _plan(options, source, files, config, dtype, tokenizer.result(), state, started_s, progress)
                 for line in headline(plan):
                     progress.say(line)
-                engine = _load_engine(options, plan, files, tokenizer.result, progress)
-                reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
+                with _tracing(options, files) as on_step:
+                    engine = _load_engine(options, plan, files, tokenizer.result, progress, on_step)
+                    with engine:
+                        reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
                 if not reached_end:
                     return _close(options, make_report(options, source, state, engine, plan, started_s, "stopped"))
             progress.close()
@@ -130,6 +131,19 @@ def run_job(options: JobOptions) -> dict:
                 format_row=source.format_row,
             )
             return _close(options, make_report(options, source, state, engine, plan, started_s, "complete"))
+
+
+@contextlib.contextmanager
+def _tracing(options: JobOptions, files: ModelFiles) -> Iterator[Callable | None]:
+    """What to tell of every Step, if a timeline is asked for."""
+    if options.trace is None:
+        yield None
+        return
+    trace = TraceWriter(options.trace, f"{files.name}: run")
+    try:
+        yield trace.add
+    finally:
+        trace.close()
 
 
 def _load_tokenizer(files: ModelFiles):
@@ -152,7 +166,10 @@ def _plan(
     """How to run the rows that are left: the plan given, or the fastest that keeps everything in memory."""
     context = resolve_context(config, options.max_model_len)
     if options.plan is not None:
-        return runnable(read_plan(options.plan), files.name, dtype, context)
+        return runnable(
+            read_plan(options.plan), files.name, dtype, context, device=parse_device(options.device),
+            quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
+        )  # fmt: skip
     total_rows = source.dataset.num_rows
     rows_done = len(state.done_rows) if state else 0
     rows_left = None if total_rows is None else max(1, total_rows - rows_done)
@@ -172,33 +189,10 @@ def _plan(
         progress.say(str(error))
         longest = min(options.sampling.max_tokens, context - 1)
         workload, output_len_known = Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False
-    hardware = find_hardware(
-        options.hardware,
-        dtype=dtype,
-        offload_dir=Path(options.offload_dir or cache_dir()),
-        cache_dir=cache_dir(),
-        model=config,
-        notify=progress.say,
-    )
-    if hardware.gpu is not None:
-        raise InputError(
-            f"{hardware.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
-        )
-    request = PlanRequest(
-        model_name=files.name,
-        dtype=dtype,
-        max_model_len=context,
-        cpu_memory=resolve_budget(options.cpu_memory),
-        admission=None if options.admission == "auto" else options.admission,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        share_prefixes=options.share_prefixes,
-        process_bytes=process_bytes(),
-        in_memory=True,
-    )
-    problem = problem_of(on_this_machine(hardware), config, workload, request)
+    request = request_of(options, files, config, dtype, context)
+    hardware, request = machine_of(options, files, config, request, progress.say)
     return plan_job(
-        problem,
+        problem_of(hardware, config, workload, request),
         request,
         startup_s=time.monotonic() - started_s,
         loading_s=loading_s(hardware, config, dtype, files.kind),
@@ -206,22 +200,46 @@ def _plan(
     )
 
 
-def _load_engine(options: JobOptions, plan: Plan, files: ModelFiles, tokenizer: Callable, progress: Progress) -> Engine:
+def _load_engine(
+    options: JobOptions,
+    plan: Plan,
+    files: ModelFiles,
+    tokenizer: Callable,
+    progress: Progress,
+    on_step: Callable | None,
+) -> Engine:
+    device, directory, policy = parse_device(options.device), offload_dir(options), plan.policy
+    store = None
+    if needs_store(policy):
+        with progress.layers() as on_layer:
+            store = find_or_convert(
+                files, directory, plan.dtype, options.quantization, notify=progress.say, on_layer=on_layer
+            )
     progress.say(f"loading {files.name}")
-    device = parse_device(options.device)
     parts = load_parts(
         files,
         tokenizer,
-        policy=plan.policy,
-        dtype=options.dtype,
+        policy=policy,
+        dtype=plan.dtype,
         device=device,
-        budgets=resolve_budgets(device, cpu_memory=options.cpu_memory),
+        budgets=resolve_budgets(
+            device,
+            cpu_memory=options.cpu_memory,
+            gpu_memory=options.gpu_memory,
+            disk_memory=options.disk_memory,
+            offload_dir=directory,
+        ),
         min_output_len=options.sampling.max_tokens,
+        longest_tokens=longest_tokens(plan),
         most_kv_tokens=most_kv_tokens(plan),
+        offload_dir=directory,
+        store=store,
+        on_step=on_step,
     )
     return Engine.from_parts(
         parts,
         expected_output_len=options.expected_output_len,
+        planned_output_len=plan.workload.output_len.mean,
         on_overlong=options.on_overlong,
         sampling=options.sampling,
     )

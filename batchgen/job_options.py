@@ -30,13 +30,18 @@ class JobOptions:
     chat: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     dtype: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
+    gpu_memory: str | int | None = None
     cpu_memory: str | int | None = None
+    disk_memory: str | int | None = None
     hardware: str | None = None
     offload_dir: str | Path | None = None
     plan: str | None = None
     admission: str = "auto"
     max_num_seqs: int | None = None
+    num_gpu_batches: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     share_prefixes: bool = True
@@ -55,6 +60,7 @@ class JobOptions:
     input_format: str | None = None
     output_prefix: str = ""
     report: str | None = None
+    trace: str | None = None
     progress: str = "auto"
     dry_run: bool = False
 
@@ -66,14 +72,14 @@ def check_options(options: JobOptions) -> None:
     if options.on_overlong not in ON_OVERLONG:
         raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
     if options.plan is not None:
-        fixed = ("hardware", "max_num_seqs", "max_num_batched_tokens")
+        fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
         given = any(getattr(options, name) is not None for name in fixed)
         if given or options.admission != "auto" or not options.share_prefixes:
             raise InputError(
-                "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --max-num-batched-tokens and"
-                " --no-enable-prefix-caching"
+                "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --num-gpu-batches,"
+                " --max-num-batched-tokens and --no-enable-prefix-caching"
             )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "expected_output_len"):
+    for name in ("max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "expected_output_len"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -86,7 +92,11 @@ def check_options(options: JobOptions) -> None:
         )
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
-    _check_report_path(options.report)
+    for name, allowed in (("quantization", ("none", "int4")), ("kv_cache_dtype", ("auto", "int4"))):
+        if getattr(options, name) not in allowed:
+            raise InputError(f"--{name.replace('_', '-')} must be {' or '.join(allowed)}")
+    _check_path("--report", options.report)
+    _check_path("--trace", options.trace)
     if options.max_time is not None:
         seconds(options.max_time)
     if seconds(options.flush_interval) <= 0:
@@ -98,7 +108,7 @@ def seconds(value: str | float) -> float:
     return parse_seconds(value) if isinstance(value, str) else float(value)
 
 
-def _check_report_path(path: str | None) -> None:
+def _check_path(flag: str, path: str | None) -> None:
     """Raises InputError now rather than after hours of work."""
     if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise InputError(f"--report {path} cannot be written: give a file in a directory that exists")
+        raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,14 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.convert import store_path
 from batchgen.device import Device
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
-from batchgen.formats import INT4
+from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.machine import available_memory_bytes, has_fast_bfloat16, keep_freed_memory, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
-from batchgen.model_files import ModelFiles, read_config
-from batchgen.planner.memory import plan_memory
+from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
+from batchgen.planner.memory import group_bytes, plan_memory
+from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
 from batchgen.units import parse_bytes
 
@@ -72,9 +75,15 @@ def resolve_budgets(
     cpu_memory: int | str | None = None,
     gpu_memory: int | str | None = None,
     disk_memory: int | str | None = None,
+    offload_dir: Path | None = None,
 ) -> dict[str, int]:
-    """Bytes of each tier that a job may use; no "gpu" without an accelerator. Raises InputError."""
-    budgets = {"cpu": resolve_budget(cpu_memory), "disk": _size(disk_memory) if disk_memory is not None else 0}
+    """Bytes of each tier that a job may use; no "gpu" without an accelerator, no disk without a directory.
+
+    Raises InputError."""
+    budgets = {"cpu": resolve_budget(cpu_memory), "disk": 0}
+    if offload_dir is not None:
+        free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC))
+        budgets["disk"] = free if disk_memory is None else min(free, _size(disk_memory))
     if device.accelerated:
         budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else _size(gpu_memory)
     elif gpu_memory is not None:
@@ -122,6 +131,21 @@ def in_memory_policy(
         kv_seqs={home: max_num_seqs},
         activation_batches=(1, 0) if device.accelerated else (0, 1),
     )
+
+
+def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, quantization: str) -> bool:
+    """Whether the model is a weight store of these formats, or one was made of it before."""
+    if files.kind == "store":
+        manifest = read_store_manifest(files.path / STORE_MANIFEST)
+        if (manifest["dtype"], manifest["weight_format"]) == (dtype, dtype if quantization == "none" else quantization):
+            return True
+    return is_store(store_path(offload_dir, files, dtype, quantization))
+
+
+def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
+    """About what a weight store takes on disk."""
+    layer = sum(group_bytes(config, dtype, dtype if quantization == "none" else INT4).values())
+    return config.num_layers * layer + int((config.embedding_params + config.head_params) * FORMAT_BYTES[dtype])
 
 
 def needs_store(policy: Policy) -> bool:
@@ -227,6 +251,7 @@ def load_parts(
         num_gpu_batches=policy.num_gpu_batches,
         order=policy.batch_order,
         max_tokens=memory.batch_tokens,
+        max_seqs=policy.gpu_batch_size,
         max_staged_blocks=max(1, memory.staging_blocks),
         block_size=policy.kv_block_size,
         place_of=partial(place, compute_home=compute_home),

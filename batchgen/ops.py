@@ -38,9 +38,10 @@ def kv_rows(slots: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
 
 
 def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
-    """Stores new tokens' K and V [tokens, kv_heads, head_dim] at `rows` (of `kv_rows`) of a layer's KV."""
+    """Stores new tokens' K and V [tokens, kv_heads, head_dim] at `rows` (of `kv_rows`) of a layer's KV; for 4-bit KV they
+    are packed here unless they come so, as uint8 [tokens, kv_heads, width]."""
     _, _, kv_heads, block_size, width = kv.shape
-    if kv.dtype == torch.uint8:
+    if kv.dtype == torch.uint8 and k.dtype != torch.uint8:
         k, v = quant.quantize(k), quant.quantize(v)
     flat = kv.view(-1, width)
     flat.index_copy_(0, rows, k.reshape(-1, width))

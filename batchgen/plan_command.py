@@ -7,20 +7,30 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchgen.device import parse_device
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
-from batchgen.loading import process_bytes, resolve_budget, resolve_context, resolve_dtype
+from batchgen.loading import resolve_context, resolve_dtype
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.output.atomic_file import write_atomically
 from batchgen.planner.explain import compare, explain, frontier_lines, headline
 from batchgen.planner.search import Problem
-from batchgen.planning import PlanRequest, find_hardware, loading_s, on_this_machine, plan_job, problem_of, what_if
+from batchgen.planning import (
+    PlanRequest,
+    find_hardware,
+    loading_s,
+    machine_of,
+    plan_job,
+    problem_of,
+    request_of,
+    what_if,
+)
 from batchgen.policy import Plan
 from batchgen.progress import Progress
-from batchgen.units import format_bytes, parse_bytes
+from batchgen.units import format_bytes
 from batchgen.workload import Workload
 from batchgen.workload_sample import measure_workload
 
@@ -36,11 +46,6 @@ class PlanOptions:
     num_prompts: int | None = None
     input_len: int | None = None
     output_len: int | None = None
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    gpu_memory: str | None = None
-    disk_memory: str | None = None
-    num_gpu_batches: int | None = None
     max_block_latency: str | None = None
     what_if: tuple[str, ...] = ()
     explain: bool = False
@@ -67,8 +72,6 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError(
             "--json gives the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
         )
-    if options.num_gpu_batches is not None and options.num_gpu_batches < 1:
-        raise InputError(f"--num-gpu-batches must be at least 1, not {options.num_gpu_batches}")
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     progress = Progress(job.progress)
@@ -80,6 +83,10 @@ def run_plan(options: PlanOptions) -> list[str]:
     plan, problem = _plan(case, files, config, workload, output_len_known)
     if options.plan_file:
         _write(options.plan_file, plan)
+    if job.trace:
+        from batchgen.simulation import trace_plan
+
+        trace_plan(plan, config, case.hardware, job.trace)
     if options.as_json:
         return [json.dumps(plan.to_json(), indent=2)]
     lines = explain(plan) if options.explain else headline(plan)
@@ -125,29 +132,10 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Wo
     )
 
 
-def _request(options: PlanOptions, files: ModelFiles, dtype: str, context: int) -> PlanRequest:
-    job = options.job
-
-    def size(text: str | int | None) -> int | None:
-        return parse_bytes(text) if isinstance(text, str) else text
-
-    return PlanRequest(
-        model_name=files.name,
-        dtype=dtype,
-        max_model_len=context,
-        gpu_memory=size(options.gpu_memory),
-        cpu_memory=size(job.cpu_memory),
-        disk_memory=size(options.disk_memory),
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
-        admission=None if job.admission == "auto" else job.admission,
-        max_num_seqs=job.max_num_seqs,
-        num_gpu_batches=options.num_gpu_batches,
-        max_num_batched_tokens=job.max_num_batched_tokens,
-        max_block_latency_s=None if options.max_block_latency is None else seconds(options.max_block_latency),
-        share_prefixes=job.share_prefixes,
-        process_bytes=process_bytes(),
-    )
+def _request(options: PlanOptions, files: ModelFiles, config: ModelConfig, dtype: str, context: int) -> PlanRequest:
+    latency = options.max_block_latency
+    request = request_of(options.job, files, config, dtype, context)
+    return replace(request, max_block_latency_s=None if latency is None else seconds(latency))
 
 
 def _case_here(
@@ -158,16 +146,9 @@ def _case_here(
     def here() -> _Case:
         job = options.job
         dtype = resolve_dtype(config, job.dtype)
-        profile = find_hardware(
-            None,
-            dtype=dtype,
-            offload_dir=Path(job.offload_dir or cache_dir()),
-            cache_dir=cache_dir(),
-            model=config,
-            notify=progress.say,
-        )
-        request = replace(_request(options, files, dtype, context), cpu_memory=resolve_budget(job.cpu_memory))
-        return _Case(on_this_machine(profile), request, time.monotonic() - started_s)
+        request = _request(options, files, config, dtype, context)
+        hardware, request = machine_of(replace(job, hardware=None), files, config, request, progress.say)
+        return _Case(hardware, request, time.monotonic() - started_s)
 
     return here
 
@@ -179,7 +160,7 @@ def _case_there(options: PlanOptions, files: ModelFiles, config: ModelConfig, co
     if dtype == "auto":
         known = hardware.compute.has_rates("gemm_flops_per_s", config.dtype)
         dtype = config.dtype if known else "float32"
-    return _Case(hardware, _request(options, files, dtype, context), _STARTUP_S)
+    return _Case(hardware, _request(options, files, config, dtype, context), _STARTUP_S)
 
 
 def _plan(
@@ -236,6 +217,8 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no CUDA device here; leave it out to profile the CPU")
+    emulated = None if device == "cuda" else parse_device(device)
+    device = "cuda" if emulated is None else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in dtype or ("auto",))
     profile = None
     for name in formats:
@@ -243,6 +226,10 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
             "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), cache_dir=cache_dir(), device=device,
             refresh=refresh and profile is None, notify=progress.say,
         )  # fmt: skip
+    if emulated is not None and emulated.accelerated:
+        from batchgen.emulated_profile import emulated_profile
+
+        profile = emulated_profile(profile, emulated)
     if output == "-":
         return [json.dumps(profile.to_json(), indent=2)]
     if output:

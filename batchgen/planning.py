@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.calibration import at_this_moment, calibrated
+from batchgen.device import Device, parse_device
 from batchgen.errors import InputError
-from batchgen.formats import FORMAT_BYTES
+from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import HardwareProfile, read_profile
+from batchgen.job_options import JobOptions
+from batchgen.loading import existing_store, process_bytes, resolve_budget, store_bytes
 from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
+from batchgen.model_files import ModelFiles, cache_dir
 from batchgen.overheads import measure_overheads
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed
 from batchgen.planner.profile_cache import load_or_measure
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
-from batchgen.policy import Plan
+from batchgen.policy import TIERS, Plan
 from batchgen.units import parse_bytes
 from batchgen.workload import Workload
 
@@ -48,7 +52,8 @@ _TIERS = {"gpu-memory": "gpu", "cpu-memory": "cpu", "disk-memory": "disk"}
 class PlanRequest:
     """What a plan is asked for, beside hardware, model and workload. Fields as the flags of the same names.
 
-    in_memory: only placements that hold everything in the compute device's own memory.
+    quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
+    disk, which weights can be streamed from; 0 if there is one.
     """
 
     model_name: str
@@ -66,7 +71,67 @@ class PlanRequest:
     max_block_latency_s: float | None = None
     share_prefixes: bool = True
     process_bytes: int = 0
-    in_memory: bool = False
+    store_bytes: int = 0
+
+
+def request_of(job: JobOptions, files: ModelFiles, config: ModelConfig, dtype: str, context: int) -> PlanRequest:
+    """What a job's options ask of its plan. Raises InputError."""
+
+    def size(value: str | int | None) -> int | None:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+    return PlanRequest(
+        model_name=files.name,
+        dtype=dtype,
+        max_model_len=context,
+        gpu_memory=size(job.gpu_memory),
+        cpu_memory=size(job.cpu_memory),
+        disk_memory=size(job.disk_memory),
+        quantization=job.quantization,
+        kv_cache_dtype=job.kv_cache_dtype,
+        admission=None if job.admission == "auto" else job.admission,
+        max_num_seqs=job.max_num_seqs,
+        num_gpu_batches=job.num_gpu_batches,
+        max_num_batched_tokens=job.max_num_batched_tokens,
+        share_prefixes=job.share_prefixes,
+        process_bytes=process_bytes(),
+    )
+
+
+def machine_of(
+    job: JobOptions, files: ModelFiles, config: ModelConfig, request: PlanRequest, notify: Callable[[str], None]
+) -> tuple[HardwareProfile, PlanRequest]:
+    """This machine, with the device that the job names, and what the plan may use of it. Raises InputError."""
+    device = parse_device(job.device)
+    directory = offload_dir(job)
+    profile = find_hardware(
+        job.hardware,
+        dtype=request.dtype,
+        offload_dir=directory,
+        cache_dir=cache_dir(),
+        model=config,
+        notify=notify,
+    )
+    if profile.gpu is not None:
+        raise InputError(
+            f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
+        )
+    if device.accelerated:
+        from batchgen.emulated_profile import emulated_profile
+
+        profile = emulated_profile(profile, device)
+    store = existing_store(files, directory, request.dtype, request.quantization)
+    request = replace(
+        request,
+        cpu_memory=resolve_budget(job.cpu_memory),
+        store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
+    )
+    return on_this_machine(profile), request
+
+
+def offload_dir(job: JobOptions) -> Path:
+    """The directory of the disk tier."""
+    return Path(job.offload_dir or cache_dir())
 
 
 def find_hardware(
@@ -121,18 +186,22 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     }
     if hardware.gpu is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
-    home = "cpu" if hardware.gpu is None else "gpu"
-    quantised = {"none": (request.dtype,), "auto": (request.dtype,), "int4": (request.dtype, "int4")}
+    tiers = TIERS
+    if budgets["disk"] < request.store_bytes:
+        tiers = ("gpu", "cpu")
+    else:
+        budgets["disk"] -= request.store_bytes
+    formats = {"none": (request.dtype,), "int4": (INT4,), "auto": (request.dtype, INT4)}
     return Problem(
         hardware=hardware,
         model=model,
         workload=workload,
         budgets=budgets,
         compute_format=request.dtype,
-        weight_formats=quantised[request.quantization],
-        kv_formats=quantised[request.kv_cache_dtype],
+        weight_formats=formats[request.quantization],
+        kv_formats=formats["none" if request.kv_cache_dtype == "auto" else request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed((home,), (home,)) if request.in_memory else Allowed(),
+        allowed=Allowed(weight_tiers=tiers),
         block_size=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,
@@ -148,15 +217,35 @@ def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
 
 
 def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
-    """Seconds to read the weights, which may have to come from disk. kind: "hf" or "gguf"."""
+    """Seconds to read the weights, which may have to come from disk. kind: "hf", "gguf" or "store"."""
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
     if kind == "gguf":
         rate = hardware.gguf_load_bytes_per_s or rate
     return model.num_params * FORMAT_BYTES[dtype] / rate
 
 
-def runnable(plan: Plan, model_name: str, dtype: str, max_model_len: int) -> Plan:
-    """The plan, if `batchgen run` can carry it out here. Raises InputError."""
+def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
+    """Seconds until the first sweep, if reading all weights takes `whole_s`: what stays on disk is not read, but where
+    there is no store yet it is written first."""
+    s, at = best.setting, best.counts.shares(best.setting)
+    layers = s.model.num_layers * s.model.params_per_layer / s.model.num_params
+    seconds = whole_s * (1 - at.w_disk * layers)
+    if at.w_disk or s.weight_format == INT4:
+        seconds += whole_s * bool(request.store_bytes) + request.store_bytes / s.hardware.disk_write_bytes_per_s
+    return seconds
+
+
+def runnable(
+    plan: Plan,
+    model_name: str,
+    dtype: str,
+    max_model_len: int,
+    *,
+    device: Device,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+) -> Plan:
+    """The plan, if it is for this job and this machine. Raises InputError."""
     if (plan.model, plan.dtype) != (model_name, dtype):
         raise InputError(
             f"--plan is for {plan.model} in {plan.dtype}, not {model_name} in {dtype}: make one for this job with `batchgen plan`"
@@ -167,15 +256,25 @@ def runnable(plan: Plan, model_name: str, dtype: str, max_model_len: int) -> Pla
             f"--plan is for a context of {policy.max_model_len} tokens, not {max_model_len}: give --max-model-len"
             f" {policy.max_model_len}, or make another plan"
         )
-    used = {tier for tiers in plan.placement_bytes.values() for tier, size in tiers.items() if size}
-    if used - {"cpu"} or policy.weight_format != dtype or policy.kv_format != dtype:
-        where = " and ".join(sorted(used - {"cpu"})) or "4-bit formats"
-        raise InputError(f"--plan needs {where}; jobs run in memory here: plan with --hardware left out")
-    if policy.num_gpu_batches > 1:
+    on_gpu = "gpu" in plan.budgets
+    if on_gpu != device.accelerated:
         raise InputError(
-            f"--plan has {policy.num_gpu_batches} GPU batches, jobs run in one here: plan with --num-gpu-batches 1"
+            "--plan is for a machine with a GPU: give --device emulated:gpu-memory=..., or plan without --hardware"
+            if on_gpu
+            else f"--plan is for the CPU: leave out --device {device}, or make a plan for it"
         )
+    for flag, asked, planned in (
+        ("--quantization", quantization, plan.policy.weight_format),
+        ("--kv-cache-dtype", kv_cache_dtype, plan.policy.kv_format),
+    ):
+        if (planned == INT4) != (asked == INT4):
+            raise InputError(f"--plan has {planned} where {flag} is {asked}: {flag} must be as in `batchgen plan`")
     return plan
+
+
+def longest_tokens(plan: Plan) -> int:
+    """The longest prompt and output that room is made for: the longest of the sample, and half as much again."""
+    return int(1.5 * (plan.workload.prompt_len.max + plan.workload.max_output_len)) + plan.policy.kv_block_size
 
 
 def most_kv_tokens(plan: Plan) -> int:
@@ -203,7 +302,7 @@ def _first_touch_s(best: Candidate) -> float:
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
-    """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load them."""
+    """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load all."""
     best = search(problem)
     return make_plan(
         problem,
@@ -211,7 +310,7 @@ def plan_job(
         model_name=request.model_name,
         max_model_len=request.max_model_len,
         share_prefixes=request.share_prefixes,
-        startup_s=startup_s + loading_s + _first_touch_s(best),
+        startup_s=startup_s + _loading_s(best, loading_s, request) + _first_touch_s(best),
         output_len_known=output_len_known,
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -16,6 +17,7 @@ STYLES = ("auto", "plain", "none")
 _RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past
 _PLAIN_EVERY_S = 10.0
 _BAR_EVERY_S = 0.2
+_LAYERS_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,30 @@ class Progress:
             return
         self._shown_s = now
         self._show(counts)
+
+    @contextlib.contextmanager
+    def layers(self) -> Iterator[Callable[[int, int], None]]:
+        """A function to tell (layers done, of how many): a bar on a terminal, elsewhere a line now and then."""
+        if self._terminal:
+            from tqdm import tqdm
+
+            with tqdm(unit="layer", dynamic_ncols=True, leave=False, file=self._stream) as bar:
+
+                def draw(done: int, total: int) -> None:
+                    bar.total = total
+                    bar.update(done - bar.n)
+
+                yield draw
+            return
+        said_s = self._now()
+
+        def say(done: int, total: int) -> None:
+            nonlocal said_s
+            if self._now() - said_s >= _LAYERS_EVERY_S or done == total:
+                said_s = self._now()
+                self.say(f"{done:,} of {total:,} layers")
+
+        yield say
 
     def _show(self, counts: Counts) -> None:
         rows = counts.resumed + counts.done

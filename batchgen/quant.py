@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from batchgen.formats import INT4_GROUP
+from batchgen import formats
+from batchgen.formats import INT4, INT4_GROUP
 
 _LEVELS = 15  # steps between a group's minimum and maximum
 _MAX_FP16 = 65504.0
@@ -26,7 +27,7 @@ _THREAD_VALUES, _DEVICE_VALUES = 1 << 16, 1 << 24
 
 def row_bytes(n: int) -> int:
     """Bytes of a packed row of `n` values."""
-    return _nibble_bytes(n) + 4 * -(-n // INT4_GROUP)
+    return formats.row_bytes(n, INT4)
 
 
 def quantize(x: Tensor) -> Tensor:

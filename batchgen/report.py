@@ -61,7 +61,12 @@ def make_report(
     wall_s = time.monotonic() - started_s
     totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
     tokens = stats.prompt_tokens + stats.generated_tokens
-    lanes = {"compute": stats.busy_s["compute"] + stats.busy_s["sampling"], "input": stats.busy_s["input_wait"]}
+    executor = engine.parts.executor if engine else None
+    lanes = {"input": stats.busy_s["input_wait"]}
+    if executor:
+        lanes |= executor.busy_s
+        lanes["compute"] += stats.busy_s["sampling"]
+    peaks = {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {})
     rows = totals["rows_ok"] + totals["rows_failed"]
     total_rows = rows if outcome != "stopped" else source.dataset.num_rows
     return {
@@ -84,9 +89,11 @@ def make_report(
         "predicted": plan.prediction.to_json() if plan else None,
         "hardware": plan.hardware if plan else None,
         "bottleneck": max(lanes, key=lanes.get) if engine else None,
-        "peak_bytes": {"gpu": 0, "cpu": peak_resident_bytes(), "disk": 0},
-        "bytes_moved": engine.parts.executor.bytes_moved if engine else {},
-        "busy_s": dict(stats.busy_s),
+        "peak_bytes": peaks | {"cpu": peak_resident_bytes() - peaks["gpu"]},
+        "bytes_moved": executor.bytes_moved if executor else {},
+        "busy_s": dict(stats.busy_s) | {lane: s for lane, s in lanes.items() if lane not in ("input", "compute")},
+        "stalled_s": executor.stalled_s if executor else {},
+        "adaptations": [change.to_json() for change in engine.changes] if engine else [],
         "sweeps": stats.sweeps,
         "preempted": stats.preempted,
         "dtype": engine.parts.dtype if engine else None,

@@ -124,11 +124,14 @@ def setting_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[Setting, tu
     # Attention: queries, keys, values, output, a quarter each; MLP: two halves, twice as large in all.
     w_gpu, w_cpu, w_disk = midpoint_shares(wg, wc, ((1, 1, 1, 1), (4, 4)))
     kv_cpu, kv_disk = cc / 100, (100 - cg - cc) / 100
+    kv_streamed = kv_cpu if cell.compressed else 0.0
+    longest = cell.policy[0] * setting.longest_blocks
     shares = Shares(
         w_gpu, w_cpu, w_disk,
         # Compressed KV is never attended to on the CPU by FlexGen: it is streamed.
-        cg / 100, 0.0 if cell.compressed else kv_cpu, kv_cpu if cell.compressed else 0.0, kv_disk,
+        cg / 100, kv_cpu - kv_streamed, kv_streamed, kv_disk,
         hg / 100, hc / 100, 1.0 if wg == 100 else 0.0, 0.0 if wg == 100 else 1.0, 1 - w_gpu, w_disk,
+        kv_streamed * longest, kv_disk * longest, float(kv_cpu > kv_streamed), float(hc > 0),
     )  # fmt: skip
     stages = stages_of(workload, "static", cell.block_size, float(setting.max_num_batched_tokens))
     return setting, stages, shares

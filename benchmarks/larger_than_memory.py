@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 BATCHGEN = Path(sys.executable).with_name("batchgen")
 ENGINES = ("batchgen", "accelerate", "llama.cpp")
 # Python with its libraries, and what each row of a pass works with.
-_ACCELERATE_BASE_BYTES, _ACCELERATE_ROW_BYTES = 700 << 20, 3 << 20
+_ACCELERATE_BASE_BYTES, _ACCELERATE_ROW_BYTES = 600 << 20, 3 << 19
 # Left out of the results: names of this machine's files, and of the report what is told elsewhere.
 _PLACES = ("work_dir", "model", "output")
 _REPORT_LEFT_OUT = {"output", "errors_output", "hardware", "predicted", "versions", "first_error"}
@@ -208,6 +208,16 @@ def probe(engine: str, job: Job, args: argparse.Namespace) -> list[dict[str, Any
     return sorted(usable, key=lambda trial: trial["generation_s"]) or [{"size": size} for size in sizes]
 
 
+def run_best(engine: str, job: Job, args: argparse.Namespace, sizes: list[int]) -> dict[str, Any]:
+    """The job at the first of these sizes that memory lasts for: a short trial does not show how much KV there will be."""
+    for size in sizes:
+        run = PEERS[engine](job, args, job.rows, size, args.peer_limit)
+        if run.get("generation_s"):
+            return run
+        print(f"  {engine} at {size}: out of memory", flush=True)
+    raise SystemExit(f"{engine} does not fit with any of {sizes} sequences")
+
+
 def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, Any]:
     """The least time for batchgen's run: its reads at the disk's rate or the job's FLOPs at the rate of matrix products,
     the best of the numbers of tokens that its sweeps had."""
@@ -306,7 +316,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=sizes, default="64,96,128,256", help="those tried with llama.cpp")
     parser.add_argument("--llama-batch-tokens", type=int, default=1024, help="most tokens in one pass of llama.cpp")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
-    parser.add_argument("--probe-s", type=float, default=60, help="time for each batch size tried")
+    parser.add_argument("--probe-s", type=float, default=30, help="time for each batch size tried")
     parser.add_argument("--peer-limit", type=float, default=600, help="seconds after which a peer's run is projected")
     parser.add_argument(
         "--batchgen-option", action="append", default=[], help="more for `batchgen run`; may be repeated"
@@ -338,9 +348,7 @@ def main() -> None:
                 run = run_batchgen(job, args)
                 run["bound"] = bound(job, run, disk)
             else:
-                run = PEERS[engine](job, args, job.rows, probes[engine][0]["size"], args.peer_limit)
-                if not run.get("generation_s"):
-                    raise SystemExit(f"{engine} did not get far enough: {run['limited']}")
+                run = run_best(engine, job, args, [trial["size"] for trial in probes[engine]])
             runs.append({"engine": engine, "round": turn + 1} | run)
             rate, limited = job.generated_tokens / run["generation_s"], run["limited"]
             print(

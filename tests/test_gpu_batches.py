@@ -23,12 +23,15 @@ def scheduled(kv_class, num_tokens, num_computed=0, num_prompt=None):
     return ScheduledSequence(sequence, num_tokens)
 
 
-def split(sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_home="gpu"):
+def split(
+    sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_home="gpu", max_seqs=10**6
+):
     return split_batches(
         sweep,
         num_gpu_batches=num_gpu_batches,
         order=order,
         max_tokens=max_tokens,
+        max_seqs=max_seqs,
         max_staged_blocks=max_staged_blocks,
         block_size=BLOCK,
         place_of=lambda s: place(s, compute_home),

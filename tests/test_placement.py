@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 
+from batchgen.direct_io import aligned
 from batchgen.errors import InputError
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
+from batchgen.planner.memory import kv_block_bytes, plan_memory
 from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
 from batchgen.planner.search import settings as settings_of
 from batchgen.planner.setting import BATCHGEN, FLEXGEN
 from batchgen.policy import spread_layers
+from batchgen.units import parse_bytes
 from batchgen.workload import Lengths, Workload
 
 OPT_13B = opt(5120, 40, 40)
@@ -69,6 +73,89 @@ def test_realised_plans_fit_and_come_close_to_the_bound(name):
     check_placement(best)
     assert best.relaxed.seconds * (1 - 1e-6) <= best.seconds <= 1.1 * best.relaxed.seconds
     assert best.seconds == pytest.approx(job_seconds(best.setting, best.stages, best.counts.shares(best.setting)))
+
+
+MODELS = (
+    opt(768, 12, 12),
+    opt(2048, 24, 32),
+    OPT_13B,
+    llama_8b(),
+    replace(llama_8b(), tied_embeddings=True, head_dim=72),
+)
+
+
+@st.composite
+def problems(draw):
+    """Machines of all sizes, so that all tiers, KV classes and buffers come into plans."""
+    model = draw(st.sampled_from(MODELS))
+    size = model.weight_bytes(2) / GIB
+    on_gpu = draw(st.booleans())
+    memory = {
+        "cpu_memory_bytes": int((draw(st.floats(0.05, 3)) * size + 1.5) * GIB),
+        "disk_bytes": draw(st.sampled_from([0, 300 * GIB])),
+    }
+    if on_gpu:
+        memory["gpu_memory_bytes"] = int((draw(st.floats(0.02, 1.5)) * size + 0.7) * GIB)
+    hardware = (gpu_box if on_gpu else cpu_box)(**memory, disk_read_bytes_per_s=draw(st.sampled_from([3e9, 3e10])))
+    prompts = draw(st.lists(st.integers(1, 900), min_size=1, max_size=3))
+    outputs = draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    workload = Workload(draw(st.integers(1, 2000)), Lengths(tuple(prompts)), Lengths(tuple(outputs)), max(outputs))
+    classes = draw(
+        st.sampled_from(
+            [("gpu", "cpu", "streamed", "disk"), ("gpu", "streamed", "disk"), ("gpu", "cpu", "disk"), ("disk",)]
+        )
+    )
+    formats = st.sampled_from([("float16",), ("int4",)])
+    return problem(
+        hardware,
+        model,
+        workload,
+        weight_formats=draw(formats),
+        kv_formats=draw(formats),
+        allowed=Allowed(kv_classes=classes),
+        block_size=draw(st.integers(1, 600)),
+        num_gpu_batches=draw(st.sampled_from([None, 1, 2, 3])),
+        process_bytes=draw(st.integers(0, GIB // 2)),
+        longest_tokens=draw(st.sampled_from([None, 1800])),
+        kv_block_size=draw(st.sampled_from([16, 7])),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
+    """`plan_memory` splits the same budgets for the same policy, and finds room for every sequence planned."""
+    try:
+        best = search(p)
+    except InputError as error:
+        assert "no plan fits" in str(error) or "no single budget" in str(error)
+        return
+    plan = make_plan(
+        p, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
+    )
+    longest = p.longest_tokens or p.workload.prompt_len.max + p.workload.max_output_len
+    memory = plan_memory(
+        p.model,
+        plan.policy,
+        dtype=p.compute_format,
+        budgets=p.budgets,
+        process_bytes=p.process_bytes,
+        min_tokens=p.workload.prompt_len.values[0] + 1,
+        longest_tokens=longest,
+    )
+    for tier, blocks in plan.policy.kv_blocks.items():
+        assert memory.kv_blocks[tier] >= blocks, tier
+    peaks = peak_bytes(best.setting, best.counts.shares(best.setting))
+    for tier, parts in memory.parts.items():
+        taken = sum(parts.values()) - parts.get("KV", 0)
+        planned = peaks[tier] - plan.policy.kv_blocks.get(tier, 0) * taken_per_block(p, tier)
+        # What the planner adds is no waste either.
+        assert taken <= planned + 1 <= taken + (64 << 20), tier
+
+
+def taken_per_block(p, tier):
+    block = kv_block_bytes(p.model, p.kv_block_size, p.kv_formats[0])
+    return p.model.num_layers * (aligned(block) if tier == "disk" else block)
 
 
 def random_counts(s, draw):
@@ -167,7 +254,7 @@ def test_lanes_agree_with_the_paper_in_its_own_setting():
     p = problem(
         runtime=FLEXGEN, admissions=("static",), block_size=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
     )
-    p = replace(p, workload=Workload.uniform(8, 256, 32))
+    p = replace(p, workload=Workload.uniform(8, 256, 32), kv_block_size=1)
     (s, stages), *_ = settings_of(p)
     layers = OPT_13B.num_layers
     counts = Counts(dict.fromkeys(OPT_13B.layer_tensors, (0, layers, 0)), {"streamed": 8}, (0, 2), 0)
@@ -178,7 +265,9 @@ def test_lanes_agree_with_the_paper_in_its_own_setting():
     assert layer_lanes(s, prefill, at)["d2h"] * 1.2e10 == pytest.approx(4 * 8 * 256 * h + 2 * 8 * 256 * h)
     context = decode.context
     assert context == pytest.approx(256 + 16, abs=0.6)
-    assert layer_lanes(s, decode, at)["h2d"] * 1.2e10 == pytest.approx(weights + 4 * 8 * context * h + 2 * 8 * h)
+    assert layer_lanes(s, decode, at)["h2d"] * 1.2e10 == pytest.approx(
+        weights + 4 * 8 * (context - 1) * h + 2 * 8 * h  # a token's own keys and values are there already
+    )
     memory = peak_bytes(s, at)
     assert memory["disk"] == 0
     kv_and_weights = 4 * 8 * (256 + 32) * h * layers + weights * layers
@@ -229,16 +318,17 @@ def test_the_frontier_rises():
 
 
 def test_what_cannot_fit_is_told_with_the_smallest_change():
-    small = gpu_box(cpu_memory_bytes=2 * GIB, disk_bytes=4 * GIB)
+    """Weights are streamed from disk, so that it is a place for KV that is short."""
+    small = gpu_box(gpu_memory_bytes=int(1.6 * GIB), cpu_memory_bytes=2 * GIB, disk_bytes=GIB // 32)
     with pytest.raises(InputError) as caught:
         search(problem(small))
     text = str(caught.value)
     assert "no plan fits" in text and "--quantization int4" in text and "\n" not in text
     # The change it names is enough, and half of it is not.
-    amount = float(text.split("--disk-memory ")[1].split(" GiB")[0])
-    search(problem(replace(small, disk_bytes=int(amount * GIB * 1.01))))
+    least = parse_bytes(text.split("--disk-memory ")[1].split(" (")[0])
+    search(problem(replace(small, disk_bytes=int(least * 1.01))))
     with pytest.raises(InputError):
-        search(problem(replace(small, disk_bytes=int(amount * GIB * 0.98))))
+        search(problem(replace(small, disk_bytes=int(least * 0.98))))
 
 
 def test_impossible_budgets_are_refused():

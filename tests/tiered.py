@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from batchgen.convert import find_or_convert
 from batchgen.device import Device
-from batchgen.engine import Engine, EngineParts
+from batchgen.engine import Engine, EngineParts, EngineStats
 from batchgen.loading import load_parts, needs_store
 from batchgen.model_files import read_config, resolve_model
 from batchgen.policy import Policy
 from batchgen.request import Request, SamplingParams
+from batchgen.runtime.lanes import Lanes
+from batchgen.runtime.schedule import LANES, Step
 from batchgen.tokenizer import load_tokenizer
 
 GIB = 1 << 30
 BUDGETS = {"gpu": GIB, "cpu": 4 * GIB, "disk": GIB}
+EMULATED, CPU = Device("emulated", GIB), Device("cpu")
 
 
 def make_policy(model: Path | str, device: Device, **changes) -> Policy:
@@ -41,6 +49,21 @@ def make_policy(model: Path | str, device: Device, **changes) -> Policy:
     return Policy(**fields | changes)
 
 
+def everything_moves(model: Path | str, **changes) -> Policy:
+    """On an accelerator: weights in all tiers, 4-bit, sequences of all KV classes, two GPU batches with activations on the
+    host, the output matrix in pieces, so that every kind of Step there is gets its turn."""
+    fields = {
+        "gpu_batch_size": 4,
+        "num_gpu_batches": 2,
+        "weight_layers": {"qkv": (1, 1, 1), "out": (0, 1, 2), "up": (0, 0, 3), "down": (2, 1, 0)},
+        "weight_format": "int4",
+        "head_tier": "cpu",
+        "kv_seqs": {"gpu": 2, "cpu": 2, "streamed": 2, "disk": 2},
+        "activation_batches": (0, 2),
+    }
+    return make_policy(model, EMULATED, **fields | changes)
+
+
 def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> EngineParts:
     files = resolve_model(str(model))
     store = None
@@ -54,14 +77,81 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
     )  # fmt: skip
 
 
-def generate(parts: EngineParts, prompts: list[list[int]], output_lens: list[int], **options) -> list[tuple[int, ...]]:
-    """The tokens of every prompt, in order."""
-    requests = [
+def make_requests(prompts: Iterable[list[int]], output_lens: Iterable[int]) -> list[Request]:
+    """Of exactly so many tokens each."""
+    return [
         Request(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
         for prompt, n in zip(prompts, output_lens, strict=True)
     ]
+
+
+def run(
+    parts: EngineParts, prompts: list[list[int]], output_lens: list[int], **options
+) -> tuple[list[tuple[int, ...]], EngineStats]:
+    """The tokens of every prompt, in order, and what it took. The engine is closed then."""
     with Engine.from_parts(parts, **options) as engine:
-        done = {c.index: c for c in engine.generate(requests)}
+        done = {c.index: c for c in engine.generate(make_requests(prompts, output_lens))}
+        assert engine.used_kv_blocks == 0, "KV blocks leaked"
     for completion in done.values():
         assert completion.error is None, completion.error
-    return [done[i].samples[0].token_ids for i in range(len(prompts))]
+    return [done[i].samples[0].token_ids for i in range(len(prompts))], engine.stats
+
+
+def generate(parts: EngineParts, prompts: list[list[int]], output_lens: list[int], **options) -> list[tuple[int, ...]]:
+    """The tokens of every prompt, in order."""
+    return run(parts, prompts, output_lens, **options)[0]
+
+
+def before_each_step(parts: EngineParts, act: Callable[[Step], None]) -> None:
+    """Has `act` called in the Step's own thread, right before its work."""
+    lanes = parts.executor.lanes
+    perform = lanes._perform
+
+    def act_and_perform(step: Step) -> None:
+        act(step)
+        perform(step)
+
+    lanes._perform = act_and_perform
+
+
+def give_own_cores(parts: EngineParts) -> None:
+    """CPU attention does not take turns with compute, as if the accelerator were a real one."""
+    parts.executor.lanes._cores = nullcontext()
+
+
+def make_uneven(parts: EngineParts, seed: int) -> None:
+    """Some Steps take up to a millisecond longer, so that lanes get ahead of each other."""
+    rng = random.Random(seed)
+    before_each_step(parts, lambda step: time.sleep(rng.random() / 1000) if rng.random() < 0.1 else None)
+
+
+class ShuffledLanes(Lanes):
+    """Steps in an arbitrary order that keeps what they wait for, and the order within each lane; in the caller's thread,
+    so that it is the same order every time. What happens to be right by good timing is wrong here.
+
+    As with real lanes, a sweep has ended when its compute has; the rest may come after the next one has begun.
+    """
+
+    def __init__(self, perform: Callable[[Step], None], seed: int) -> None:
+        super().__init__(perform, serial=True)
+        self._rng = random.Random(seed)
+        self._left: dict[str, deque[Step]] = {lane: deque() for lane in LANES}
+        self._unfinished: set[int] = set()
+
+    def execute(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self._left[step.lane].append(step)
+            self._unfinished.add(step.id)
+        # Each sweep has lanes that hurry and lanes that lag.
+        haste = {lane: self._rng.random() ** 4 + 1e-3 for lane in LANES}
+        while self._left["compute"]:
+            ready = [q for q in self._left.values() if q and self._unfinished.isdisjoint(q[0].after)]
+            queue = self._rng.choices(ready, [haste[q[0].lane] for q in ready])[0]
+            step = queue.popleft()
+            self._perform(step)
+            self._unfinished.remove(step.id)
+
+
+def shuffle_steps(parts: EngineParts, seed: int) -> None:
+    executor = parts.executor
+    executor.lanes = ShuffledLanes(executor._perform, seed)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batchgen.formats import FORMAT_BYTES
-from batchgen.hardware import ComputeRates
+from batchgen.direct_io import ALIGNMENT
+from batchgen.formats import FORMAT_BYTES, INT4
+from batchgen.hardware import ComputeRates, Rates
 from batchgen.planner.flow import Stage
-from batchgen.planner.memory import WORKSPACE_BYTES, activation_bytes
+from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, HEAD_PIECES, WORKSPACE_BYTES, activation_bytes
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
 
 # Below these, sequences read a shared prefix one by one (attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
 
-# An output matrix that is not on the GPU comes over in pieces, two at a time.
-_HEAD_PIECES = 8
+# Buffers of one kind: one in use, one being filled.
+_SLOTS = 2
 
 
 def _attended_on_cpu(s: Setting, at: Shares) -> Linear:
@@ -43,9 +44,15 @@ def linear_s(s: Setting, stage: Stage) -> float:
     return 2 * s.model.matmul_params_per_layer * stage.tokens / rate
 
 
+def _with_kv(s: Setting, kind: str) -> Rates:
+    """Rates of what handles KV along the way: their own with 4-bit KV, where they were measured."""
+    packed = s.kv_format == INT4 and s.rates.has_rates(kind, INT4)
+    return s.rates.rates(kind, INT4 if packed else s.compute_format)
+
+
 def elementwise_s(s: Setting, stage: Stage) -> float:
     """Norms, rotary embedding, activation, adds and KV writes of one layer; not in FlexGen's model."""
-    rate = s.rates.rates("elementwise_bytes_per_s", s.compute_format).at(tokens=max(1.0, stage.tokens))
+    rate = _with_kv(s, "elementwise_bytes_per_s").at(tokens=max(1.0, stage.tokens))
     return stage.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
@@ -72,7 +79,7 @@ def prefill_attention_s(s: Setting, stage: Stage) -> float:
     )
     longest = square**0.5
     flops = 4 * s.model.num_heads * s.model.head_dim * (square / 2) * (_seen(s, longest) / longest) * stage.prefill_seqs
-    return flops / s.rates.rates("prefill_attention_flops_per_s", s.compute_format).at(context=longest)
+    return flops / _with_kv(s, "prefill_attention_flops_per_s").at(context=longest)
 
 
 def shared_attention_s(s: Setting, stage: Stage) -> float:
@@ -124,57 +131,94 @@ def expand_weights_s(s: Setting) -> float:
     )
 
 
+def _history_tokens(s: Setting, stage: Stage) -> float:
+    """Tokens whose KV is brought in for one decoding sequence: all of it whatever the window, in whole blocks."""
+    return stage.context - 1 + (s.kv_block_size - 1) / 2
+
+
+def streamed_kv_bytes(s: Setting, stage: Stage) -> float:
+    """History of one layer that comes to the compute device in a sweep if all sequences were `streamed`: a shared prefix
+    once for each GPU batch."""
+    shared = s.workload.shared_prefix_len
+    own = stage.decode_seqs * max(0.0, _history_tokens(s, stage) - shared)
+    return (own + shared * min(stage.decode_seqs, s.num_gpu_batches)) * s.kv_token_bytes
+
+
+def _disk_bytes(s: Setting, stage: Stage) -> tuple[float, float]:
+    """(read, written) of one layer if all sequences were on disk: whole blocks. Every token rewrites its sequence's last
+    one, prompts are written once, and share nothing."""
+    prompts = stage.prefill_tokens + stage.prefill_seqs * (s.workload.shared_prefix_len + (s.kv_block_size - 1) / 2)
+    read = stage.decode_seqs * _history_tokens(s, stage) / s.kv_block_size
+    return read * s.disk_block_bytes, (stage.decode_seqs + prompts / s.kv_block_size) * s.disk_block_bytes
+
+
 def moved_bytes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     """Bytes of one layer over each transfer lane: FlexGen's ctog, gtoc, dtoc and ctod, prefill and decode together.
 
     Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
-    with the activations); KV of streamed sequences comes over the bus.
+    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks.
     """
-    kv_read = decode_kv_bytes(s, stage)
     kv_prefilled = stage.prefill_tokens * s.kv_token_bytes
     kv_new = kv_prefilled + stage.decode_seqs * s.kv_token_bytes
-    disk_read = at.w_disk * s.layer_bytes + at.kv_disk * kv_read
-    disk_write = at.kv_disk * kv_new
+    from_disk, to_disk = _disk_bytes(s, stage)
+    disk = {
+        "disk_read": at.w_disk * s.layer_bytes + at.kv_disk * from_disk,
+        "disk_write": at.kv_disk * to_disk,
+    }
     if not s.on_gpu:
-        return {"disk_read": disk_read, "disk_write": disk_write}
-    on_cpu, loaded = _attended_on_cpu(s, at), _brought_to_gpu(s, at)
+        return disk
+    on_cpu = _attended_on_cpu(s, at)
     activations = at.act_cpu * (stage.tokens * s.hidden_bytes)
     result = s.model.num_heads * s.model.head_dim * s.element_bytes
-    qkv = s.model.qkv_size * s.element_bytes
-    return {
-        "h2d": at.w_streamed * s.layer_bytes + loaded * kv_read + on_cpu * (stage.decode_seqs * result) + activations,
-        "d2h": on_cpu * (stage.decode_seqs * qkv + kv_prefilled) + loaded * kv_new + activations,
-        "disk_read": disk_read,
-        "disk_write": disk_write,
-    }
+    delegated_out = stage.decode_seqs * (result + s.kv_token_bytes) + kv_prefilled  # queries are as large as results
+    h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, stage) + activations
+    d2h = on_cpu * delegated_out + at.kv_streamed * kv_new + activations
+    if not s.runtime.attends_disk_kv_on_cpu:
+        page = s.kv_block_bytes / s.disk_block_bytes  # of what is on disk the padding stays in host memory
+        h2d += at.kv_disk * (from_disk * page)
+        d2h += at.kv_disk * (to_disk * page)
+    return {"h2d": h2d + on_cpu * (stage.decode_seqs * result), "d2h": d2h} | disk
+
+
+def _disk_request_s(s: Setting, stage: Stage, at: Shares) -> tuple[Linear, Linear]:
+    """Seconds of one layer's (reads, writes) beside their bytes: a request for each sequence."""
+    hardware = s.hardware
+    reads = stage.decode_seqs * hardware.disk_read_overhead_s
+    writes = (stage.decode_seqs + stage.prefill_seqs) * hardware.disk_write_overhead_s
+    return at.kv_disk * reads, at.kv_disk * writes
 
 
 def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
 
     comp of FlexGen is two lanes here: with K >= 2 GPU batches, CPU attention of one runs during the products of
-    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. On a CPU-only
-    machine attention is part of compute. DRAM carries every byte that enters or leaves host memory.
+    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is emulated
+    by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is part of
+    compute. DRAM carries every byte that enters or leaves host memory.
     """
     moved = moved_bytes(s, stage, at)
-    kv_read = decode_kv_bytes(s, stage)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
     before = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage) + shared_attention_s(s, stage)
     before += expand_weights_s(s) + overhead
     own_attention = decode_attention_s(s, stage, s.rates)
     hardware = s.hardware
+    reads, writes = _disk_request_s(s, stage, at)
     lanes: dict[str, Linear] = {
-        "disk_read": moved["disk_read"] * (1 / hardware.disk_read_bytes_per_s),
-        "disk_write": moved["disk_write"] * (1 / hardware.disk_write_bytes_per_s),
+        "disk_read": moved["disk_read"] * (1 / hardware.disk_read_bytes_per_s) + reads,
+        "disk_write": moved["disk_write"] * (1 / hardware.disk_write_bytes_per_s) + writes,
     }
     on_disk = moved["disk_read"] + moved["disk_write"]
+    kv_read = decode_kv_bytes(s, stage)
     if s.on_gpu:
         # Where the CPU cannot attend to this format, no sequence is placed there, so its cost does not matter.
         cpu = decode_attention_s(s, stage, hardware.cpu) if can_delegate(s) else 0.0
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
-        if s.num_gpu_batches == 1:
-            lanes["chain"] = before + lanes["cpu_attention"]
+        if "compute" not in s.runtime.serial:  # or their sum counts anyway
+            if s.num_gpu_batches == 1:
+                lanes["chain"] = before + lanes["cpu_attention"]
+            if hardware.shared_cores:
+                lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved)
         lanes["h2d"] = moved["h2d"] * (1 / hardware.h2d_bytes_per_s)
         lanes["d2h"] = moved["d2h"] * (1 / hardware.d2h_bytes_per_s)
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
@@ -183,6 +227,12 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
         dram = on_disk + (s.expanded_layer_bytes + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
+
+
+def _copy_s(s: Setting, moved: Mapping[str, Linear]) -> Linear:
+    """Seconds for which copies to and from an emulated GPU take the cores that compute."""
+    rate = s.hardware.copy_bytes_per_s
+    return 0.0 if rate is None else (moved.get("h2d", 0.0) + moved.get("d2h", 0.0)) * (1 / rate)
 
 
 def can_delegate(s: Setting) -> bool:
@@ -205,6 +255,8 @@ def head_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
         moved = at.head_cpu * s.head_bytes + stage.tokens * s.hidden_bytes
         lanes["h2d"] = moved * (1 / s.hardware.h2d_bytes_per_s)
         lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
+        if s.hardware.shared_cores and "compute" not in s.runtime.serial:
+            lanes["cores"] = compute + _copy_s(s, {"h2d": moved})
     return lanes
 
 
@@ -222,39 +274,48 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
     return [base + lane for lane in together] or [base]
 
 
+def kv_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
+    """KV reserved in each tier: of its sequences, and in memory once for a prefix that they share."""
+    all_seqs = s.block_size * s.seq_kv_bytes
+    shared = s.workload.shared_prefix_len * s.kv_token_bytes * s.model.num_layers
+    return {
+        "gpu": at.kv_gpu * all_seqs + (shared if s.on_gpu else 0.0),
+        "cpu": (at.kv_cpu + at.kv_streamed) * all_seqs + shared,
+        "disk": at.kv_disk * (s.block_size * s.disk_seq_kv_bytes),
+    }
+
+
 def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     """Most bytes held in each tier, of the whole job: FlexGen's gpu_peak, cpu_peak and nvme_peak, prefill and decode
     in one, as both may be in one sweep.
 
     Changed: weights in transit are double-buffered in pieces of a layer's streamed part; KV in transit for two
-    GPU batches; activations for the tokens of one sweep; logits; KV is what the scheduler reserves.
+    GPU batches; activations for the tokens of one sweep; logits; KV is what the scheduler reserves. It is what
+    `memory.plan_memory` gives the runtime for the same placement, or a little more. Of the disk, weights take what they
+    took before.
     """
-    model, layers = s.model, s.model.num_layers
-    tokens, batch = s.max_num_batched_tokens, s.num_gpu_batches
-    element = int(s.element_bytes)
-    batch_tokens, batch_seqs = -(-tokens // batch), s.gpu_batch_size
-    work = activation_bytes(model, element, batch_tokens, batch_seqs) + WORKSPACE_BYTES
-    if s.weight_format == "int4":
-        work += s.expanded_layer_bytes
-    kv = s.block_size * s.seq_kv_bytes
-    shared_kv = s.workload.shared_prefix_len * s.kv_token_bytes * layers
-    kv_staging = 2 * batch_seqs * s.longest_seq_layer_kv_bytes
-    disk = at.w_disk * (s.layer_bytes * layers) + at.kv_disk * kv
-    staged = at.disk_peak * (2 * s.layer_bytes) + at.kv_disk * kv_staging
-    cpu = s.process_bytes + s.embedding_bytes + staged
+    model, element = s.model, s.element_bytes
+    kv = kv_bytes(s, at)
+    weights = s.layer_bytes * model.num_layers
+    between = s.batch_tokens * s.hidden_bytes
+    work = activation_bytes(model, int(element), s.batch_tokens, s.gpu_batch_size)
+    expanded = s.expanded_layer_bytes if s.weight_format == INT4 else 0.0
+    cpu = s.process_bytes + WORKSPACE_BYTES + s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
+    cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))
+    staging = at.staged_blocks * (_SLOTS * s.kv_block_bytes)
+    if s.on_gpu or s.kv_block_bytes % ALIGNMENT:
+        # In and out; what attends on the CPU writes what it has read.
+        buffers = _SLOTS if s.runtime.attends_disk_kv_on_cpu else 2 * _SLOTS
+        cpu += at.disk_blocks * (buffers * s.disk_block_bytes)
     if not s.on_gpu:
-        weights = at.w_cpu * (s.layer_bytes * layers) + s.head_bytes
-        return {"cpu": cpu + work + weights + at.kv_cpu * kv + shared_kv, "disk": disk}
-    activations = tokens * s.hidden_bytes
-    exchanged = s.block_size * (model.qkv_size + model.num_heads * model.head_dim) * s.element_bytes
-    gpu = (
-        work
-        + at.w_gpu * (s.layer_bytes * layers)
-        + at.head_gpu * s.head_bytes
-        + at.head_cpu * (2 * s.head_bytes / _HEAD_PIECES)
-    )
-    gpu += at.streamed_peak * (2 * s.layer_bytes) + at.kv_gpu * kv + _brought_to_gpu(s, at) * kv_staging
-    gpu += at.act_gpu * activations + at.act_cpu * (2 * activations / batch) + shared_kv
-    cpu += at.w_cpu * (s.layer_bytes * layers) + at.head_cpu * s.head_bytes
-    cpu += (at.kv_cpu + at.kv_streamed) * kv + at.act_cpu * activations + at.kv_cpu * exchanged
-    return {"gpu": gpu, "cpu": cpu, "disk": disk}
+        cpu += s.head_bytes + work + expanded + (s.num_gpu_batches - 1) * between + staging
+        return {"cpu": cpu, "disk": kv["disk"]}
+    pieces = _SLOTS * -(-model.vocab_size // HEAD_PIECES) * model.embed_size * element
+    exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
+    batches = s.num_gpu_batches
+    gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
+    gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + s.block_size * model.vocab_size * 4)
+    gpu += staging + expanded + at.delegates * expanded
+    gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
+    cpu += at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
+    return {"gpu": gpu, "cpu": cpu, "disk": kv["disk"]}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.cost import head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
+from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import stages_of
-from batchgen.planner.lp import job_seconds
+from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
 from batchgen.planner.setting import Setting, Shares
 from batchgen.policy import KV_HOMES, Plan, Policy, Prediction
@@ -20,6 +19,7 @@ LANE_NAMES = {
     "compute": "compute",
     "cpu_attention": "CPU attention",
     "chain": "one batch: linear + CPU attention",
+    "cores": "CPU cores",
     "h2d": "host to GPU",
     "d2h": "GPU to host",
     "disk_read": "disk read",
@@ -47,10 +47,10 @@ def make_plan(
     lengths are more than an upper limit."""
     s, counts = candidate.setting, candidate.counts
     at = counts.shares(s)
-    seq_blocks = s.seq_kv_bytes / (s.kv_token_bytes * s.model.num_layers * s.kv_block_size)
-    kv_blocks: dict[str, float] = {}
+    kv_blocks: dict[str, int] = {}
     for kv_class, count in counts.kv_seqs.items():
-        kv_blocks[KV_HOMES[kv_class]] = kv_blocks.get(KV_HOMES[kv_class], 0) + count * seq_blocks
+        home = KV_HOMES[kv_class]
+        kv_blocks[home] = kv_blocks.get(home, 0) + count * (s.disk_seq_blocks if home == "disk" else s.seq_blocks)
     policy = Policy(
         admission=s.admission,
         gpu_batch_size=s.gpu_batch_size,
@@ -58,7 +58,7 @@ def make_plan(
         max_num_batched_tokens=s.max_num_batched_tokens,
         max_model_len=max_model_len,
         kv_block_size=s.kv_block_size,
-        kv_blocks={tier: math.ceil(count) for tier, count in kv_blocks.items() if count},
+        kv_blocks={tier: count for tier, count in kv_blocks.items() if count},
         share_prefixes=share_prefixes,
         weight_format=s.weight_format,
         kv_format=s.kv_format,
@@ -66,6 +66,7 @@ def make_plan(
         head_tier="gpu" if counts.head_on_gpu else "cpu",
         kv_seqs={name: count for name, count in counts.kv_seqs.items() if count},
         activation_batches=counts.activation_batches,
+        batch_order=_batch_order(s, counts),
     )
     return Plan(
         model=model_name,
@@ -77,6 +78,12 @@ def make_plan(
         placement_bytes=placement_bytes(s, at),
         prediction=_predict(problem, candidate, at, startup_s, output_len_known),
     )
+
+
+def _batch_order(s: Setting, counts: Counts) -> str:
+    """NEO's two batches where there are two kinds of sequences for them."""
+    classes = {name for name, count in counts.kv_seqs.items() if count}
+    return "neo" if s.on_gpu and s.num_gpu_batches == 2 and "cpu" in classes and len(classes) > 1 else "even"
 
 
 def _predict(
@@ -129,16 +136,16 @@ def lane_seconds(candidate: Candidate, at: Shares) -> dict[str, float]:
 
 def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
     """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
-    layers = s.model.num_layers
-    weights = s.layer_bytes * layers
-    kv = s.block_size * s.seq_kv_bytes
-    activations = s.max_num_batched_tokens * s.hidden_bytes
-    on_gpu = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
-    on_gpu["gpu"] += at.head_gpu * s.head_bytes if s.on_gpu else 0
-    on_gpu["cpu"] += s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
+    weights = s.layer_bytes * s.model.num_layers
+    by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
+    by_tier["gpu"] += at.head_gpu * s.head_bytes if s.on_gpu else 0
+    by_tier["cpu"] += s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
+    activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
+    kv = kv_bytes(s, at)
+    homes = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}
     return {
-        "weights": on_gpu,
-        "KV": {"gpu": at.kv_gpu * kv, "cpu": (at.kv_cpu + at.kv_streamed) * kv, "disk": at.kv_disk * kv},
+        "weights": by_tier,
+        "KV": {tier: kv[tier] if share else 0.0 for tier, share in homes.items()},
         "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
     }
 
@@ -149,6 +156,8 @@ def memory_parts(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
     parts: dict[str, dict[str, float]] = {}
     for tier, peak in peak_bytes(s, at).items():
         own = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
+        if tier == "disk":
+            own.pop("weights", None)  # which the budget is not for: they are there before
         if not s.on_gpu:
             own.pop("activations", None)  # of the buffers below
         if tier == "cpu":

@@ -7,7 +7,7 @@ carried out. Both come from the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import pulp
@@ -20,6 +20,8 @@ from batchgen.policy import KV_CLASSES, TIERS
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.
 _GAP = 1e-4
+# The solver keeps rows to within some bytes; the runtime keeps budgets to the byte.
+_TOLERANCE_BYTES = 64 << 10
 _MOVING = ("h2d", "d2h", "disk_read", "disk_write")
 
 
@@ -42,23 +44,31 @@ class Counts:
 
     def shares(self, s: Setting) -> Shares:
         """Each group as parts of 1, and the buffers that the placement needs."""
-        sizes, layers = s.model.layer_tensors, s.model.num_layers
-        total = sum(sizes.values())
+        sizes, layers = s.group_bytes, s.model.num_layers
 
         def weights(tier: int) -> float:
-            return sum(self.weight_layers[t][tier] * size for t, size in sizes.items()) / (layers * total)
+            return sum(self.weight_layers[t][tier] * size for t, size in sizes.items()) / (layers * s.layer_bytes)
 
-        def peak(tiers: Sequence[int]) -> float:
-            return sum(size for t, size in sizes.items() if any(self.weight_layers[t][i] > 0 for i in tiers)) / total
+        def peak(groups: Mapping[str, int], tiers: Sequence[int]) -> float:
+            used = (size for t, size in groups.items() if any(self.weight_layers[t][i] > 0 for i in tiers))
+            return sum(used) / sum(groups.values())
 
-        kv = {name: self.kv_seqs.get(name, 0) / s.block_size for name in KV_CLASSES}
+        kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
+        delegates = int(s.on_gpu and kv["cpu"] > 0)
+        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.num_gpu_batches), delegates)
+        staged = passing * s.longest_blocks + delegates * s.delegated_prompt_blocks
+        if s.runtime.attends_disk_kv_on_cpu:
+            on_disk = -(-kv["disk"] // s.num_gpu_batches) * s.longest_blocks
+        else:
+            on_disk = staged if kv["disk"] else 0
         batches = sum(self.activation_batches)
         return Shares(
             *(weights(tier) for tier in range(3)),
-            kv["gpu"], kv["cpu"], kv["streamed"], kv["disk"],
+            *(kv[c] / s.block_size for c in ("gpu", "cpu", "streamed", "disk")),
             self.activation_batches[0] / batches, self.activation_batches[1] / batches,
             self.head_on_gpu, 1 - self.head_on_gpu,
-            peak((1, 2)), peak((2,)),
+            peak(sizes, (1, 2)), peak(s.disk_group_bytes, (2,)), staged, on_disk,
+            delegates, int(self.activation_batches[1] > 0),
         )  # fmt: skip
 
 
@@ -127,7 +137,7 @@ class _Programme:
         self.slack = pulp.LpVariable("slack_gib", 0) if elastic else None
         self.memory_rows: dict[str, str] = {}
         for tier, peak in peak_bytes(s, self.shares).items():
-            room = s.budgets[tier] / GIB + (self.slack if tier == elastic else 0)
+            room = (s.budgets[tier] - _TOLERANCE_BYTES) / GIB + (self.slack if tier == elastic else 0)
             self.problem += peak * (1 / GIB) <= room, f"memory_{tier}"
         self.lane_rows: list[tuple[str, dict[str, float]]] = []
         objective = []
@@ -143,8 +153,7 @@ class _Programme:
 
     def _make_variables(self, allowed: Allowed) -> None:
         s = self.s
-        sizes, layers = s.model.layer_tensors, s.model.num_layers
-        total = sum(sizes.values())
+        sizes, layers = s.group_bytes, s.model.num_layers
         tiers = [t for t in allowed.weight_tiers if t in s.budgets]
         classes = [c for c in allowed.kv_classes if _class_exists(s, c)]
         self.weights = {
@@ -161,23 +170,52 @@ class _Programme:
         self.problem += pulp.lpSum(self.activations) == batches
 
         def share(tier: int) -> pulp.LpAffineExpression:
-            return pulp.lpSum(self.weights[t][tier] * (size / (layers * total)) for t, size in sizes.items())
+            return pulp.lpSum(self.weights[t][tier] * (size / (layers * s.layer_bytes)) for t, size in sizes.items())
 
-        self.peaks = []
-        for name, members in (("streamed", (1, 2)), ("disk", (2,))):
-            used = []
-            for tensor, size in sizes.items():
-                # 1 as soon as any layer has this tensor there: a buffer holds the fullest layer.
-                flag = pulp.LpVariable(f"{name}_{tensor}", 0, 1, self.category)
-                self.problem += pulp.lpSum(self.weights[tensor][m] for m in members) <= layers * flag
-                used.append(flag * (size / total))
-            self.peaks.append(pulp.lpSum(used))
-        kv = [self.kv[c] * (1 / s.block_size) for c in ("gpu", "cpu", "streamed", "disk")]
         self.shares = Shares(
-            share(0), share(1), share(2), *kv,
+            share(0), share(1), share(2),
+            *(self.kv[c] * (1 / s.block_size) for c in ("gpu", "cpu", "streamed", "disk")),
             self.activations[0] * (1 / batches), self.activations[1] * (1 / batches),
-            self.head_gpu + 0, 1 - self.head_gpu, *self.peaks,
+            self.head_gpu + 0, 1 - self.head_gpu,
+            self._peak("streamed", sizes, (1, 2), layers), self._peak("disk", s.disk_group_bytes, (2,), layers),
+            *self._buffers(),
         )  # fmt: skip
+
+    def _peak(self, name: str, sizes: Mapping[str, int], tiers: Sequence[int], layers: int) -> pulp.LpAffineExpression:
+        """A buffer holds the fullest layer: what any layer has there."""
+        used = [
+            self._any(f"{name}_{tensor}", [self.weights[tensor][i] for i in tiers], layers) * size
+            for tensor, size in sizes.items()
+        ]
+        return pulp.lpSum(used) * (1 / sum(sizes.values()))
+
+    def _buffers(self) -> tuple:
+        """Shares.staged_blocks and those after it, the same as in `Counts.shares`."""
+        s, batches = self.s, self.s.num_gpu_batches
+        delegates = self._any("delegates", [self.kv["cpu"]], s.block_size) if s.on_gpu else 0
+        passing = self._count("passing", s.gpu_batch_size)
+        self.problem += passing * batches >= pulp.lpSum(self.kv[c] for c in _staged(s))
+        self.problem += passing >= delegates
+        staged = passing * s.longest_blocks + delegates * s.delegated_prompt_blocks
+        if not s.on_gpu:
+            on_disk = staged
+        elif s.runtime.attends_disk_kv_on_cpu:
+            read = self._count("read", s.gpu_batch_size)
+            self.problem += read * batches >= self.kv["disk"]
+            on_disk = read * s.longest_blocks
+        else:
+            # As many as are staged, if any sequence is on disk.
+            most = s.gpu_batch_size * s.longest_blocks + s.delegated_prompt_blocks
+            on_disk = pulp.LpVariable("disk_blocks", 0)
+            self.problem += on_disk >= staged - most * (1 - self._any("disk_kv", [self.kv["disk"]], s.block_size))
+            self.problem += on_disk >= self.kv["disk"] * (s.longest_blocks / batches)
+        return staged, on_disk, delegates, self._any("acts_wait", [self.activations[1]], batches) if s.on_gpu else 0
+
+    def _any(self, name: str, counts: Sequence[pulp.LpVariable], most: int) -> pulp.LpVariable:
+        """1 as soon as any of the counts, which add up to at most `most`, is not 0."""
+        flag = pulp.LpVariable(f"any_{name}", 0, 1, self.category)
+        self.problem += pulp.lpSum(counts) <= most * flag
+        return flag
 
     def _count(self, name: str, most: int) -> pulp.LpVariable:
         return pulp.LpVariable(name, 0, most, self.category)
@@ -236,6 +274,13 @@ def _value(expression: pulp.LpAffineExpression | pulp.LpVariable | float) -> flo
     terms = expression.items() if isinstance(expression, pulp.LpAffineExpression) else [(expression, 1)]
     constant = getattr(expression, "constant", 0.0)
     return float(constant + sum(weight * (variable.varValue or 0.0) for variable, weight in terms))
+
+
+def _staged(s: Setting) -> tuple[str, ...]:
+    """KV classes of which all KV passes through a staging buffer of the compute device in every sweep."""
+    if not s.on_gpu:
+        return ("disk",)
+    return ("streamed",) if s.runtime.attends_disk_kv_on_cpu else ("streamed", "disk")
 
 
 def _class_exists(s: Setting, kv_class: str) -> bool:

@@ -18,12 +18,12 @@ from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import (
     can_delegate,
     decode_attention_s,
-    decode_kv_bytes,
     elementwise_s,
     expand_weights_s,
     linear_s,
     prefill_attention_s,
     shared_attention_s,
+    streamed_kv_bytes,
     sweep_overhead_s,
 )
 from batchgen.planner.flow import Stage, stages_of
@@ -46,7 +46,8 @@ class Problem:
     budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
     weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked for.
     block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
-    max_block_latency_s: longest time from a block's first prompt to its last token.
+    max_block_latency_s: longest time from a block's first prompt to its last token. longest_tokens: of a sequence that
+        staging buffers must hold; None: the longest of the workload.
     """
 
     hardware: HardwareProfile
@@ -66,6 +67,7 @@ class Problem:
     max_block_latency_s: float | None = None
     kv_block_size: int = 16
     process_bytes: int = 0
+    longest_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
                                 kv_block_size=problem.kv_block_size,
                                 budgets=problem.budgets,
                                 process_bytes=problem.process_bytes,
+                                longest_tokens=problem.longest_tokens,
                             )
                             if _supported(setting):
                                 yield setting, stages
@@ -236,16 +239,19 @@ def lower_bound_s(s: Setting, stages: tuple[Stage, ...]) -> float:
     for stage in stages:
         compute = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage)
         compute += shared_attention_s(s, stage) + expand_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
-        kv_read, own = decode_kv_bytes(s, stage), decode_attention_s(s, stage, s.rates)
+        moved, own = streamed_kv_bytes(s, stage), decode_attention_s(s, stage, s.rates)
         # Weights count in full in every sweep, KV as far as it is filled.
-        filled = min(1.0, kv_read * layers / kv)
+        filled = min(1.0, moved * layers / kv)
         bus = 0.0
         if not s.on_gpu:
             compute += own
         elif own and can_delegate(s):
             delegated = decode_attention_s(s, stage, s.hardware.cpu)
-            compute = max(compute, (compute + own) * delegated / (own + delegated))
-            bus = filled * off_gpu / (s.hardware.h2d_bytes_per_s + kv_read / delegated)
+            if s.hardware.shared_cores:
+                compute += min(own, delegated)
+            else:
+                compute = max(compute, (compute + own) * delegated / (own + delegated))
+            bus = filled * off_gpu / (s.hardware.h2d_bytes_per_s + moved / delegated)
         else:
             compute += own
             bus = filled * off_gpu / s.hardware.h2d_bytes_per_s

@@ -3,13 +3,17 @@ and what the runtime is able to do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from batchgen.direct_io import aligned
 from batchgen.formats import FORMAT_BYTES
 from batchgen.hardware import ComputeRates, HardwareProfile
 from batchgen.model_config import ModelConfig
+from batchgen.planner.memory import group_bytes, kv_block_bytes
 from batchgen.workload import Workload
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
@@ -47,6 +51,7 @@ class Setting:
     """All that is fixed while placement is decided. Memory budgets in bytes, None where there is no such tier.
 
     block_size: sequences in flight. process_bytes: host memory the process takes before any of the model's.
+    longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
     """
 
     hardware: HardwareProfile
@@ -63,6 +68,7 @@ class Setting:
     kv_block_size: int
     budgets: Mapping[str, int]
     process_bytes: int
+    longest_tokens: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -76,25 +82,35 @@ class Setting:
     def gpu_batch_size(self) -> int:
         return -(-self.block_size // self.num_gpu_batches)
 
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one GPU batch."""
+        return -(-max(self.max_num_batched_tokens, self.block_size) // self.num_gpu_batches)
+
     # Sizes in bytes, under the names DESIGN and the papers use.
 
     @property
     def element_bytes(self) -> float:
         return FORMAT_BYTES[self.compute_format]
 
-    @property
-    def layer_bytes(self) -> float:
+    @cached_property
+    def group_bytes(self) -> dict[str, int]:
+        """Stored bytes of what can be placed on its own in one layer, `ModelConfig.layer_tensors`."""
+        return group_bytes(self.model, self.compute_format, self.weight_format)
+
+    @cached_property
+    def layer_bytes(self) -> int:
         """W: one layer's weights as stored."""
-        return self.model.params_per_layer * FORMAT_BYTES[self.weight_format]
+        return sum(self.group_bytes.values())
+
+    @cached_property
+    def disk_group_bytes(self) -> dict[str, int]:
+        """The same in host memory, when read from disk: each starts on a page of its own."""
+        return {group: aligned(size) for group, size in self.group_bytes.items()}
 
     @property
     def expanded_layer_bytes(self) -> float:
         return self.model.params_per_layer * self.element_bytes
-
-    @property
-    def kv_token_bytes(self) -> float:
-        """κ: keys and values of one token in one layer, as stored."""
-        return 2 * self.model.num_kv_heads * self.model.head_dim * FORMAT_BYTES[self.kv_format]
 
     @property
     def hidden_bytes(self) -> float:
@@ -112,24 +128,64 @@ class Setting:
         """The input embedding, where it is a tensor of its own."""
         return 0.0 if self.model.tied_embeddings else self.model.embedding_params * self.element_bytes
 
-    @property
-    def seq_kv_bytes(self) -> float:
-        """KV reserved for one sequence, all layers: its prompt and as much output as it may have."""
-        tokens = self.workload.computed_prompt_len + self.workload.max_output_len
-        blocks = -(-tokens // self.kv_block_size) if tokens > self.kv_block_size else tokens / self.kv_block_size
-        return blocks * self.kv_block_size * self.kv_token_bytes * self.model.num_layers
+    # KV, which is stored in blocks of `kv_block_size` tokens, and on disk in whole pages.
+
+    @cached_property
+    def kv_block_bytes(self) -> int:
+        """One block of one layer."""
+        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
 
     @property
-    def longest_seq_layer_kv_bytes(self) -> float:
-        tokens = self.workload.prompt_len.max + self.workload.max_output_len
-        return tokens * self.kv_token_bytes
+    def disk_block_bytes(self) -> int:
+        return aligned(self.kv_block_bytes)
+
+    @cached_property
+    def kv_token_bytes(self) -> float:
+        """κ: keys and values of one token in one layer, as stored."""
+        return self.kv_block_bytes / self.kv_block_size
+
+    def kv_blocks(self, tokens: float) -> int:
+        return -(-math.ceil(tokens) // self.kv_block_size)
+
+    @cached_property
+    def seq_blocks(self) -> int:
+        """Reserved for one sequence: its own part of the prompt and as much output as it may have."""
+        return self.kv_blocks(self.workload.computed_prompt_len + self.workload.max_output_len)
+
+    @cached_property
+    def disk_seq_blocks(self) -> int:
+        """The same on disk, where no prefix is shared."""
+        return self.kv_blocks(self.workload.prompt_len.mean + self.workload.max_output_len)
+
+    @property
+    def seq_kv_bytes(self) -> float:
+        return self.seq_blocks * self.kv_block_bytes * self.model.num_layers
+
+    @property
+    def disk_seq_kv_bytes(self) -> float:
+        return self.disk_seq_blocks * self.disk_block_bytes * self.model.num_layers
+
+    @cached_property
+    def longest_blocks(self) -> int:
+        """Of the longest sequence that staging buffers must hold."""
+        return self.kv_blocks(self.longest_tokens or self.workload.prompt_len.max + self.workload.max_output_len)
+
+    @property
+    def delegated_prompt_blocks(self) -> int:
+        """Of a staging buffer, for the prompts of sequences that the CPU attends to, which pass through it once."""
+        return self.kv_blocks(self.batch_tokens) + min(self.gpu_batch_size, self.batch_tokens)
 
 
 @dataclass(frozen=True)
 class Shares:
     """Where things live, each group adding up to 1: FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of
-    docs/design.md. `streamed_peak` and `disk_peak`: the largest share of any one layer that is not on the GPU, or
-    is on disk; buffers are made for that. Members are numbers, or PuLP expressions."""
+    docs/design.md. Members are numbers, or PuLP expressions. The others are what buffers are made for.
+
+    streamed_peak, disk_peak: the largest share of any one layer that is not on the GPU, or is on disk.
+    staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere; disk_blocks: of one
+    buffer in host memory, for KV from and to disk. delegates: 1 if the CPU attends to any sequence for a GPU.
+    acts_wait: 1 if the activations of any GPU batch wait in host memory.
+    """
 
     w_gpu: Linear
     w_cpu: Linear
@@ -144,6 +200,10 @@ class Shares:
     head_cpu: Linear
     streamed_peak: Linear
     disk_peak: Linear
+    staged_blocks: Linear = 0
+    disk_blocks: Linear = 0
+    delegates: Linear = 0
+    acts_wait: Linear = 0
 
     @property
     def w_streamed(self) -> Linear:

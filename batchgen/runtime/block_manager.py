@@ -9,7 +9,7 @@ longest unused goes first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _ROOT = 0
@@ -59,6 +59,26 @@ class BlockManager:
             return None
         self.take(matched)
         return Place(matched, len(matched))
+
+    def admit_if(self, tokens: Sequence[int], fits: Callable[[int], bool]) -> Place | None:
+        """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already). Those
+        that only one has, or none, count as new: they would have been given back."""
+        matched = self.match(tokens)
+        if not fits(sum(self._users[block] > 1 for block in matched)):
+            return None
+        self.take(matched)
+        return Place(matched, len(matched))
+
+    def num_sole(self, blocks: Sequence[int]) -> int:
+        """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high) // 2
+            if self._users[blocks[middle]] > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return len(blocks) - low
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that already hold the KV of a prefix of `tokens`, never all of it: the last token has yet to be

@@ -77,6 +77,19 @@ class Executor:
             moved |= {"h2d": self.links[0].moved_bytes, "d2h": self.links[1].moved_bytes}
         return moved
 
+    @property
+    def busy_s(self) -> dict[str, float]:
+        return dict(self.lanes.busy_s)
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        return dict(self.lanes.stalled_s)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Taken of the tiers beside the host's memory: all of it is taken beforehand."""
+        return {"gpu": self.weights.arenas["gpu"].taken_bytes, "disk": self.kv_cache.disk_bytes}
+
     def close(self) -> None:
         """Ends what is under way and gives files back."""
         self.lanes.close()

@@ -40,6 +40,7 @@ def split_batches(
     num_gpu_batches: int,
     order: str,
     max_tokens: int,
+    max_seqs: int,
     max_staged_blocks: int,
     block_size: int,
     place_of: Callable[[ScheduledSequence], str],
@@ -49,7 +50,7 @@ def split_batches(
     order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences. "neo": with
         two batches, the second has what is delegated and the first all else; where one of them would be empty, and
         with any other number of batches, as "even".
-    max_tokens, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
+    max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
         than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
         it cannot be run, and the caller must not let it in.
     place_of: `place` for the compute device at hand.
@@ -63,39 +64,39 @@ def split_batches(
         where = place_of(scheduled)
         blocks = staged_blocks(scheduled, block_size) if where == "staged" else 0
         assert blocks <= max_staged_blocks, f"{blocks} blocks to stage for one sequence, room for {max_staged_blocks}"
-        parts.append(_Part(scheduled, where, (scheduled.num_tokens, blocks)))
+        parts.append(_Part(scheduled, where, (scheduled.num_tokens, 1, blocks)))
     delegated = [p for p in parts if p.where == "delegated"]
     others = [p for p in parts if p.where != "delegated"]
     if order == "neo" and num_gpu_batches == 2 and delegated and others:
         batches = [others, delegated]
     else:
         batches = _cut(parts, num_gpu_batches, _TOKENS)
-    limits = (max_tokens, max_staged_blocks)
+    limits = (max_tokens, max_seqs, max_staged_blocks)
     return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """load: tokens, and blocks to stage."""
+    """load: tokens, sequences, and blocks to stage."""
 
     scheduled: ScheduledSequence
     where: str
-    load: tuple[int, int]
+    load: tuple[int, int, int]
 
 
-_TOKENS, _STAGED = 0, 1  # in a load
+_TOKENS = 0  # in a load
 
 
-def _within(batch: list[_Part], limits: tuple[int, int]) -> Iterator[list[_Part]]:
-    """The batch, cut until every piece of more than one sequence keeps both limits."""
-    tokens, staged = (sum(p.load[kind] for p in batch) for kind in (_TOKENS, _STAGED))
-    max_tokens, max_staged = limits
-    if len(batch) == 1 or (tokens <= max_tokens and staged <= max_staged):
+def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:
+    """The batch, cut until every piece of more than one sequence keeps all limits."""
+    totals = [sum(loads) for loads in zip(*(p.load for p in batch), strict=True)]
+    excess = [total / max(1, limit) for total, limit in zip(totals, limits, strict=True)]
+    if len(batch) == 1 or max(excess) <= 1:
         yield batch
         return
-    # By what it exceeds the most; the pieces may still exceed the other limit, or this one a little.
-    kind = _TOKENS if tokens * max_staged >= staged * max_tokens else _STAGED
-    for piece in _cut(batch, -(-(tokens, staged)[kind] // limits[kind]), kind):
+    # By what it exceeds the most; the pieces may still exceed another limit, or this one a little.
+    kind = excess.index(max(excess))
+    for piece in _cut(batch, -(-totals[kind] // limits[kind]), kind):
         yield from _within(piece, limits)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from batchgen.runtime.schedule import LANES, Step
 
@@ -32,10 +32,10 @@ class Lanes:
     ) -> None:
         """perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
         self.busy_s = dict.fromkeys(LANES, 0.0)
-        # Seconds in which compute stood still, by the lane it waited for.
+        # Seconds in which compute stood still, by the lane it waited for; CPU attention also where it had the cores.
         self.stalled_s = dict.fromkeys(LANES, 0.0)
         self._perform, self._serial, self._on_step = perform, serial, on_step
-        self._cores = threading.Lock() if shared_cores and not serial else nullcontext()
+        self._cores = threading.Lock() if shared_cores and not serial else None
         self._changed = threading.Condition()
         self._pending: dict[int, str] = {}  # id -> lane
         self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
@@ -62,9 +62,9 @@ class Lanes:
             raise
 
     def drain(self) -> None:
-        """Waits until every Step has ended."""
+        """Waits until every Step has ended. Raises what one of them raised."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not self._pending)
+            self._changed.wait_for(lambda: self._closed or self._failure is not None or not self._pending)
             self._check()
 
     def close(self) -> None:
@@ -103,9 +103,10 @@ class Lanes:
 
     def _await_and_run(self, step: Step) -> None:
         self._await(step)
-        if self._closed:
-            return
-        with self._cores if step.lane in ("compute", "cpu_attention") else nullcontext():
+        with self._turn(step.lane):
+            self._check()
+            if self._closed:
+                return
             started = time.perf_counter()
             self._perform(step)
             ended = time.perf_counter()
@@ -115,6 +116,18 @@ class Lanes:
             if self._on_step:
                 self._on_step(step, started, ended)
             self._changed.notify_all()
+
+    @contextmanager
+    def _turn(self, lane: str) -> Iterator[None]:
+        """The cores, where they are shared."""
+        if self._cores is None or lane not in ("compute", "cpu_attention"):
+            yield
+            return
+        asked = time.perf_counter()
+        with self._cores:
+            if lane == "compute":
+                self.stalled_s["cpu_attention"] += time.perf_counter() - asked
+            yield
 
     def _await(self, step: Step) -> None:
         with self._changed:

@@ -96,7 +96,9 @@ class Sweeps:
         self._staging_users: dict[int, tuple[int, ...]] = {}
         self._read_users: dict[int, tuple[int, ...]] = {}
         self._write_users: dict[int, tuple[int, ...]] = {}
-        self._stored: list[tuple[int, ...]] = [()] * streams.num_layers  # Steps that stored the last sweep's KV
+        # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
+        # too. Kept over sweeps in which nothing is stored.
+        self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
 
     def steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
         """The Steps of the next sweep over these GPU batches."""
@@ -126,11 +128,11 @@ class Sweeps:
                 yield from self._before_attention(order[u + 1], batches, flow)
             yield from self._attention_and_rest((j, k), batches, flow)
             if k == last_batch:
-                if not self.streams.expanded:
-                    self._used(j, flow.hidden_made[k])
+                self._used(j, flow.hidden_made[k])
                 if j < layers - 1 or not self.streams.head_pieces:
                     yield from self._load_weights(j + 1)
-        self._stored = [tuple(flow.stored.get(j, ())) for j in range(layers)]
+        for j, stored in flow.stored.items():
+            self._stored[j] |= stored
         yield from self._head(batches, flow)
 
     def _step(self, kind: str, lane: str, layer: int, batch: int, *, slot: int = 0, after: Iterable[int] = ()) -> Step:
@@ -151,20 +153,18 @@ class Sweeps:
             made = step.id
         after = [made, *self._weights_ready(j)]
         if self.streams.expanded and k == 0:
-            step = self._step("expand_weight", "compute", j, 0, slot=self._weight_slot(j), after=after)
-            self._used(j, step.id)
-            yield step
+            yield self._step("expand_weight", "compute", j, 0, slot=self._weight_slot(j), after=after)
         pre = self._step("pre", "compute", j, k, slot=self._weight_slot(j), after=after)
         yield pre
         flow.before_attention[place] = (pre.id,)
         if batch.delegated:
             send = self._step("send_qkv", "d2h", j, k, after=(pre.id,))
             yield send
-            attend = self._step("cpu_attention", "cpu_attention", j, k, after=(send.id, *self._stored[j]))
+            attend = self._step("cpu_attention", "cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
             yield attend
             join = self._step("load_attention", "h2d", j, k, after=(attend.id,))
             yield join
-            flow.stored.setdefault(j, []).append(send.id)
+            flow.note_stored(send)
             flow.joins[place] = join.id
 
     def _attention_and_rest(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
@@ -274,11 +274,11 @@ class Sweeps:
         ready = self._staging_users.get(slot, ())
         if batch.disk_read:
             free = self._read_users.get(slot, ()) if self.streams.accelerated else ready
-            read = self._step("read_cache", "disk_read", j, k, slot=slot, after=(*free, *self._stored[j]))
+            read = self._step("read_cache", "disk_read", j, k, slot=slot, after=(*free, *self._stored[j].values()))
             yield read
             ready = (*ready, read.id)
         if batch.history and self.streams.accelerated:
-            load = self._step("load_cache", "h2d", j, k, slot=slot, after=(*ready, *self._stored[j]))
+            load = self._step("load_cache", "h2d", j, k, slot=slot, after=(*ready, *self._stored[j].values()))
             yield load
             ready = (load.id,)
             if batch.disk_read:
@@ -289,17 +289,16 @@ class Sweeps:
         """Takes new KV of staged sequences home, behind the computation."""
         j, k = place
         users = (attention,)
-        stored = flow.stored.setdefault(j, [])
         if batch.stored or self.streams.accelerated:
             free = self._write_users.get(slot, ()) if batch.disk_write else ()
             store = self._step("store_cache", "d2h", j, k, slot=slot, after=(attention, *free))
             yield store
             users = (store.id,)
-            stored.append(store.id)
+            flow.note_stored(store)
         if batch.disk_write:
             write = self._step("write_cache", "disk_write", j, k, slot=slot, after=users)
             yield write
-            stored.append(write.id)
+            flow.note_stored(write)
             if self.streams.accelerated:
                 self._write_users[slot] = (write.id,)
             else:
@@ -316,8 +315,11 @@ class _Flow:
     before_attention: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     joins: dict[Place, int] = field(default_factory=dict)  # the Step that brings back what the CPU attended to
     staged: dict[Place, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
-    stored: dict[int, list[int]] = field(default_factory=dict)  # per layer, Steps that store new KV
+    stored: dict[int, dict[str, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which they took no more room
     left: list[int] = field(default_factory=list)
     head_loads: list[int] = field(default_factory=list)
     head_users: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def note_stored(self, step: Step) -> None:
+        self.stored.setdefault(step.layer, {})[step.lane] = step.id

@@ -2,8 +2,9 @@
 
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
-sequence enters only if the blocks it and all sequences in flight are still expected to need are there. Where
-outputs grow beyond what was expected, the youngest sequence gives way and is run again later.
+sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
+later sweep (`projection`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
+expected, the youngest sequence gives way and is run again later.
 
 KV lives in one pool per home tier. A sequence is admitted into a KV class, which says its pool; it stays there until
 it leaves, and gives way only to sequences of the same pool.
@@ -15,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.block_manager import BlockManager, Place
 from batchgen.runtime.extents import ExtentManager
+from batchgen.runtime.projection import Growth, Projection
 from batchgen.runtime.sequence import CLASSES, Sequence, home_of
 
 
@@ -72,13 +74,13 @@ class Scheduler:
         expected_output_len: Callable[[Sequence], int] | None = None,
     ) -> None:
         """pools: by home tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
-        default max_tokens, with which no sequence ever has to give way."""
+        default max_tokens, with which none has to give way unless long prompts hold others up."""
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
-        self._expected = expected_output_len or (lambda s: s.sampling.max_tokens)
+        self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._reserved = dict.fromkeys(pools, 0)  # blocks, by home tier
         self._filling = True  # static admission: the current block still takes sequences
 
@@ -113,15 +115,26 @@ class Scheduler:
                     continue  # it gave way itself; the next one has moved up
                 sweep.append(ScheduledSequence(sequence, 1))
             i += 1
-        budget = self.limits.max_num_batched_tokens - len(sweep)
-        for sequence in self.running:
-            count = self._chunk(sequence, budget)
-            if sequence.num_remaining > 1 and count > 0:
-                self._grow(sequence, count)  # within what admission reserved: nobody gives way for it
-                budget -= count
-                sweep.append(ScheduledSequence(sequence, count))
+        budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep))
+        while not sweep and self.running:
+            # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
+            self._preempt(self.running[-1])
+            budget = self._prefill(sweep, self.limits.max_num_batched_tokens)
         self._admit(sweep, budget)
         return sweep
+
+    def _prefill(self, sweep: list[ScheduledSequence], budget: int) -> int:
+        """More of the prompts that are under way, as far as there are blocks; returns what is left of the budget."""
+        for sequence in self.running:
+            pool = self._pool(sequence)
+            blocks = pool.num_available - self._reserved[home_of(sequence.kv_class)] + sequence.reserved_blocks
+            room = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
+            count = min(self._chunk(sequence, budget), room)
+            if sequence.num_remaining > 1 and count > 0:
+                self._grow(sequence, count)
+                budget -= count
+                sweep.append(ScheduledSequence(sequence, count))
+        return budget
 
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has run: its tokens' KV is there."""
@@ -156,9 +169,13 @@ class Scheduler:
             if not self._filling:
                 return
         in_class = Counter(s.kv_class for s in self.running)
+        projections: dict[str, Projection | None] = {}
         while self.waiting and budget > 0:
+            if not projections:
+                projections = {home: self._projection(home, sweep) for home in self.pools}
             sequence = self.waiting[0]
-            if len(self.running) >= self.limits.max_num_seqs or not self._enter(sequence, in_class):
+            full = len(self.running) >= self.limits.max_num_seqs
+            if full or not self._enter(sequence, in_class, projections, budget):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -170,10 +187,11 @@ class Scheduler:
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
 
-    def _enter(self, sequence: Sequence, in_class: Mapping[str, int]) -> bool:
+    def _enter(
+        self, sequence: Sequence, in_class: Mapping[str, int], projections: Mapping[str, Projection | None], budget: int
+    ) -> bool:
         """Gives the sequence a place in the first class that has one; False if none has."""
-        expected = max(self._expected(sequence), sequence.num_generated + 1)
-        length = sequence.num_prompt + min(expected, sequence.sampling.max_tokens)
+        length = sequence.num_prompt + self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no place.
         num_tokens = max(length - 1, len(sequence.tokens))
         classes = [c for c in self._classes() if in_class[c] < self.limits.places(c)]
@@ -184,12 +202,17 @@ class Scheduler:
             home = home_of(kv_class)
             pool = self.pools[home]
             num_blocks = -(-num_tokens // pool.block_size)
-            place = pool.admit(sequence.tokens, num_blocks, self._reserved[home])
+            projection = projections[home]
+            if projection is None:
+                place = pool.admit(sequence.tokens, num_blocks, self._reserved[home])
+            else:
+                place = self._admit_projected(pool, projection, sequence, budget)
             if place is not None:
                 sequence.kv_class = kv_class
                 sequence.block_table.extend(place.blocks)
-                sequence.reserved_blocks = num_blocks - len(place.blocks)
-                self._reserved[home] += sequence.reserved_blocks
+                if projection is None:
+                    sequence.reserved_blocks = num_blocks - len(place.blocks)
+                    self._reserved[home] += sequence.reserved_blocks
                 matched = place.blocks[: place.num_matched]
                 sequence.num_computed = len(matched) * pool.block_size
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
@@ -197,6 +220,50 @@ class Scheduler:
                 sequence.node = pool.node(matched[-1]) if matched else 0
                 return True
         return False
+
+    def _admit_projected(
+        self, pool: BlockManager, projection: Projection, sequence: Sequence, budget: int
+    ) -> Place | None:
+        count = len(sequence.tokens)
+        admitted = None
+
+        def fits(num_shared: int) -> bool:
+            nonlocal admitted
+            delayed = count - num_shared * pool.block_size > self._chunk(sequence, budget)
+            sweeps = self._expected_len(sequence) - sequence.num_generated
+            admitted = Growth(count, sweeps, num_shared, delayed=delayed)
+            return projection.fits(admitted)
+
+        place = pool.admit_if(sequence.tokens, fits)
+        if place is not None:
+            projection.add(admitted)
+        return place
+
+    def _projection(self, home: str, sweep: list[ScheduledSequence]) -> Projection | None:
+        """What the pool's sequences will hold; None where blocks are reserved beforehand."""
+        pool = self.pools[home]
+        if self.limits.admission == "static" or isinstance(pool, ExtentManager):
+            return None
+        there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
+        growths = [
+            Growth(
+                len(s.tokens),
+                self._expected_len(s) - s.num_generated,
+                len(s.block_table),
+                pool.num_sole(s.block_table),
+                delayed=there.get(s, 0) < len(s.tokens),
+            )
+            for s in self.running
+            if home_of(s.kv_class) == home
+        ]
+        return Projection(
+            growths, pool.num_available, pool.block_size, max(self._expected_len(s) for s in self.waiting)
+        )
+
+    def _expected_len(self, sequence: Sequence) -> int:
+        """Tokens it is expected to generate in all, at least one more."""
+        expected = max(self.expected_output_len(sequence), sequence.num_generated + 1)
+        return min(expected, max(sequence.sampling.max_tokens, sequence.num_generated + 1))
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to give way."""

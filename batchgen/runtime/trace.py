@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from batchgen.errors import InputError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.runtime.schedule import LANES, Step
 
 
@@ -15,20 +17,19 @@ class TraceWriter:
 
     def __init__(self, path: str | Path, name: str) -> None:
         """name: of the process in the viewer. Raises InputError where the file cannot be written."""
+        self._path = Path(path)
         try:
-            self._file = Path(path).open("w")  # noqa: SIM115
+            self._file = self._path.open("w")
         except OSError as error:
             raise InputError(f"--trace {path} cannot be written: {error.strerror}") from error
-        self._file.write("[\n")
-        self._file.write(json.dumps({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": name}}))
+        self._write("[\n" + json.dumps({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": name}}))
         for row, lane in enumerate(LANES):
             for kind, value in (("thread_name", {"name": lane}), ("thread_sort_index", {"sort_index": row})):
                 self._event({"ph": "M", "name": kind, "pid": 1, "tid": row, "args": value})
-        self._origin_s: float | None = None
 
     def add(self, step: Step, start_s: float, end_s: float) -> None:
-        if self._origin_s is None:
-            self._origin_s = start_s
+        """Times since any moment that is the same for all Steps: viewers begin with the first of them. Raises BatchgenError
+        where the file takes no more."""
         self._event(
             {
                 "ph": "X",
@@ -36,16 +37,33 @@ class TraceWriter:
                 "cat": step.lane,
                 "pid": 1,
                 "tid": LANES.index(step.lane),
-                "ts": round((start_s - self._origin_s) * 1e6, 1),
+                "ts": round(start_s * 1e6, 1),
                 "dur": round((end_s - start_s) * 1e6, 1),
                 "args": {"sweep": step.sweep, "layer": step.layer, "batch": step.batch},
             }
         )
 
     def close(self) -> None:
+        """Raises BatchgenError where the file takes no more."""
         if not self._file.closed:
-            self._file.write("\n]\n")
-            self._file.close()
+            try:
+                self._write("\n]\n")
+            finally:
+                with self._errors_named():
+                    self._file.close()
 
     def _event(self, event: dict) -> None:
-        self._file.write(",\n" + json.dumps(event))
+        self._write(",\n" + json.dumps(event))
+
+    def _write(self, text: str) -> None:
+        with self._errors_named():
+            self._file.write(text)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BatchgenError(
+                f"--trace {self._path} takes no more: {error.strerror}; make room, or leave it out"
+            ) from error

@@ -96,7 +96,7 @@ class Weights:
         self.disk_bytes_read = 0
         self._store, self._checkpoint = store, checkpoint
         self._compute_home, self._h2d = compute_home, h2d
-        self._arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
+        self.arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
         for j in range(config.num_layers):
@@ -186,7 +186,7 @@ class Weights:
         resident: Tensors = {}
         on_host: Tensors = {}
         for group, tensors in groups.items():
-            self._arenas[kept[group]].take(_bytes_of(tensors), "the weights")
+            self.arenas[kept[group]].take(_bytes_of(tensors), "the weights")
             (resident if kept[group] == self._compute_home else on_host).update(tensors)
         self._resident.append(resident)
         self._on_host.append(on_host)
@@ -215,7 +215,7 @@ class Weights:
             for n in members
         ]
         for _ in range(WEIGHT_SLOTS):
-            self._slots.append({n: self._arenas["gpu"].empty(*shapes[n], "weights in transit") for n in names})
+            self._slots.append({n: self.arenas["gpu"].empty(*shapes[n], "weights in transit") for n in names})
 
     def _make_disk_buffers(self) -> None:
         self._stretches: list[list[_Stretch]] = []
@@ -240,7 +240,7 @@ class Weights:
             self._stretches.append(stretches)
         size = max((s.offset + s.num_bytes for stretches in self._stretches for s in stretches), default=0)
         self._disk_buffers = [
-            self._arenas["cpu"].empty((aligned(size),), torch.uint8, "weights in transit")
+            self.arenas["cpu"].empty((aligned(size),), torch.uint8, "weights in transit")
             for _ in range(WEIGHT_SLOTS if size else 0)
         ]
 
@@ -252,7 +252,7 @@ class Weights:
 
     def _expanded_buffers(self) -> Tensors:
         shapes = tensor_shapes(layer_layout(self.config))
-        arena = self._arenas[self._compute_home]
+        arena = self.arenas[self._compute_home]
         return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if len(s) == 2}
 
     def _load_ends(self) -> tuple[Tensors, Tensors]:
@@ -266,14 +266,14 @@ class Weights:
             ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
         embeddings, head = ends
         tied = self.config.tied_embeddings
-        self._arenas[self.homes.head if tied else "cpu"].take(_bytes_of(embeddings), "the embeddings")
-        self._arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
+        self.arenas[self.homes.head if tied else "cpu"].take(_bytes_of(embeddings), "the embeddings")
+        self.arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
         self._head_slots: list[Tensor] = []
         self._piece_rows = -(-self.config.vocab_size // HEAD_PIECES)
         if self._h2d is not None and self.homes.head != "gpu":
             shape = (self._piece_rows, self.config.embed_size)
             self._head_slots = [
-                self._arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
+                self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]
         return embeddings, head
 

@@ -1,0 +1,94 @@
+"""How much KV the sequences in flight will hold from now on: admission on the projected peak. No tensors.
+
+A decoding sequence gains a token in every sweep and gives its blocks back when it ends, so what is held at any later
+sweep can be summed up; a new sequence fits if with its own curve added the sum never exceeds the pool. With lengths
+that are known this packs a pool as the diagonal block schedule does (FlexGen appendix A.2), where reserving every
+sequence's last block from the start would leave half of the outputs' share empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Later sweeps are looked at in at most this many equal steps.
+_MOST_STEPS = 2048
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One sequence in a pool: `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps`
+    sweeps in all. It holds `num_held` blocks now, `num_sole` of them alone: those it gives back when it ends.
+
+    delayed: its prompt takes more than this sweep, nobody knows how many; it counts at its longest, for good.
+    """
+
+    num_tokens: int
+    num_sweeps: int
+    num_held: int = 0
+    num_sole: int = 0
+    delayed: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        return self.num_tokens + self.num_sweeps - 1
+
+
+class Projection:
+    """Blocks that sequences will take beyond what they hold now, less what those that end give back, by sweep."""
+
+    def __init__(self, growths: Sequence[Growth], num_available: int, block_size: int, longest_sweeps: int) -> None:
+        """num_available: blocks the pool can hand out now. longest_sweeps: of any sequence that is going to be added."""
+        self._num_available = num_available
+        longest = max([longest_sweeps, *(g.num_sweeps for g in growths)])
+        self._block_size = block_size
+        self._step = -(-longest // _MOST_STEPS)
+        self._steps = -(-longest // self._step)
+        # At the end of each step, when most is held of it.
+        self._sweeps = (np.arange(self._steps, dtype=np.int64) + 1) * self._step - 1
+        self._net = np.zeros(self._steps, dtype=np.int64)
+        decoding = [g for g in growths if not g.delayed]
+        if decoding:
+            self._net += self._summed(decoding)
+        self._net += sum(-(-g.most_tokens // block_size) - g.num_held for g in growths if g.delayed)
+
+    def fits(self, growth: Growth) -> bool:
+        """Whether the pool lasts with one sequence more."""
+        last = self._last(growth)
+        return bool((self._net[:last] + self._taken(growth, last)).max() <= self._num_available)
+
+    def add(self, growth: Growth) -> None:
+        """A sequence that has been admitted."""
+        last = self._last(growth)
+        self._net[:last] += self._taken(growth, last)
+
+    def _last(self, growth: Growth) -> int:
+        return self._steps if growth.delayed else min(self._steps, -(-growth.num_sweeps // self._step))
+
+    def _taken(self, growth: Growth, last: int) -> np.ndarray:
+        tokens = np.minimum(growth.num_tokens + self._sweeps[:last], growth.most_tokens)
+        return -(-tokens // self._block_size) - growth.num_held
+
+    def _summed(self, growths: Sequence[Growth]) -> np.ndarray:
+        size, steps = self._block_size, self._steps
+        tokens, sweeps, held, sole = (
+            np.array([getattr(g, name) for g in growths], dtype=np.int64)
+            for name in ("num_tokens", "num_sweeps", "num_held", "num_sole")
+        )
+        last = np.minimum(steps, -(-sweeps // self._step)) - 1  # the last step in which each is there
+        whole, rest = np.divmod(tokens, size)
+
+        def while_there(values: np.ndarray) -> np.ndarray:
+            """Sum over the sequences that are still there, by step."""
+            ending = np.bincount(last, weights=values, minlength=steps)
+            return np.rint(np.cumsum(ending[::-1])[::-1]).astype(np.int64)
+
+        # ceil((whole * size + rest + t) / size), by rest: sequences of equal rest take their next blocks together.
+        there = np.zeros((size, steps), dtype=np.int64)
+        np.add.at(there, (rest, last), 1)
+        there = np.cumsum(there[:, ::-1], axis=1)[:, ::-1]
+        grown = -(-(np.arange(size)[:, None] + self._sweeps) // size)
+        given_back = sole.sum() - while_there(sole)
+        return while_there(whole) + (there * grown).sum(0) - while_there(held) - given_back

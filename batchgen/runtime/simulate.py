@@ -1,0 +1,146 @@
+"""Carries out Steps on paper: the same Steps as `lanes` and by the same rules, in seconds that are given. No torch.
+
+A Step of another lane is issued when the computation before it in order has ended, as `Lanes.execute` does; it starts
+when its lane is free and all it waits for have ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from batchgen.runtime.schedule import LANES, Step
+
+Seconds = Callable[[Step], float]
+OnStep = Callable[[Step, float, float], None]  # (step, start, end)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """In seconds. total_s: until the last Step has ended. busy_s: by lane. stalled_s: in which compute stood still, by the
+    lane it waited for (cpu_attention also where it had the cores). between_s: spent between sweeps.
+
+    busy_s["compute"], all of stalled_s and between_s add up to the end of the last computation.
+    """
+
+    total_s: float
+    busy_s: dict[str, float]
+    stalled_s: dict[str, float]
+    between_s: float
+
+
+class Simulator:
+    """The lanes as they stand. Invariant: a Step has a start and an end as soon as nothing that follows can change them,
+    so only CPU attention that may have to let compute go first, and what waits for it, are still open."""
+
+    def __init__(self, *, shared_cores: bool = False, on_step: OnStep | None = None) -> None:
+        """shared_cores: compute and CPU attention take turns: who has waited longer goes first."""
+        self._shared_cores, self._on_step = shared_cores, on_step
+        self._now_s = 0.0  # of the compute lane, which issues all Steps
+        self._free_s = dict.fromkeys(LANES, 0.0)
+        self._open: set[int] = set()
+        self._queues: dict[str, deque[tuple[Step, float, float]]] = {lane: deque() for lane in LANES}
+        self._ended: dict[int, tuple[float, str]] = {}  # of Steps that others may have to wait for: end and lane
+        self._busy_s, self._stalled_s = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+        self._between_s = self._total_s = 0.0
+
+    def run(self, steps: Iterable[Step], seconds: Seconds) -> None:
+        """A sweep, until its last computation ends; Steps of other lanes may go on after it."""
+        for step in steps:
+            if step.lane == "compute":
+                self._compute(step, seconds(step))
+            else:
+                self._open.add(step.id)
+                self._queues[step.lane].append((step, self._now_s, seconds(step)))
+                self._settle()
+        if not self._open:  # what has ended by now holds up nothing that is yet to be issued
+            self._ended = {i: (end, lane) for i, (end, lane) in self._ended.items() if end > self._now_s}
+
+    def spend(self, seconds: float) -> None:
+        """Time between sweeps: nothing is computed, and the other lanes go on."""
+        self._now_s += seconds
+        self._between_s += seconds
+        self._total_s = max(self._total_s, self._now_s)
+
+    def timeline(self) -> Timeline:
+        """All that was issued so far, to its end."""
+        while self._attend(before_s=math.inf):
+            self._settle()
+        return Timeline(self._total_s, dict(self._busy_s), dict(self._stalled_s), self._between_s)
+
+    def _compute(self, step: Step, seconds: float) -> None:
+        while True:
+            ready = self._ready_s(step)
+            if not self._attend(before_s=math.inf if ready is None else max(ready, self._now_s)):
+                break
+            self._settle()
+        for i in step.after:
+            end_s, lane = self._ended.get(i, (0.0, step.lane))
+            self._wait(lane, end_s)
+        if self._shared_cores:
+            self._wait("cpu_attention", self._free_s["cpu_attention"])
+        self._end(step, self._now_s, seconds)
+        self._now_s += seconds
+        self._settle()
+
+    def _wait(self, lane: str, until_s: float) -> None:
+        self._stalled_s[lane] += max(0.0, until_s - self._now_s)
+        self._now_s = max(self._now_s, until_s)
+
+    def _settle(self) -> None:
+        """Starts what no other Step can get ahead of."""
+        progress = True
+        while progress:
+            progress = False
+            for lane, queue in self._queues.items():
+                if self._shared_cores and lane == "cpu_attention":
+                    continue
+                while queue:
+                    step, issued_s, seconds = queue[0]
+                    ready = self._ready_s(step)
+                    if ready is None:
+                        break
+                    queue.popleft()
+                    self._end(step, max(issued_s, self._free_s[lane], ready), seconds)
+                    progress = True
+
+    def _attend(self, before_s: float) -> bool:
+        """With shared cores: starts the next CPU attention, if there is one that can, and asks no later than `before_s`."""
+        queue = self._queues["cpu_attention"]
+        ready = self._ready_s(queue[0][0]) if queue else None
+        if ready is None:
+            return False
+        step, issued_s, seconds = queue[0]
+        asks_s = max(issued_s, self._free_s["cpu_attention"], ready)
+        if asks_s > before_s:
+            return False
+        queue.popleft()
+        self._end(step, max(asks_s, self._free_s["compute"]), seconds)
+        return True
+
+    def _ready_s(self, step: Step) -> float | None:
+        """When all that the Step waits for have ended; None if that is open."""
+        if any(i in self._open for i in step.after):
+            return None
+        return max((self._ended[i][0] for i in step.after if i in self._ended), default=0.0)
+
+    def _end(self, step: Step, start_s: float, seconds: float) -> None:
+        end_s = start_s + seconds
+        self._open.discard(step.id)
+        self._ended[step.id] = (end_s, step.lane)
+        self._free_s[step.lane] = end_s
+        self._busy_s[step.lane] += seconds
+        self._total_s = max(self._total_s, end_s)
+        if self._on_step:
+            self._on_step(step, start_s, end_s)
+
+
+def simulate(
+    steps: Iterable[Step], seconds: Seconds, *, shared_cores: bool = False, on_step: OnStep | None = None
+) -> Timeline:
+    """The timeline of Steps that are issued in one go. seconds: of each Step. For the rest see `Simulator`."""
+    simulator = Simulator(shared_cores=shared_cores, on_step=on_step)
+    simulator.run(steps, seconds)
+    return simulator.timeline()

@@ -1,0 +1,350 @@
+"""The Steps of a sweep: everything computed once and in order, and no buffer touched before or after its time.
+
+`hazards` knows what each kind of Step reads and writes, and nothing of how the schedule comes to what a Step waits for.
+What happens before what follows from three things only: a lane runs its Steps in order, a Step waits for those it names,
+and a sweep begins when all that the last one computed is there (its tokens decide what runs next).
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.runtime.schedule import (
+    HIDDEN_SLOTS,
+    LANES,
+    BatchFlow,
+    Streams,
+    Sweeps,
+)
+
+EXCHANGE_SLOTS = 2  # GPU batches whose queries and results of CPU attention the host has room for
+
+
+def all_steps(streams, sweeps):
+    made = Sweeps(streams)
+    return [step for batches in sweeps for step in made.steps(batches)]
+
+
+def happens_before(steps):
+    """For each Step a bit set: those that have ended whenever it starts."""
+    ended, last_of, barrier, sweep = [], {}, 0, 0
+    for step in steps:
+        if step.sweep > sweep:
+            barrier, sweep = ended[last_of["compute"]] | 1 << last_of["compute"], step.sweep
+        bits = barrier
+        for earlier in (*step.after, last_of.get(step.lane)):
+            if earlier is not None:
+                bits |= ended[earlier] | 1 << earlier
+        ended.append(bits)
+        last_of[step.lane] = step.id
+    return ended
+
+
+def hazards(steps, streams, sweeps):
+    """What could go wrong, in words; nothing where the Steps wait for all that they must."""
+    found, ended = [], happens_before(steps)
+    used = defaultdict(list)  # buffer -> (Step, whether it writes, what it holds then)
+    homes = defaultdict(list)  # KV's home -> (Step, whether it writes)
+    num_expanded = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
+    fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
+    slot_of = {}  # (which, GPU batch) -> its slot, for buffers whose slots no Step names
+    for step in steps:
+        kind, layer, k, slot = step.kind, step.layer, step.batch, step.slot
+        batch = sweeps[step.sweep][k]
+
+        def use(buffer, writes, holds, step=step):
+            used[buffer].append((step, writes, holds))
+
+        if kind in ("read_weight", "load_weight", "expand_weight", "pre", "post"):
+            _use_weights(step, streams, num_expanded, use)
+        if kind == "load_head":
+            use(("head", slot), True, (step.sweep, layer))
+        if kind == "head":
+            if streams.head_pieces:
+                use(("head", slot), False, (step.sweep, layer))
+            use(("logits", k), True, None)
+        # Activations of the batch; those that wait in host memory share slots on the device.
+        if kind in ("embed", "load_hidden", "pre", "post", "store_hidden", "head"):
+            use(("hidden", k), kind not in ("pre", "head"), None)
+        if kind == "load_hidden":
+            slot_of["hidden", k] = fetched["all"] % HIDDEN_SLOTS
+            fetched["all"] += 1
+        if batch.hidden_on_host and kind in ("load_hidden", "pre", "post", "store_hidden"):
+            holds = (step.sweep, layer, k)
+            use(("hidden slot", slot_of["hidden", k]), kind in ("load_hidden", "post"), holds)
+        # Queries, keys and values; results of attention.
+        if kind in ("pre", "attention", "send_qkv"):
+            use(("qkv", k), kind == "pre", (step.sweep, layer))
+        if kind == "attention":
+            use(("attended", k), True, (step.sweep, layer))
+        if kind == "post" and (batch.resident or batch.staged):
+            use(("attended", k), False, (step.sweep, layer))
+        if kind == "load_attention" or (kind == "post" and batch.delegated):
+            use(("attended on CPU", k), kind == "load_attention", (step.sweep, layer))
+        if kind == "send_qkv":
+            slot_of["exchange", k] = exchanged["all"] % EXCHANGE_SLOTS
+            exchanged["all"] += 1
+        if kind in ("send_qkv", "cpu_attention", "load_attention"):
+            holds = (step.sweep, layer, k)
+            use(("exchange", slot_of["exchange", k]), kind != "load_attention", holds)
+        # KV: in staging buffers, in the disk's buffers, at home.
+        if kind.endswith("_cache") or (kind == "attention" and batch.staged):
+            _use_staging(step, batch, streams, use)
+        if kind in ("load_cache", "cpu_attention") or (kind == "store_cache" and batch.stored) or kind == "send_qkv":
+            homes["cpu", layer].append((step, kind in ("store_cache", "send_qkv")))
+        if kind in ("read_cache", "write_cache"):
+            homes["disk", layer].append((step, kind == "write_cache"))
+
+    for buffer, touches in used.items():
+        written, holds, readers = None, None, []
+        for step, writes, content in touches:
+            if not writes and content is not None and content != holds:
+                found.append(f"{step.kind} finds {holds} in {buffer}, not {content}")
+            for earlier in [e for e in (written, *(readers if writes else ())) if e not in (None, step)]:
+                if not ended[step.id] >> earlier.id & 1:
+                    found.append(f"{step.kind} may use {buffer} before {earlier.kind} is done with it")
+            if writes:
+                written, holds, readers = step, content, []
+            else:
+                readers.append(step)
+    for home, touches in homes.items():
+        for i, (step, writes) in enumerate(touches):
+            for earlier, wrote in touches[:i]:
+                # Sequences of a sweep have places of their own; those of another sweep may have had the same.
+                apart = earlier.sweep == step.sweep and _sequences(earlier) != _sequences(step)
+                if (writes or wrote) and not apart and not ended[step.id] >> earlier.id & 1:
+                    found.append(f"{step.kind} may touch KV on {home} before {earlier.kind} is done with it")
+    return found
+
+
+def _sequences(step):
+    """Whose KV a Step touches: those that the CPU attends to, or those that pass through staging buffers, of a batch."""
+    return step.batch, step.kind in ("send_qkv", "cpu_attention")
+
+
+def _use_weights(step, streams, num_expanded, use):
+    """On its way a layer is in a slot of the host's buffers, of the device's, and is expanded in another."""
+    layer, slot = step.layer, step.slot
+    content = layer
+    arrives = "device" if streams.accelerated else "host"
+    if step.kind == "read_weight":
+        use(("weights", "host", slot), True, content)
+    elif step.kind == "load_weight":
+        if streams.disk_weights[layer]:
+            use(("weights", "host", slot), False, content)
+        use(("weights", "device", slot), True, content)
+    else:  # norms and biases are never packed: they are used where they arrive
+        if streams.weights[layer]:
+            use(("weights", arrives, slot), False, content)
+        if streams.expanded:
+            use(("weights", "expanded", layer % num_expanded), step.kind == "expand_weight", content)
+
+
+def _use_staging(step, batch, streams, use):
+    content, slot = (step.sweep, step.layer, step.batch), step.slot
+    staging = ("staging", slot)
+    reads = ("read buffer", slot) if streams.accelerated else staging
+    writes = ("write buffer", slot) if streams.accelerated else staging
+    if step.kind == "read_cache":
+        use(reads, True, content)
+    elif step.kind == "load_cache":
+        if batch.disk_read:
+            use(reads, False, content)
+        use(staging, True, content)
+    elif step.kind == "attention":
+        if batch.history:
+            use(staging, False, content)
+        use(staging, True, content)
+    elif step.kind == "store_cache":
+        use(staging, False, content)
+        if batch.disk_write:
+            use(writes, True, content)
+    else:
+        use(writes, False, content)
+
+
+def check_computation(steps, streams, sweeps):
+    """Every layer of every batch once per sweep and in order; activations are on the device when they are used."""
+    for sweep, batches in enumerate(sweeps):
+        own = [s for s in steps if s.sweep == sweep]
+        places = [(j, k) for j in range(streams.num_layers) for k in range(len(batches))]
+
+        def of(kind, own=own):
+            return [(s.layer, s.batch) for s in own if s.kind == kind]
+
+        assert of("pre") == of("post") == places
+        assert of("attention") == [(j, k) for j, k in places if batches[k].resident or batches[k].staged]
+        for kind in ("send_qkv", "cpu_attention", "load_attention"):
+            assert of(kind) == [(j, k) for j, k in places if batches[k].delegated]
+        assert of("expand_weight") == [(j, k) for j, k in places if streams.expanded and k == 0]
+        assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
+        assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
+        assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
+        assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
+        pieces = range(max(1, streams.head_pieces))
+        assert of("head") == [(p, k) for p in pieces for k in range(len(batches)) if batches[k].samples]
+        position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
+        for j, k in places:
+            order = [position[kind, j, k] for kind in ("pre", "attention", "post") if (kind, j, k) in position]
+            assert order == sorted(order)
+        on_host = [b.hidden_on_host for b in batches]
+        for s in own:
+            if s.kind in ("load_hidden", "store_hidden"):
+                assert on_host[s.batch] == (s.kind == "load_hidden")
+                on_host[s.batch] = s.kind == "store_hidden"
+            elif s.kind in ("pre", "post", "head"):
+                assert not on_host[s.batch]
+
+
+@st.composite
+def batch_flows(draw, accelerated):
+    """Sequences by where they live: none, only new ones, or some that have KV already."""
+    host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
+    disk = draw(st.sampled_from(["none", "new", "old"]))
+    delegated = accelerated and draw(st.booleans())
+    nothing_else = host == disk == "none" and not delegated
+    return BatchFlow(
+        resident=nothing_else or draw(st.booleans()),
+        history="old" in (host, disk),
+        stored=host != "none",
+        disk_read=disk == "old",
+        disk_write=disk != "none",
+        delegated=delegated,
+        samples=draw(st.booleans()),
+    )
+
+
+@st.composite
+def jobs(draw):
+    """(streams, the batches of each sweep)."""
+    accelerated = draw(st.booleans())
+    layers = draw(st.integers(1, 4))
+    tiers = draw(st.lists(st.sampled_from(["device", "host", "disk"]), min_size=layers, max_size=layers))
+    streams = Streams(
+        accelerated=accelerated,
+        weights=tuple(t == "disk" or (t == "host" and accelerated) for t in tiers),
+        disk_weights=tuple(t == "disk" for t in tiers),
+        expanded=draw(st.booleans()),
+        head_pieces=draw(st.integers(0, 5)) if accelerated else 0,
+    )
+    sweeps = []
+    for _ in range(draw(st.integers(1, 4))):
+        batches = draw(st.lists(batch_flows(accelerated), min_size=1, max_size=4))
+        first_on_host = draw(st.integers(0, len(batches))) if accelerated else len(batches)
+        sweeps.append([replace(b, hidden_on_host=k >= first_on_host) for k, b in enumerate(batches)])
+    return streams, sweeps
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(jobs())
+def test_no_step_comes_too_early(job):
+    streams, sweeps = job
+    steps = all_steps(streams, sweeps)
+    assert [s.id for s in steps] == list(range(len(steps))), "ids count up"
+    for step in steps:
+        assert step.lane in LANES
+        assert all(earlier < step.id for earlier in step.after)
+    check_computation(steps, streams, sweeps)
+    assert hazards(steps, streams, sweeps) == []
+
+
+DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)
+CPU = BatchFlow(delegated=True)
+ALL = replace(DISK, delegated=True)
+NEW_ON_DISK = BatchFlow(resident=False, disk_write=True)
+OLD_ON_DISK = BatchFlow(resident=False, history=True, disk_read=True, disk_write=True)
+ON_HOST = {"hidden_on_host": True}
+# Between them these have every kind of Step wait for every kind that it ever waits for.
+JOBS = [
+    (
+        Streams(True, (True, True, True), (True, False, True), head_pieces=3),
+        [[DISK, replace(CPU, **ON_HOST), replace(ALL, **ON_HOST), replace(DISK, **ON_HOST)]] * 3,
+    ),
+    (Streams(True, (True, True, True), (True, False, True), expanded=True, head_pieces=3), [[ALL], [ALL]]),
+    (Streams(False, (True, True, True), (True, True, True)), [[OLD_ON_DISK] * 3, [OLD_ON_DISK] * 3]),
+    (
+        Streams(False, (True, True, True), (True, True, True), expanded=True),
+        [[BatchFlow()], [NEW_ON_DISK], [BatchFlow()], [OLD_ON_DISK]],
+    ),
+    (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
+]
+# Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no activations,
+# a read need not wait for the load of a layer of which nothing came from disk.
+NOT_ALWAYS_NEEDED = {("expand_weight", "embed"), ("read_weight", "load_weight")}
+
+
+def test_a_wait_left_out_is_a_hazard():
+    """Each wait by itself, unless what else is waited for makes up for it."""
+    needed, detected = Counter(), Counter()
+    for streams, sweeps in JOBS:
+        steps = all_steps(streams, sweeps)
+        check_computation(steps, streams, sweeps)
+        assert hazards(steps, streams, sweeps) == []
+        for i, step in enumerate(steps):
+            for earlier in step.after:
+                broken = list(steps)
+                broken[i] = replace(step, after=tuple(e for e in step.after if e != earlier))
+                if not happens_before(broken)[i] >> earlier & 1:
+                    waits = (step.kind, steps[earlier].kind)
+                    needed[waits] += 1
+                    detected[waits] += bool(hazards(broken, streams, sweeps))
+    assert needed.total() > 400
+    assert detected.total() / needed.total() > 0.95
+    assert {waits for waits, count in needed.items() if detected[waits] < count} == NOT_ALWAYS_NEEDED
+    assert {waits for waits, count in detected.items() if count == needed[waits]} >= {
+        ("pre", "embed"), ("pre", "read_weight"), ("pre", "load_hidden"), ("expand_weight", "read_weight"),
+        ("read_weight", "post"), ("load_weight", "read_weight"), ("load_weight", "post"),
+        ("read_cache", "load_cache"), ("read_cache", "write_cache"), ("load_cache", "read_cache"),
+        ("load_cache", "store_cache"), ("attention", "load_cache"), ("attention", "read_cache"),
+        ("attention", "write_cache"), ("store_cache", "attention"), ("store_cache", "write_cache"),
+        ("write_cache", "attention"), ("write_cache", "store_cache"),
+        ("send_qkv", "pre"), ("cpu_attention", "send_qkv"), ("load_attention", "cpu_attention"),
+        ("post", "load_attention"), ("load_hidden", "post"), ("load_hidden", "store_hidden"), ("store_hidden", "post"),
+        ("head", "load_head"), ("load_head", "head"),
+    }  # fmt: skip
+
+
+def test_nothing_waits_that_need_not():
+    """What is to overlap: loading ahead, storing behind, CPU attention of one batch beside the products of the next."""
+    steps = all_steps(Streams(True, (True,) * 4, (True,) * 4), [[CPU, BatchFlow(history=True, stored=True)]])
+    for one, other in [
+        (("load_weight", 2, 0), ("pre", 1, 1)),
+        (("load_weight", 2, 0), ("post", 1, 0)),
+        (("read_weight", 3, 0), ("load_weight", 2, 0)),
+        (("load_cache", 1, 1), ("attention", 1, 0)),
+        (("store_cache", 1, 1), ("pre", 2, 1)),
+        (("cpu_attention", 1, 0), ("pre", 1, 1)),
+        (("cpu_attention", 1, 0), ("post", 0, 1)),
+    ]:
+        assert apart(steps, one, other), f"{one} and {other}"
+    steps = all_steps(Streams(False, (False,) * 4, (False,) * 4), [[OLD_ON_DISK, OLD_ON_DISK]])
+    for one, other in [
+        (("read_cache", 1, 1), ("attention", 1, 0)),
+        (("write_cache", 1, 0), ("attention", 1, 1)),
+        (("write_cache", 1, 0), ("read_cache", 1, 1)),
+    ]:
+        assert apart(steps, one, other), f"{one} and {other}"
+
+
+def apart(steps, one, other):
+    """Whether neither of two (kind, layer, batch), each the first of its kind, has to wait for the other."""
+    number = {(s.kind, s.layer, s.batch): s.id for s in reversed(steps)}
+    earlier, later = sorted((number[one], number[other]))
+    return not happens_before(steps)[later] >> earlier & 1
+
+
+def test_weights_load_on_across_sweeps():
+    steps = all_steps(Streams(False, (True,) * 3, (True,) * 3), [[BatchFlow()]] * 2)
+    loads = [(s.sweep, s.layer, s.slot) for s in steps if s.kind == "read_weight"]
+    assert loads == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (0, 0, 1), (0, 1, 0), (1, 2, 1), (1, 0, 0), (1, 1, 1)]
+    uses = [(s.sweep, s.layer, s.slot) for s in steps if s.kind == "pre"]
+    assert uses == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (1, 0, 1), (1, 1, 0), (1, 2, 1)]
+
+
+def test_in_memory_all_is_computation_in_one_lane():
+    steps = all_steps(Streams(False, (False,) * 2, (False,) * 2), [[BatchFlow(), BatchFlow(samples=False)]])
+    assert {s.lane for s in steps} == {"compute"}
+    per_layer = ["pre", "attention", "post"] * 2
+    assert [s.kind for s in steps] == ["embed", "embed", *per_layer, *per_layer, "head"]

@@ -1,0 +1,304 @@
+"""Under any policy the same tokens as with everything in memory: fp32, greedy, random policies and the hard cases."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tiered import (
+    CPU,
+    EMULATED,
+    before_each_step,
+    everything_moves,
+    give_own_cores,
+    make_parts,
+    make_policy,
+    make_uneven,
+    run,
+    shuffle_steps,
+)
+
+from batchgen.engine import Engine
+from batchgen.request import Request, SamplingParams
+
+NUM_PROMPTS, OUTPUT_LEN, CONTEXT = 24, 12, 80
+FP32, INT4 = "float32", "int4"
+FORMATS = [(FP32, FP32), (INT4, FP32), (FP32, INT4), (INT4, INT4)]  # of weights, of KV
+# Rows end before the reference comes upon two tokens this close to each other: rounding decides which of them wins. With
+# 4-bit KV the last bit of a number may move it by a whole level, and log-probabilities by up to 0.08, as seen here.
+NEAR_TIE = {FP32: 1e-3, INT4: 0.15}
+NUM_CANDIDATES = 120  # prompts, of which those are kept that come upon a tie last
+OPT = [("opt", {}), ("opt", {"num_attention_heads": 2, "num_hidden_layers": 1})]
+LLAMA = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+    ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "num_hidden_layers": 2}),
+    ("mistral", {"sliding_window": 20}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Lanes have a thread each; torch's own would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Prompts, and what the plain in-memory engine makes of them, as far as it is beyond doubt."""
+
+    prompts: list[list[int]]
+    tokens: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_models, stores):
+    """(family, overrides, weight format, KV format) -> (model's path, Reference), made when first asked for."""
+    made = {}
+
+    def get(family, overrides, weight_format=FP32, kv_format=FP32):
+        path = tiny_models(family, **overrides)[0]
+        key = (path, weight_format, kv_format)
+        if key not in made:
+            made[key] = make_reference(path, stores, weight_format, kv_format)
+        return path, made[key]
+
+    return get
+
+
+def make_reference(path, stores, weight_format, kv_format):
+    rng = random.Random(7)
+    prefix = [rng.randrange(4, 500) for _ in range(40)]
+    lengths = itertools.chain([1, 2, 8, 16, 17], iter(lambda: rng.randrange(1, 28), None))
+    prompts = [
+        prefix[: 40 if i % 3 else 20] * (i % 2) + [rng.randrange(4, 500) for _ in range(length)]
+        for i, length in zip(range(NUM_CANDIDATES), lengths, strict=False)
+    ]
+    policy = make_policy(
+        path, CPU, gpu_batch_size=NUM_CANDIDATES, kv_seqs={"cpu": NUM_CANDIDATES}, max_num_batched_tokens=4096,
+        share_prefixes=False, weight_format=weight_format, kv_format=kv_format,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=2)
+    with Engine.from_parts(make_parts(path, CPU, policy, stores), sampling=sampling) as engine:
+        done = sorted(engine.generate([Request(prompt) for prompt in prompts]), key=lambda c: c.index)
+    tokens = []
+    for completion in done:
+        sample = completion.samples[0]
+        close = [p.top[0].logprob - p.top[1].logprob < NEAR_TIE[kv_format] for p in sample.logprobs]
+        tokens.append(sample.token_ids[: close.index(True) if True in close else OUTPUT_LEN])
+    kept = sorted(sorted(range(NUM_CANDIDATES), key=lambda i: -len(tokens[i]))[:NUM_PROMPTS])
+    assert sum(len(tokens[i]) for i in kept) > NUM_PROMPTS * OUTPUT_LEN * (0.4 if kv_format == INT4 else 0.9)
+    return Reference([prompts[i] for i in kept], [tokens[i] for i in kept])
+
+
+@dataclass(frozen=True)
+class Case:
+    """policy: fields to set apart from the model's. tight: pools so small that sequences give way. rows: (prompt's number,
+    tokens to generate). mode: how Steps are run."""
+
+    family: str
+    overrides: dict
+    accelerated: bool
+    policy: dict
+    tight: bool
+    rows: list[tuple[int, int]]
+    mode: str
+    seed: int
+
+
+@st.composite
+def cases(draw, variants):
+    family, overrides = draw(st.sampled_from(variants))
+    accelerated = draw(st.sampled_from([True, True, True, False]))
+    num_layers = overrides.get("num_hidden_layers", 3)
+    tiers = [0, 1, 2] if accelerated else [1, 2]
+    layers = {}
+    for group in ("qkv", "out", "up", "down"):
+        homes = draw(st.lists(st.sampled_from(tiers), min_size=num_layers, max_size=num_layers))
+        layers[group] = tuple(homes.count(tier) for tier in range(3))
+    num_batches, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    classes = ["gpu", "cpu", "streamed", "disk"] if accelerated else ["cpu", "disk"]
+    members = draw(
+        st.lists(st.sampled_from(classes), min_size=num_batches * batch_size, max_size=num_batches * batch_size)
+    )
+    on_host = draw(st.integers(0, num_batches)) if accelerated else num_batches
+    weight_format, kv_format = draw(st.sampled_from([FORMATS[0]] * 4 + FORMATS))
+    policy = {
+        "admission": draw(st.sampled_from(["continuous", "static"])),
+        "gpu_batch_size": batch_size,
+        "num_gpu_batches": num_batches,
+        "max_num_batched_tokens": draw(st.sampled_from([3, 16, 64, 300])),
+        "max_model_len": CONTEXT,
+        "kv_block_size": draw(st.sampled_from([8, 16])),
+        "share_prefixes": draw(st.booleans()),
+        "weight_format": weight_format,
+        "kv_format": kv_format,
+        "weight_layers": layers,
+        "head_tier": draw(st.sampled_from(["gpu", "cpu"])) if accelerated else "cpu",
+        "kv_seqs": {c: members.count(c) for c in classes if c in members},
+        "activation_batches": (num_batches - on_host, on_host),
+        "batch_order": draw(st.sampled_from(["even", "neo"])),
+    }
+    rows = draw(
+        st.lists(st.tuples(st.integers(0, NUM_PROMPTS - 1), st.integers(1, OUTPUT_LEN)), min_size=1, max_size=14)
+    )
+    mode = draw(st.sampled_from(["serial", "overlapped", "uneven", "own cores", "shuffled", "shuffled"]))
+    return Case(family, overrides, accelerated, policy, draw(st.booleans()), rows, mode, draw(st.integers(0, 10**6)))
+
+
+def check(case, reference, stores):
+    formats = case.policy["weight_format"], case.policy["kv_format"]
+    path, expected = reference(case.family, case.overrides, *formats)
+    device = EMULATED if case.accelerated else CPU
+    policy = make_policy(path, device, **case.policy)
+    parts = make_parts(
+        path, device, policy, stores, serial=case.mode == "serial", longest_tokens=CONTEXT,
+        most_kv_tokens=1 if case.tight else 4096,
+    )  # fmt: skip
+    if case.mode == "shuffled":
+        shuffle_steps(parts, case.seed)
+    elif case.mode in ("uneven", "own cores"):
+        make_uneven(parts, case.seed)
+    if case.mode == "own cores":
+        give_own_cores(parts)
+    prompts = [expected.prompts[i] for i, _ in case.rows]
+    wanted = [expected.tokens[i][:count] for i, count in case.rows]
+    found, stats = run(
+        parts, prompts, [len(tokens) for tokens in wanted], expected_output_len=1 if case.tight else None
+    )
+    assert found == wanted
+    return stats
+
+
+any_policy = settings(
+    max_examples=120, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@any_policy
+@given(case=cases(OPT))
+def test_any_policy_gives_the_tokens_of_the_in_memory_engine_opt(case, reference, stores):
+    check(case, reference, stores)
+
+
+@pytest.mark.slow
+@any_policy
+@given(case=cases(LLAMA))
+def test_any_policy_gives_the_tokens_of_the_in_memory_engine_llama(case, reference, stores):
+    check(case, reference, stores)
+
+
+def all_rows(expected):
+    return expected.prompts, [len(tokens) for tokens in expected.tokens]
+
+
+@pytest.mark.parametrize("order", ["even", "neo"])
+@pytest.mark.parametrize("num_batches", [2, 3, 4])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_cpu_attention_of_several_gpu_batches_beside_compute(family, num_batches, order, reference, stores):
+    """Where FlexGen's own code goes wrong: its batches share one workspace. Here attention of one batch and products of
+    another really run at the same time."""
+    path, expected = reference(family, {})
+    policy = make_policy(
+        path, EMULATED, gpu_batch_size=6, num_gpu_batches=num_batches, kv_seqs={"cpu": 6 * num_batches - 4, "gpu": 4},
+        activation_batches=(num_batches, 0), batch_order=order, max_num_batched_tokens=150,
+    )  # fmt: skip
+    spans = {"compute": [], "cpu_attention": []}
+
+    def note(step, start, end):
+        if step.lane in spans:
+            spans[step.lane].append((start, end))
+
+    parts = make_parts(path, EMULATED, policy, stores, on_step=note)
+    give_own_cores(parts)
+    make_uneven(parts, seed=num_batches)
+    assert run(parts, *all_rows(expected))[0] == expected.tokens
+    both = sum(a < d and c < b for a, b in spans["compute"] for c, d in spans["cpu_attention"])
+    assert both > len(spans["cpu_attention"]) / 10, "they took turns"
+
+
+STEP_KINDS = {
+    "embed", "read_weight", "load_weight", "expand_weight", "load_hidden", "pre", "send_qkv", "cpu_attention",
+    "load_attention", "read_cache", "load_cache", "attention", "store_cache", "write_cache", "post", "store_hidden",
+    "load_head", "head",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["serial", "overlapped", "shuffled"])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_every_kind_of_step(family, mode, reference, stores):
+    path, expected = reference(family, {}, INT4, INT4)
+    kinds = set()
+    policy = everything_moves(path, kv_format=INT4)
+    parts = make_parts(path, EMULATED, policy, stores, serial=mode == "serial")
+    if mode == "shuffled":
+        shuffle_steps(parts, seed=1)
+    before_each_step(parts, lambda step: kinds.add(step.kind))
+    assert run(parts, *all_rows(expected))[0] == expected.tokens
+    assert kinds == STEP_KINDS
+    moved = parts.executor.bytes_moved
+    assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
+
+
+@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
+def test_sequences_give_way_in_every_tier(kv_class, reference, stores):
+    path, expected = reference("llama", {})
+    policy = make_policy(
+        path, EMULATED, num_gpu_batches=2, gpu_batch_size=3, kv_seqs={kv_class: 6}, max_model_len=CONTEXT,
+        activation_batches=(1, 1),
+    )  # fmt: skip
+    parts = make_parts(path, EMULATED, policy, stores, longest_tokens=CONTEXT, most_kv_tokens=1)
+    found, stats = run(parts, *all_rows(expected), expected_output_len=1)
+    assert found == expected.tokens
+    assert stats.preempted > 0
+
+
+@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
+def test_shared_prefixes_in_every_tier(kv_class, reference, stores):
+    path, expected = reference("opt", {})
+    policy = make_policy(
+        path, EMULATED, num_gpu_batches=2, gpu_batch_size=4, kv_seqs={kv_class: 8}, activation_batches=(2, 0)
+    )
+    found, stats = run(make_parts(path, EMULATED, policy, stores), *all_rows(expected))
+    assert found == expected.tokens
+    assert (stats.cached_prompt_tokens > 0) == (kv_class != "disk")  # there, reads are long instead
+
+
+@pytest.mark.parametrize("admission", ["continuous", "static"])
+def test_draws_are_the_same_in_any_tier(admission, reference, stores):
+    """Samples of several per row, with a temperature: what is drawn belongs to the row, not to where it was run."""
+    path, expected = reference("llama", {})
+    sampling = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, n=3, seed=5)
+
+    def texts(device, policy):
+        with Engine.from_parts(make_parts(path, device, policy, stores), sampling=sampling) as engine:
+            done = sorted(engine.generate([Request(p) for p in expected.prompts[:8]]), key=lambda c: c.index)
+        return [sample.token_ids for completion in done for sample in completion.samples]
+
+    plain = texts(CPU, make_policy(path, CPU, gpu_batch_size=24, kv_seqs={"cpu": 24}))
+    tiered = texts(EMULATED, everything_moves(path, weight_format=FP32, admission=admission))
+    assert tiered == plain and len(set(plain)) > 12
+
+
+def test_rows_that_pass_through_staging_must_fit_it(reference, stores):
+    """A row too long for the buffers its KV passes through fails alone, and says so."""
+    path, expected = reference("opt", {})
+    policy = make_policy(path, EMULATED, kv_seqs={"disk": 8})
+    parts = make_parts(path, EMULATED, policy, stores, longest_tokens=32)
+    long, short = Request([5] * 300), Request(expected.prompts[0][:8], SamplingParams(max_tokens=4))
+    with Engine.from_parts(parts) as engine:
+        done = {c.index: c for c in engine.generate([long, short])}
+    assert "more KV than" in done[0].error and done[1].error is None
