@@ -38,7 +38,7 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 class SweepRunner(Protocol):
     """What the engine needs of an executor: `run(batches, on_logits)` computes packed GPU batches and calls
-    on_logits(batch, fp32 logits [len(batch.sampled), vocab]) for each."""
+    on_logits(sequences, fp32 logits [sequences, vocab]) until all that are sampled have theirs."""
 
     bytes_moved: dict[str, int]  # by lane
     busy_s: dict[str, float]  # by lane
@@ -402,10 +402,10 @@ class Engine:
         sampled = []
         sampling_s = 0.0
 
-        def on_logits(batch, logits) -> None:
+        def on_logits(sequences, logits) -> None:
             nonlocal sampling_s
             began = time.perf_counter()
-            sampled.extend(zip(batch.sampled, parts.sample(logits, batch.sampled), strict=True))
+            sampled.extend(zip(sequences, parts.sample(logits, sequences), strict=True))
             sampling_s += time.perf_counter() - began
 
         parts.executor.run(batches, on_logits)

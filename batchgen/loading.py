@@ -18,7 +18,7 @@ from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.machine import available_memory_bytes, has_fast_bfloat16, keep_freed_memory, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
-from batchgen.planner.memory import group_bytes, plan_memory
+from batchgen.planner.memory import group_bytes, logit_rows, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
 from batchgen.units import parse_bytes
@@ -242,6 +242,7 @@ def load_parts(
         compute_home=compute_home,
         links=links,
         batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
+        logit_rows=logit_rows(config, torch_dtype.itemsize),
         serial=serial,
         shared_cores=device.accelerated,
         on_step=on_step,

@@ -34,7 +34,7 @@ def write_input(path: Path, rows: int) -> None:
             writer.write_table(pa.table({"name": names, "number": list(numbers)}, schema))
 
 
-def stub_engine(options, plan, files, tokenizer, progress):
+def stub_engine(options, plan, files, tokenizer, progress, on_step):
     """In place of the job's own: everything but the network."""
     import torch
 
@@ -47,15 +47,23 @@ def stub_engine(options, plan, files, tokenizer, progress):
     config = read_config(files)
 
     class Stub:
-        def run(self, batch):
-            logits = torch.zeros(len(batch.sampled), config.vocab_size)
-            logits[:, 300] = 1.0
-            return logits
+        bytes_moved = stalled_s = peak_bytes = {}
+        busy_s = {"compute": 0.0}
+
+        def run(self, batches, on_logits):
+            for batch in batches:
+                logits = torch.zeros(len(batch.sampled), config.vocab_size)
+                logits[:, 300] = 1.0
+                on_logits(batch.sampled, logits)
+
+        def close(self):
+            pass
 
     parts = EngineParts(
         config=config,
         tokenizer=tokenizer(),
         executor=Stub(),
+        split=lambda sweep: [sweep],
         pack=partial(pack, block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
         policy=Policy(
@@ -65,15 +73,16 @@ def stub_engine(options, plan, files, tokenizer, progress):
             max_num_batched_tokens=4096,
             max_model_len=config.max_position,
             kv_block_size=16,
-            num_kv_blocks=4096,
+            kv_blocks={"cpu": 4096},
             share_prefixes=True,
             weight_format="float32",
             kv_format="float32",
+            kv_seqs={"cpu": 256},
         ),
-        memory=MemoryPlan(0, 0, 0, 0, 0),
+        memory=MemoryPlan({}, {}, {"cpu": 4096}, 0, 4096),
         eos_token_ids=frozenset(),
         dtype="float32",
-        weights_file_bytes=0,
+        loaded_bytes=0,
     )
     return Engine.from_parts(parts, sampling=options.sampling)
 

@@ -16,6 +16,7 @@ WORKSPACE_BYTES = 192 << 20
 DEVICE_WORKSPACE_BYTES = 32 << 20
 # Pieces in which an output matrix that is not on the accelerator comes over, two at a time.
 HEAD_PIECES = 8
+_LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 # Direct I/O moves multiples of this.
 _DISK_BLOCK = 4096
@@ -32,7 +33,13 @@ def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_toke
     per_token = dtype_bytes * (4 * config.hidden_size + max(2 * heads, mlp))
     if config.rope is not None:
         per_token += 4 * 3 * heads
-    return max_num_batched_tokens * per_token + max_num_seqs * config.vocab_size * (dtype_bytes + 8)
+    rows = min(max_num_seqs, logit_rows(config, dtype_bytes))
+    return max_num_batched_tokens * per_token + rows * config.vocab_size * (dtype_bytes + 8)
+
+
+def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
+    """Sequences whose logits are made together: enough for an efficient product, in a bounded amount of memory."""
+    return max(_FEWEST_LOGIT_ROWS, _LOGITS_BYTES // (config.vocab_size * (dtype_bytes + 8)))
 
 
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:

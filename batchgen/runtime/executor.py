@@ -17,6 +17,7 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
 from batchgen.quant import quantize
 from batchgen.runtime import layers
+from batchgen.runtime import sequence as runtime_sequence
 from batchgen.runtime.batch import PackedBatch, Segment
 from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
@@ -25,8 +26,8 @@ from batchgen.runtime.schedule import Step, Sweeps
 from batchgen.runtime.transfer import Link
 from batchgen.runtime.weights import WeightHomes, Weights
 
-# (batch, fp32 logits [len(batch.sampled), vocab]) as soon as a batch has them.
-OnLogits = Callable[[PackedBatch, Tensor], None]
+# (sequences, their fp32 logits [sequences, vocab]) as soon as they are there.
+OnLogits = Callable[[Sequence[runtime_sequence.Sequence], Tensor], None]
 
 
 class Executor:
@@ -42,21 +43,24 @@ class Executor:
         compute_home: str = "cpu",
         links: tuple[Link, Link] | None = None,
         batches_on_host: int = 0,
+        logit_rows: int | None = None,
         serial: bool = False,
         shared_cores: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
         """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
-        batches, the last ones, whose activations wait in host memory between layers. For the rest see `Lanes`."""
+        batches, the last ones, whose activations wait in host memory between layers. logit_rows: sequences whose logits are made together;
+        None: a GPU batch. For the rest see `Lanes`."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         self.lanes = Lanes(self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step)
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
         self._batches_on_host = batches_on_host
+        self._logit_rows = logit_rows
         self._rope = layers.rope_table(config, max_positions) if config.rope else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
-        self._on_logits: OnLogits = lambda batch, logits: None
+        self._on_logits: OnLogits = lambda sequences, logits: None
 
     @torch.inference_mode()
     def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
@@ -215,15 +219,18 @@ class Executor:
         if step.layer == 0:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.head_piece(step.layer, step.slot)
-        logits = layers.logits(b.hidden, rows)
-        if len(rows) < self.config.vocab_size:
+        sampled = b.packed.sampled
+        if len(rows) == self.config.vocab_size:
+            count = self._logit_rows or len(sampled)
+            for i in range(0, len(sampled), count):
+                self._on_logits(sampled[i : i + count], layers.logits(b.hidden[i : i + count], rows))
+        else:
             if start == 0:
-                b.logits = torch.empty(len(logits), self.config.vocab_size)
-            b.logits[:, start : start + len(rows)] = logits
+                b.logits = torch.empty(len(sampled), self.config.vocab_size)
+            b.logits[:, start : start + len(rows)] = layers.logits(b.hidden, rows)
             if start + len(rows) < self.config.vocab_size:
                 return
-            logits = b.logits
-        self._on_logits(b.packed, logits)
+            self._on_logits(sampled, b.logits)
         b.hidden = b.logits = None
 
 
