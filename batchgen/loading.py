@@ -86,6 +86,8 @@ def resolve_budgets(
         budgets["disk"] = free if disk_memory is None else min(free, _size(disk_memory))
     if device.accelerated:
         budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else _size(gpu_memory)
+        if cpu_memory is None:  # an emulated memory is a part of the host's
+            budgets["cpu"] = max(1, budgets["cpu"] - budgets["gpu"])
     elif gpu_memory is not None:
         raise InputError("--gpu-memory is given, but there is no GPU: leave it out, or give --device emulated:...")
     return budgets

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.device import parse_device
+from batchgen.emulated_profile import emulated_profile
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
-from batchgen.loading import resolve_context, resolve_dtype
+from batchgen.loading import resolve_context, resolve_dtype, store_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.output.atomic_file import write_atomically
@@ -30,6 +31,7 @@ from batchgen.planning import (
 )
 from batchgen.policy import Plan
 from batchgen.progress import Progress
+from batchgen.simulation import trace_plan
 from batchgen.units import format_bytes
 from batchgen.workload import Workload
 from batchgen.workload_sample import measure_workload
@@ -84,8 +86,6 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.plan_file:
         _write(options.plan_file, plan)
     if job.trace:
-        from batchgen.simulation import trace_plan
-
         trace_plan(plan, config, case.hardware, job.trace)
     if options.as_json:
         return [json.dumps(plan.to_json(), indent=2)]
@@ -160,7 +160,9 @@ def _case_there(options: PlanOptions, files: ModelFiles, config: ModelConfig, co
     if dtype == "auto":
         known = hardware.compute.has_rates("gemm_flops_per_s", config.dtype)
         dtype = config.dtype if known else "float32"
-    return _Case(hardware, _request(options, files, config, dtype, context), _STARTUP_S)
+    request = _request(options, files, config, dtype, context)
+    size = store_bytes(config, dtype, options.job.quantization)
+    return _Case(hardware, replace(request, store_bytes=size), _STARTUP_S)
 
 
 def _plan(
@@ -227,8 +229,6 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
             refresh=refresh and profile is None, notify=progress.say,
         )  # fmt: skip
     if emulated is not None and emulated.accelerated:
-        from batchgen.emulated_profile import emulated_profile
-
         profile = emulated_profile(profile, emulated)
     if output == "-":
         return [json.dumps(profile.to_json(), indent=2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -12,11 +13,12 @@ from typing import Any
 
 from batchgen.calibration import at_this_moment, calibrated
 from batchgen.device import Device, parse_device
+from batchgen.emulated_profile import emulated_profile
 from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.job_options import JobOptions
-from batchgen.loading import existing_store, process_bytes, resolve_budget, store_bytes
+from batchgen.loading import existing_store, process_bytes, resolve_budgets, store_bytes
 from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir
@@ -27,7 +29,7 @@ from batchgen.planner.profile_cache import load_or_measure
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
 from batchgen.policy import TIERS, Plan
-from batchgen.units import parse_bytes
+from batchgen.units import format_bytes, parse_bytes
 from batchgen.workload import Workload
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
@@ -116,17 +118,18 @@ def machine_of(
         raise InputError(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
         )
+    profile = on_this_machine(profile)
     if device.accelerated:
-        from batchgen.emulated_profile import emulated_profile
-
         profile = emulated_profile(profile, device)
-    store = existing_store(files, directory, request.dtype, request.quantization)
+    store = False
+    with contextlib.suppress(InputError):  # plans need no weights to be there
+        store = existing_store(files, directory, request.dtype, request.quantization)
     request = replace(
         request,
-        cpu_memory=resolve_budget(job.cpu_memory),
+        cpu_memory=resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)["cpu"],
         store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
     )
-    return on_this_machine(profile), request
+    return profile, request
 
 
 def offload_dir(job: JobOptions) -> Path:
@@ -273,8 +276,8 @@ def runnable(
 
 
 def longest_tokens(plan: Plan) -> int:
-    """The longest prompt and output that room is made for: the longest of the sample, and half as much again."""
-    return int(1.5 * (plan.workload.prompt_len.max + plan.workload.max_output_len)) + plan.policy.kv_block_size
+    """The longest prompt and output of the sample."""
+    return plan.workload.prompt_len.max + plan.workload.max_output_len
 
 
 def most_kv_tokens(plan: Plan) -> int:
@@ -303,7 +306,10 @@ def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
     """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load all."""
-    best = search(problem)
+    try:
+        best = search(problem)
+    except InputError as error:
+        raise InputError(f"{error}{_store_hint(problem, request)}") from error
     return make_plan(
         problem,
         best,
@@ -313,6 +319,17 @@ def plan_job(
         startup_s=startup_s + _loading_s(best, loading_s, request) + _first_touch_s(best),
         output_len_known=output_len_known,
     )
+
+
+def _store_hint(problem: Problem, request: PlanRequest) -> str:
+    """The disk that would help where none is allowed for weights: it must hold all of them."""
+    if "disk" in problem.allowed.weight_tiers:
+        return ""
+    try:
+        search(replace(problem, allowed=Allowed(), budgets={**problem.budgets, "disk": 0}))
+    except InputError:
+        return ""
+    return f"; or --disk-memory {format_bytes(request.store_bytes * 1.001)}, for weights on disk"
 
 
 def what_if(

@@ -24,7 +24,11 @@ class Prefetch(Iterator[T]):
         self._closed = threading.Event()
         self._done = False
         self._thread = threading.Thread(target=self._run, name="batchgen-input", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt, while it was being started: nobody could close it later
+            self._closed.set()
+            raise
 
     def _run(self) -> None:
         try:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "batchgen"
 VOCABULARY = (
-    "attention_plan", "errors", "formats", "hardware", "machine", "model_config", "ops", "policy", "request", "rope",
-    "units", "workload",
+    "attention_plan", "device", "direct_io", "errors", "formats", "hardware", "machine", "model_config", "ops", "policy",
+    "quant", "request", "rope", "units", "workload",
 )  # fmt: skip
 
 

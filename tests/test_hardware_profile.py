@@ -99,7 +99,14 @@ class TestFormats:
             gpu_box().gpu.rates("gemm_flops_per_s", "float32")
 
 
-@pytest.mark.parametrize("box", [gpu_box(), cpu_box(gguf_load_bytes_per_s=1e9, measured={"threads": 2})])
+@pytest.mark.parametrize(
+    "box",
+    [
+        gpu_box(),
+        gpu_box(shared_cores=True, copy_bytes_per_s=3e10, disk_write_overhead_s=2e-5),
+        cpu_box(gguf_load_bytes_per_s=1e9, measured={"threads": 2}),
+    ],
+)
 def test_json_round_trip(box, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(box.to_json()))
@@ -155,6 +162,19 @@ def test_absurd_rates_and_sizes(field, value):
 @pytest.mark.parametrize("field", ["sweep_overhead_s", "row_overhead_s", "gpu/step_overhead_s"])
 def test_absurd_overheads(field, value):
     assert field.replace("/", ".") in complaint(changed(gpu_box(), field, value))
+
+
+def test_files_from_before_emulated_devices_have_none():
+    old = gpu_box().to_json()
+    for name in ("shared_cores", "copy_bytes_per_s", "disk_read_overhead_s", "disk_write_overhead_s"):
+        del old[name]
+    assert HardwareProfile.from_json(old) == gpu_box()
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None], ids=repr)
+def test_shared_cores_is_true_or_false(value):
+    said = complaint(changed(gpu_box(), "shared_cores", value))
+    assert said == f"hardware profile: shared_cores must be true or false, not {value!r}"
 
 
 def test_no_overhead_is_none():

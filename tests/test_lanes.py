@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from batchgen.errors import BatchgenError
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 
@@ -236,7 +237,7 @@ def test_a_failure_does_not_wait_for_what_other_lanes_are_at():
     steps = [step(0, "disk_read"), step(1, "d2h"), step(2, "compute", 0)]
     with pytest.raises(Broken):
         in_time(lambda: lanes.execute(steps), seconds=5)
-    with pytest.raises(Broken):
+    with pytest.raises(BatchgenError, match="d2h"):
         lanes.execute([step(3, "compute")])
     with pytest.raises(Broken):
         lanes.drain()

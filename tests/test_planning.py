@@ -3,12 +3,17 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
 
 from batchgen import planning
+from batchgen.device import Device
 from batchgen.errors import InputError
+from batchgen.hardware import ComputeRates
+from batchgen.planner.explain import make_plan
+from batchgen.planner.search import search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
 from batchgen.planning import (
     PlanRequest,
@@ -25,6 +30,7 @@ from batchgen.planning import (
 from batchgen.policy import Plan
 from batchgen.workload import Lengths, Workload
 
+CPU, EMULATED = Device("cpu"), Device("emulated", GIB)
 SMALL = opt(1024, 12, 16)
 REQUEST = PlanRequest("small", "float16", 512)
 WORKLOAD = Workload(300, Lengths((50, 80, 120)), Lengths((10, 40)), 64, shared_prefix_len=16)
@@ -37,7 +43,7 @@ def make(hardware=None, model=SMALL, workload=WORKLOAD, request=REQUEST, loading
 
 @pytest.fixture(scope="module")
 def in_memory():
-    return make(request=replace(REQUEST, in_memory=True))
+    return make(request=replace(REQUEST, disk_memory=0))
 
 
 def complaint(function, *args, **options):
@@ -188,7 +194,7 @@ class TestLoading:
         assert late.prediction.low_s >= 7
 
     def test_kv_pages_are_provided_as_they_are_first_used(self):
-        request = replace(REQUEST, max_num_seqs=64, in_memory=True)
+        request = replace(REQUEST, max_num_seqs=64, disk_memory=0)
 
         def first_touch_s(rate, rows=300, box=cpu_box):
             workload = Workload.uniform(rows, 100, 20)
@@ -203,43 +209,47 @@ class TestLoading:
         token_bytes = 2 * 2 * SMALL.num_layers * 1024
         assert first_touch_s(1e9, 64) == pytest.approx(64 * 120 * token_bytes / 1e9)
         # With all KV on the GPU the host has none to provide.
-        assert first_touch_s(1e9, box=gpu_box) == 0
+        assert first_touch_s(1e9, box=partial(gpu_box, cpu=ComputeRates())) == 0
 
 
 class TestRunnable:
+    def runnable(self, plan, name="small", dtype="float16", context=512, device=CPU, **options):
+        return runnable(plan, name, dtype, context, device=device, **options)
+
     def test_a_plan_for_this_job(self, in_memory):
-        assert runnable(in_memory, "small", "float16", 512) is in_memory
+        assert self.runnable(in_memory) is in_memory
 
     def test_a_plan_for_another(self, in_memory):
-        assert "--plan is for small in float16, not large in float16" in complaint(
-            runnable, in_memory, "large", "float16", 512
+        assert "--plan is for small in float16, not large in float16" in complaint(self.runnable, in_memory, "large")
+        assert "not small in float32" in complaint(self.runnable, in_memory, dtype="float32")
+        assert "--max-model-len 512" in complaint(self.runnable, in_memory, context=2048)
+
+    def test_a_plan_for_another_device(self, in_memory):
+        on_gpu = make(gpu_box())
+        assert "--plan is for a machine with a GPU: give --device emulated" in complaint(self.runnable, on_gpu)
+        assert self.runnable(on_gpu, device=EMULATED) is on_gpu
+        assert "--plan is for the CPU: leave out --device emulated" in complaint(
+            self.runnable, in_memory, device=EMULATED
         )
-        assert "not small in float32" in complaint(runnable, in_memory, "small", "float32", 512)
-        assert "--max-model-len 512" in complaint(runnable, in_memory, "small", "float16", 2048)
 
-    def test_a_plan_for_a_gpu(self):
-        assert "--plan needs gpu" in complaint(runnable, make(gpu_box()), "small", "float16", 512)
-
-    def test_a_plan_with_a_disk(self):
-        request = replace(REQUEST, model_name="llama", max_num_seqs=8)
+    def test_a_plan_with_a_disk_and_several_batches(self):
+        request = replace(REQUEST, model_name="llama", max_num_seqs=8, num_gpu_batches=2)
         plan = make(cpu_box(cpu_memory_bytes=12 * GIB), llama_8b(), request=request)
-        assert "--plan needs disk" in complaint(runnable, plan, "llama", "float16", 512)
+        assert plan.placement_bytes["weights"]["disk"] > 0 and plan.policy.num_gpu_batches == 2
+        assert self.runnable(plan, "llama") is plan
 
-    @pytest.mark.parametrize("name", ["weight_format", "kv_format"])
-    def test_a_plan_in_4_bits(self, in_memory, name):
+    @pytest.mark.parametrize(("name", "option"), [("weight_format", "quantization"), ("kv_format", "kv_cache_dtype")])
+    def test_a_plan_in_4_bits(self, in_memory, name, option):
         plan = replace(in_memory, policy=replace(in_memory.policy, **{name: "int4"}))
-        assert "--plan needs 4-bit formats" in complaint(runnable, plan, "small", "float16", 512)
+        flag = "--" + option.replace("_", "-")
+        assert f"--plan has int4 where {flag} is" in complaint(self.runnable, plan)
+        assert self.runnable(plan, **{option: "int4"}) is plan
+        assert f"--plan has float16 where {flag} is int4" in complaint(self.runnable, in_memory, **{option: "int4"})
 
-    def test_a_plan_in_several_batches(self):
-        plan = make(request=replace(REQUEST, num_gpu_batches=4, in_memory=True))
-        assert "4 GPU batches" in complaint(runnable, plan, "small", "float16", 512)
-
-    def test_in_memory_means_the_compute_devices(self, in_memory):
+    def test_without_a_disk_all_is_in_memory(self, in_memory):
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}
         assert used == {"cpu"} and in_memory.policy.kv_seqs == {"cpu": in_memory.policy.max_num_seqs}
-        on_gpu = make(gpu_box(), request=replace(REQUEST, in_memory=True))
-        assert on_gpu.policy.kv_seqs == {"gpu": on_gpu.policy.max_num_seqs}
-        request = replace(REQUEST, in_memory=True)
+        request = replace(REQUEST, disk_memory=0, store_bytes=GIB)
         assert "no plan fits" in complaint(make, cpu_box(cpu_memory_bytes=8 * GIB), llama_8b(), request=request)
 
 
@@ -327,3 +337,26 @@ def test_a_prediction_adds_up(in_memory):
 def test_more_rows_take_longer():
     times = [make(workload=replace(WORKLOAD, num_seqs=rows)).prediction.total_s for rows in (1, 10, 100, 1000, 10_000)]
     assert all(b > a for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("kv_classes", "batches", "order"),
+    [
+        (("gpu", "cpu"), 2, "neo"),
+        (("streamed", "cpu"), 2, "neo"),
+        (("cpu",), 2, "even"),
+        (("gpu",), 2, "even"),
+        (("gpu", "cpu"), 1, "even"),
+        (("gpu", "cpu"), 4, "even"),
+    ],
+)
+def test_two_batches_are_neos_where_the_cpu_attends_to_some(kv_classes, batches, order):
+    request = replace(REQUEST, num_gpu_batches=batches, max_num_seqs=16)
+    problem = problem_of(gpu_box(), SMALL, WORKLOAD, request)
+    best = search(problem)
+    share, rest = divmod(16, len(kv_classes))
+    seqs = {name: share + (i < rest) for i, name in enumerate(kv_classes)}
+    placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
+    options = {"model_name": "small", "max_model_len": 512, "share_prefixes": True, "startup_s": 0.0}
+    policy = make_plan(problem, placed, output_len_known=True, **options).policy
+    assert policy.batch_order == order and policy.kv_seqs == seqs

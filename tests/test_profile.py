@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchgen import quant
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile, Rates, read_profile
 from batchgen.machine import available_memory_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.planner import profile as profile_module
 from batchgen.planner import profile_compute, profile_transfer
-from batchgen.planner.profile import Overheads, add_dtypes, measure
+from batchgen.planner.profile import Overheads, add_dtypes, add_int4, measure
 from batchgen.planner.profile_cache import load_or_measure, profile_path
 from batchgen.planner.profile_timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.planner.profile_transfer import copy_rates, disk_rates
@@ -29,6 +30,7 @@ from batchgen.planner.profile_transfer import copy_rates, disk_rates
 TINY = Effort(
     widths=(32, 64),
     tokens=(1, 8),
+    elementwise_tokens=(64, 512),
     groups=(1, 2),
     batches=(1, 4),
     contexts=(32, 64),
@@ -141,6 +143,22 @@ class TestMeasure:
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_4_bit_formats_are_merged_in(self, measured, dtype):
+        lines = []
+        after = add_int4(measured, dtype, notify=lines.append, effort=TINY)
+        before, cpu = measured.cpu, after.cpu
+        for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s"):
+            table = getattr(cpu, name)
+            assert set(table) == {"float32", "bfloat16", "int4"}
+            assert {k: v for k, v in table.items() if k != "int4"} == getattr(before, name)
+            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table["int4"].points))
+        assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and before.expand_bytes_per_s is None
+        assert 1e6 < cpu.expand_bytes_per_s < 1e13
+        assert len(lines) == 4 and all("int4" in line for line in lines)
+        assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
+        assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
+
     @pytest.mark.slow
     def test_full_measurement_is_done_within_a_minute(self, tmp_path):
         started = time.perf_counter()
@@ -198,11 +216,32 @@ class TestAttention:
     @pytest.mark.parametrize(("sequences", "turns"), [([(1, 19), (1, 30)], 2), ([(24, 0)], 4)])
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
-        run = profile_compute._paged_attention(pool, self.model, sequences)
+        run = profile_compute._paged_attention(
+            profile_compute._paged_kv(pool, self.model), self.model, sequences, pool.dtype
+        )
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
         assert all(not torch.equal(a, b) for a, b in itertools.combinations(results[:turns], 2))
         assert torch.equal(results[turns], results[0])
+
+    def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
+        """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
+        pool = torch.randn(64 * 2 * 2 * 16 * 16)
+        kv = profile_compute._paged_kv(pool, self.model, "int4")
+        assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 12)
+        expanded = quant.dequantize(kv, 16)
+        sequences = [(1, 19), (1, 30)]
+        torch.manual_seed(1)
+        packed = profile_compute._paged_attention(kv, self.model, sequences, torch.float32)(3)
+        torch.manual_seed(1)
+        plain = profile_compute._paged_attention(expanded, self.model, sequences, torch.float32)(3)
+        assert torch.allclose(packed, plain, atol=1e-5)
+        works = []
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)
+        for kv_format in (None, "int4"):
+            profile_compute.decode_rates(Device("cpu"), pool, [self.model], TINY, kv_format)
+        whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
+        assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([12 / 64] * len(whole))
 
     def test_contiguous_decode_counts_only_what_fits_the_pool(self):
         token_numbers = 2 * 2 * 16  # K and V
@@ -226,8 +265,9 @@ class TestTransfers:
         if where == "memory" and not os.access("/dev/shm", os.W_OK):
             pytest.skip("no /dev/shm")
         try:
-            read, write = disk_rates(profile_transfer.make_offload_dir(directory), TINY)
-            assert 1e5 < read < 1e13 and 1e5 < write < 1e13
+            disk = disk_rates(profile_transfer.make_offload_dir(directory), TINY)
+            assert 1e5 < disk.read_bytes_per_s < 1e13 and 1e5 < disk.write_bytes_per_s < 1e13
+            assert 0 <= disk.read_overhead_s < 1 and 0 <= disk.write_overhead_s < 1
             assert list(directory.iterdir()) == []
         finally:
             directory.rmdir()
@@ -241,10 +281,22 @@ class TestTransfers:
         monkeypatch.setattr(profile_transfer.fcntl, "fcntl", refuse)
         synced = []
         monkeypatch.setattr(profile_transfer.os, "fsync", synced.append)
-        read, write = disk_rates(tmp_path, TINY)
-        assert read > 1e5 and write > 1e5
+        disk = disk_rates(tmp_path, TINY)
+        assert disk.read_bytes_per_s > 1e5 and disk.write_bytes_per_s > 1e5
         assert synced
         assert list(tmp_path.iterdir()) == []
+
+    def test_small_requests_show_what_one_takes_beside_its_bytes(self, tmp_path, monkeypatch):
+        whole = profile_transfer._File.write
+
+        def slow(self, worker, offset, num_bytes=profile_transfer._REQUEST_BYTES):
+            time.sleep(0.004)
+            whole(self, worker, offset, num_bytes)
+
+        monkeypatch.setattr(profile_transfer._File, "write", slow)
+        disk = disk_rates(tmp_path, TINY)
+        # Four at a time, so that each takes a quarter of its wait.
+        assert 0.0008 < disk.write_overhead_s < 0.004 and disk.read_overhead_s < disk.write_overhead_s
 
     def test_stops_when_its_time_is_up(self):
         runs = []
@@ -333,6 +385,18 @@ class TestCache:
         assert both.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
         assert set(load(("bfloat16",)).cpu.gemm_flops_per_s) == {"float32", "bfloat16"}
         assert len(load.measured) == 2
+
+    def test_further_formats_are_measured_when_asked_for_and_kept(self, load):
+        first = load()
+        assert first.cpu.expand_bytes_per_s is None
+        packed = load(formats=("int4",))
+        assert load.measured == [("float32",)] and len(load.overheads) == 1
+        assert packed.cpu.expand_bytes_per_s > 0 and "int4" in packed.cpu.decode_attention_bytes_per_s
+        assert packed.cpu.gemm_flops_per_s == first.cpu.gemm_flops_per_s
+        count = len(load.notes)
+        again = load(formats=("int4",))
+        assert len(load.notes) == count and self.without_sizes(again) == self.without_sizes(packed)
+        assert load().cpu.expand_bytes_per_s == packed.cpu.expand_bytes_per_s
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):

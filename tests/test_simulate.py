@@ -1,16 +1,40 @@
-"""The simulator against hand-made cases, against the lanes' rules tried out tick by tick, and against the lanes themselves."""
+"""The simulator against hand-made cases, against the lanes' rules tried out tick by tick, and against the lanes themselves;
+a plan's job on paper against the planner's terms, and against what the engine packs and moves."""
 
+import json
 import random
+import sys
 import time
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_cases import budgets, constant, cpu_box, gpu_box, opt
+from tiered import BUDGETS, make_parts, make_policy
+from tiny_models import make_tiny_model
 
+from batchgen.device import Device
+from batchgen.engine import Engine
+from batchgen.hardware import ComputeRates
+from batchgen.loading import weight_homes
+from batchgen.model_config import ModelConfig
+from batchgen.model_files import read_config, resolve_model
+from batchgen.planner.cost import head_lanes, layer_lanes
+from batchgen.planner.flow import Stage
+from batchgen.planner.lp import Counts
+from batchgen.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
+from batchgen.policy import Plan, Policy, Prediction
+from batchgen.request import Request, SamplingParams
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.scheduler import ScheduledSequence
+from batchgen.runtime.sequence import Sequence
 from batchgen.runtime.simulate import Simulator, simulate
+from batchgen.simulation import made_up_rows, simulate_job, trace_plan
+from batchgen.step_costs import StepCosts, load_of, streams_of
+from batchgen.workload import Lengths, Workload
 
 
 def step(number, lane, *after, kind="work", sweep=0):
@@ -205,3 +229,284 @@ def test_the_lanes_take_as_long(shared_cores):
     timeline = simulator.timeline()
     assert timeline.total_s * 0.99 <= took <= timeline.total_s * 1.35 + 0.1, "sleeps are never too short"
     assert sum(seconds.values()) > 1.3 * timeline.total_s, "there is something to overlap"
+
+
+# A plan's job.
+
+GPU_COUNTS = dict.fromkeys(("qkv", "out", "up", "down"), (24, 0, 0))
+
+
+def plan_of(policy: Policy, workload: Workload, on: dict, dtype: str = "float16") -> Plan:
+    """A policy as a plan, of which nothing is predicted."""
+    nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
+    return Plan("model", "machine", dtype, workload, on, policy, {}, nothing)
+
+
+def gpu_policy(**changes) -> Policy:
+    fields = {
+        "admission": "continuous", "gpu_batch_size": 32, "num_gpu_batches": 1, "max_num_batched_tokens": 512,
+        "max_model_len": 2048, "kv_block_size": 16, "kv_blocks": {}, "share_prefixes": True, "weight_format": "float16",
+        "kv_format": "float16", "weight_layers": GPU_COUNTS, "head_tier": "gpu", "kv_seqs": {"gpu": 32},
+        "activation_batches": (1, 0),
+    }  # fmt: skip
+    return Policy(**fields | changes)
+
+
+def planned(hardware, model: ModelConfig, workload: Workload, **options) -> Plan:
+    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, **options)
+    problem = problem_of(hardware, model, workload, request)
+    longest = int(1.5 * (workload.prompt_len.max + workload.max_output_len)) + 16
+    problem = replace(problem, longest_tokens=longest)
+    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+
+
+def decoding(kv_class: str, count: int, context: int, block_size: int = 16) -> list[ScheduledSequence]:
+    """Sequences alike with one new token each, after `context` - 1 others; their blocks are neighbours."""
+    made = []
+    for i in range(count):
+        sequence = Sequence(i, i, 0, [1] * context, SamplingParams(max_tokens=8), kv_class=kv_class)
+        sequence.num_prompt = sequence.num_computed = context - 1
+        used = -(-context // block_size)
+        sequence.block_table.extend(range(i * used, (i + 1) * used))
+        made.append(ScheduledSequence(sequence, 1))
+    return made
+
+
+def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
+    """Seconds by lane of a sweep over one GPU batch: of layer 5, of the head's computation, and of all."""
+    home = "gpu" if "gpu" in plan.budgets else "cpu"
+    load = load_of(batch, block_size=16, compute_home=home, **options)
+    seconds = StepCosts(plan, model, hardware).sweep([load])
+    layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
+    for s in Sweeps(streams_of(plan)).steps([load.flow]):
+        took = seconds(s)
+        total[s.lane] += took
+        head += took if s.kind == "head" else 0.0
+        layer[s.lane] += took if s.layer == 5 and not s.kind.endswith("head") else 0.0
+    return layer, head, total
+
+
+@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
+def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class):
+    model, hardware = opt(2048, 24, 32), gpu_box(shared_cores=False)
+    counts = {"qkv": (24, 0, 0), "out": (0, 24, 0), "up": (24, 0, 0), "down": (0, 0, 24)}
+    policy = gpu_policy(weight_layers=counts, kv_seqs={kv_class: 32}, activation_batches=(0, 1), head_tier="cpu")
+    plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
+    count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
+    layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
+    setting = StepCosts(plan, model, hardware)._setting
+    at = Counts(counts, {kv_class: 32}, (0, 1), 0).shares(replace(setting, block_size=32))
+    stage = Stage(1, 0, 0, count, context)
+    expected = layer_lanes(setting, stage, at)
+    assert layer["compute"] == pytest.approx(expected["compute"])
+    assert layer["cpu_attention"] == pytest.approx(expected["cpu_attention"])
+    assert head == pytest.approx(head_lanes(setting, stage, at)["compute"])
+    for lane in ("h2d", "d2h", "disk_read", "disk_write"):
+        assert layer[lane] == pytest.approx(expected[lane], rel=0.05, abs=1e-6), lane
+
+
+def test_copies_of_an_emulated_accelerator_take_time_of_its_cores():
+    model = opt(2048, 24, 32)
+    policy = gpu_policy(weight_layers=GPU_COUNTS | {"down": (0, 24, 0)})
+    workload, box = Workload.uniform(64, 400, 64), gpu_box()
+    emulated = replace(box, shared_cores=True, copy_bytes_per_s=2e9)
+    plan, batch = plan_of(policy, workload, budgets(box)), decoding("gpu", 32, 401)
+    _, _, alone = spent(plan, model, box, batch)
+    _, _, shared = spent(plan, model, emulated, batch)
+    assert alone["h2d"] == shared["h2d"] > 0
+    copied_s = alone["h2d"] * box.h2d_bytes_per_s / 2e9
+    assert shared["compute"] - alone["compute"] == pytest.approx(copied_s)
+
+
+def test_prompts_cost_what_their_tokens_attend_to():
+    """In chunks as at once, but for the rates; a prefix that many share is attended to for all of them."""
+    hardware = cpu_box()
+    model, workload = opt(1024, 4, 16), Workload.uniform(64, 400, 64)
+    policy = gpu_policy(weight_layers=dict.fromkeys(GPU_COUNTS, (0, 4, 0)), kv_seqs={"cpu": 32}, head_tier="cpu")
+    costs = StepCosts(plan_of(policy, workload, budgets(hardware)), model, hardware)
+
+    def attention_s(*chunks, matched=0):
+        batch = []
+        for i, (new, before) in enumerate(chunks):
+            sequence = Sequence(i, i, 0, [1] * (new + before), SamplingParams(max_tokens=8), kv_class="cpu")
+            sequence.num_computed, sequence.num_matched_blocks = before, matched
+            own = range(100 * (i + 1), 100 * (i + 1) + -(-(new + before) // 16) - matched)
+            sequence.block_table.extend([*range(matched), *own])
+            batch.append(ScheduledSequence(sequence, new))
+        load = load_of(batch, block_size=16, compute_home="cpu")
+        return costs.attention_s(load.attended["resident"], None, hardware.cpu), load.attended["resident"]
+
+    whole, _ = attention_s((256, 0))
+    parts = sum(attention_s((64, before))[0] for before in range(0, 256, 64))
+    assert parts == pytest.approx(whole)
+    flops = 4 * 1024 * (256 * 256 / 2)
+    assert whole == pytest.approx(flops / 2e11)
+    shared_s, attended = attention_s(*[(32, 128)] * 8, matched=8)
+    assert attended.shared == ((256, 128),)
+    assert attended.chunks == ((32, 0),) * 8
+    assert shared_s == pytest.approx(attention_s(*[(32, 128)] * 8)[0])
+
+
+def test_made_up_rows_have_the_workloads_lengths():
+    workload = Workload(100, Lengths((3, 5, 10, 22)), Lengths((1, 2, 6)), 8)
+    rows = list(made_up_rows(workload))
+    assert len(rows) == 100
+    assert sum(p for p, _ in rows) == 100 * workload.prompt_len.mean
+    assert sum(o for _, o in rows[:99]) == 99 * workload.output_len.mean
+    assert len(set(rows)) == 12, "in all combinations"
+    assert rows == list(made_up_rows(workload))
+    assert rows != list(made_up_rows(workload, seed=1))
+
+
+WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range(4, 65, 4))), 64)
+
+
+def test_a_job_in_memory_takes_as_long_as_the_planner_says():
+    hardware, model = cpu_box(), opt(2048, 24, 32)
+    for admission in ("continuous", "static"):
+        plan = planned(hardware, model, WORKLOAD, admission=admission)
+        run = simulate_job(plan, model, hardware)
+        assert run.total_s == pytest.approx(plan.prediction.total_s, rel=0.08), admission
+        assert run.sweeps == pytest.approx(plan.prediction.sweeps, rel=0.08)
+        assert run.tokens == run.job_tokens == sum(prompt + output - 1 for prompt, output in made_up_rows(WORKLOAD))
+        assert run.busy_s["compute"] + run.timeline.between_s == pytest.approx(run.total_s)
+
+
+def test_a_job_over_the_tiers_is_no_faster_than_perfect_overlap():
+    hardware, model = gpu_box(gpu_memory_bytes=2 << 30), opt(2048, 24, 32)
+    plan = planned(hardware, model, WORKLOAD)
+    run = simulate_job(plan, model, hardware)
+    lanes = {lane: seconds for lane, seconds in run.busy_s.items() if seconds}
+    assert len(lanes) >= 3, "not all of it fits the GPU"
+    assert plan.prediction.total_s * 0.9 < run.total_s < 2 * plan.prediction.total_s
+    serial_s = sum(lanes.values()) + run.timeline.between_s
+    assert max(lanes.values()) < run.total_s < serial_s
+    assert run.timeline.total_s == pytest.approx(
+        lanes["compute"] + sum(run.stalled_s.values()) + run.timeline.between_s, rel=0.02
+    )
+
+
+def test_a_long_job_goes_on_as_it_began():
+    hardware, model = cpu_box(), opt(1024, 12, 16)
+    plan = planned(hardware, model, replace(WORKLOAD, num_seqs=1500), max_num_seqs=64, admission="continuous")
+    whole = simulate_job(plan, model, hardware)
+    begun = simulate_job(plan, model, hardware, max_sweeps=200)
+    assert begun.sweeps == 200 < whole.sweeps / 2
+    assert begun.total_s == pytest.approx(whole.total_s, rel=0.05)
+    assert begun.busy_s["compute"] == pytest.approx(whole.busy_s["compute"], rel=0.05)
+
+
+def test_a_plans_trace_has_the_lanes_of_a_run(tmp_path):
+    hardware, model = gpu_box(gpu_memory_bytes=2 << 30), opt(2048, 24, 32)
+    plan = planned(hardware, model, WORKLOAD)
+    run = trace_plan(plan, model, hardware, tmp_path / "plan.json", max_sweeps=3)
+    events = json.loads((tmp_path / "plan.json").read_text())
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(LANES)
+    assert events[0]["args"]["name"] == "model: plan"
+    found = [e for e in events if e["ph"] == "X"]
+    assert {e["args"]["sweep"] for e in found} == {0, 1, 2}
+    assert {"pre", "attention", "post", "head"} <= {e["name"] for e in found}
+    assert max(e["ts"] + e["dur"] for e in found) == pytest.approx(run.timeline.total_s * 1e6)
+
+
+def test_no_torch_is_needed():
+    import subprocess
+
+    code = "import sys, batchgen.simulation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Against the engine.
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model("llama", path)
+    return path
+
+
+class Eager:
+    """In place of the input thread: all rows are there at once."""
+
+    def __init__(self, items, ahead):
+        self._items = iter(list(items))
+        self.ready = True
+
+    def __next__(self):
+        return next(self._items)
+
+    def close(self):
+        pass
+
+
+def one_byte_a_second():
+    """Seconds of moves are bytes."""
+    rates = ComputeRates(
+        gemm_flops_per_s={"float32": constant(1e12)},
+        prefill_attention_flops_per_s={"float32": constant(1e12)},
+        decode_attention_bytes_per_s={"float32": constant(1e12)},
+        elementwise_bytes_per_s={"float32": constant(1e12)},
+    )
+    lanes = ("h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    return rates, dict.fromkeys(lanes, 1.0)
+
+
+CASES = {
+    "all tiers, two batches": dict(
+        gpu_batch_size=4,
+        num_gpu_batches=2,
+        kv_seqs={"gpu": 2, "cpu": 2, "streamed": 2, "disk": 2},
+        weight_layers={"qkv": (2, 1, 0), "out": (1, 2, 0), "up": (3, 0, 0), "down": (1, 2, 0)},
+        activation_batches=(1, 1),
+        head_tier="cpu",
+    ),
+    "neo": dict(
+        gpu_batch_size=4,
+        num_gpu_batches=2,
+        kv_seqs={"gpu": 4, "cpu": 4},
+        batch_order="neo",
+        activation_batches=(2, 0),
+        max_num_batched_tokens=24,
+    ),
+    "static": dict(admission="static", kv_seqs={"streamed": 4, "disk": 4}, activation_batches=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, monkeypatch):
+    device = Device("emulated", BUDGETS["gpu"])
+    policy = make_policy(model_path, device, **CASES[case])
+    config = read_config(resolve_model(str(model_path)))
+    workload = Workload(14, Lengths((5, 18, 40, 61)), Lengths((1, 4, 9)), 12)
+    plan = plan_of(policy, workload, BUDGETS, "float32")
+    parts = make_parts(
+        model_path, device, policy, tmp_path, min_output_len=workload.max_output_len,
+        longest_tokens=longest_tokens(plan), most_kv_tokens=most_kv_tokens(plan),
+    )  # fmt: skip
+    assert streams_of(plan) == weight_homes(policy, config).streams("gpu")
+    packed = []
+
+    def pack_and_compare(batch):
+        packed.append(parts.pack(batch))
+        assert load_of(batch, block_size=policy.kv_block_size, compute_home="gpu").flow == packed[-1].flow()
+        return packed[-1]
+
+    monkeypatch.setattr("batchgen.engine.Prefetch", Eager)
+    draw = random.Random(0)
+    requests = [
+        Request([draw.randrange(5, 500) for _ in range(prompt)], SamplingParams(max_tokens=output, ignore_eos=True))
+        for prompt, output in made_up_rows(workload)
+    ]
+    with Engine.from_parts(replace(parts, pack=pack_and_compare)) as engine:
+        assert all(c.error is None for c in engine.generate(requests))
+        parts.executor.lanes.drain()
+        moved, sweeps = parts.executor.bytes_moved, engine.stats.sweeps
+        busy = parts.executor.lanes.busy_s
+    rates, links = one_byte_a_second()
+    hardware = gpu_box(gpu=rates, cpu=rates, **links)
+    run = simulate_job(plan, config, hardware)
+    assert run.sweeps == sweeps
+    assert run.tokens == sum(batch.num_tokens for batch in packed)
+    assert {lane: run.busy_s[lane] for lane in moved} == pytest.approx(moved)
+    assert {lane for lane, seconds in run.busy_s.items() if seconds} == {lane for lane, s in busy.items() if s}

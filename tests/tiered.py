@@ -6,7 +6,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 
 from batchgen.convert import find_or_convert
@@ -66,8 +65,8 @@ def everything_moves(model: Path | str, **changes) -> Policy:
 
 def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> EngineParts:
     files = resolve_model(str(model))
-    store = None
-    if needs_store(policy):
+    store = options.pop("store", None)
+    if store is None and needs_store(policy):
         store = find_or_convert(files, offload_dir, "float32", "int4" if policy.weight_format == "int4" else "none")
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
@@ -116,7 +115,7 @@ def before_each_step(parts: EngineParts, act: Callable[[Step], None]) -> None:
 
 def give_own_cores(parts: EngineParts) -> None:
     """CPU attention does not take turns with compute, as if the accelerator were a real one."""
-    parts.executor.lanes._cores = nullcontext()
+    parts.executor.lanes._cores = None
 
 
 def make_uneven(parts: EngineParts, seed: int) -> None:

@@ -172,7 +172,8 @@ def moved_bytes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     result = s.model.num_heads * s.model.head_dim * s.element_bytes
     delegated_out = stage.decode_seqs * (result + s.kv_token_bytes) + kv_prefilled  # queries are as large as results
     h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, stage) + activations
-    d2h = on_cpu * delegated_out + at.kv_streamed * kv_new + activations
+    # What the last layer makes stays where the head is computed.
+    d2h = on_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
     if not s.runtime.attends_disk_kv_on_cpu:
         page = s.kv_block_bytes / s.disk_block_bytes  # of what is on disk the padding stays in host memory
         h2d += at.kv_disk * (from_disk * page)
@@ -192,9 +193,10 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
 
     comp of FlexGen is two lanes here: with K >= 2 GPU batches, CPU attention of one runs during the products of
-    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is emulated
-    by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is part of
-    compute. DRAM carries every byte that enters or leaves host memory.
+    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. What the CPU attended to
+    comes back behind the weights on their way, and only what follows lets the next ones come: the lane `turn`. Where the
+    GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention
+    is part of compute. DRAM carries every byte that enters or leaves host memory.
     """
     moved = moved_bytes(s, stage, at)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
@@ -219,6 +221,9 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
                 lanes["chain"] = before + lanes["cpu_attention"]
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved)
+            if "h2d" not in s.runtime.serial:
+                weights = at.w_streamed * (s.layer_bytes / hardware.h2d_bytes_per_s)
+                lanes["turn"] = weights + at.delegates * _after_weights_s(s, stage)
         lanes["h2d"] = moved["h2d"] * (1 / hardware.h2d_bytes_per_s)
         lanes["d2h"] = moved["d2h"] * (1 / hardware.d2h_bytes_per_s)
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
@@ -227,6 +232,16 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
         dram = on_disk + (s.expanded_layer_bytes + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
+
+
+def _after_weights_s(s: Setting, stage: Stage) -> float:
+    """Products of one layer between the arrival of a layer's weights and the start of the next ones', where CPU attention
+    has a part in it: output projection and MLP of all tokens or, with several batches, a batch's with the next layer's
+    first."""
+    if s.num_gpu_batches > 1:
+        return linear_s(s, stage) / s.num_gpu_batches
+    qkv = s.model.hidden_size * s.model.qkv_size
+    return linear_s(s, stage) * (1 - qkv / s.model.matmul_params_per_layer)
 
 
 def _copy_s(s: Setting, moved: Mapping[str, Linear]) -> Linear:
@@ -252,7 +267,7 @@ def head_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     compute = 2 * params * stage.sampled / gemm + stage.sampled * s.model.vocab_size / s.hardware.sampling_logits_per_s
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:
-        moved = at.head_cpu * s.head_bytes + stage.tokens * s.hidden_bytes
+        moved = at.head_cpu * s.head_bytes + at.act_gpu * (stage.tokens * s.hidden_bytes)
         lanes["h2d"] = moved * (1 / s.hardware.h2d_bytes_per_s)
         lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
         if s.hardware.shared_cores and "compute" not in s.runtime.serial:

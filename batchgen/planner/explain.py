@@ -18,7 +18,6 @@ GIB = 1 << 30
 LANE_NAMES = {
     "compute": "compute",
     "cpu_attention": "CPU attention",
-    "chain": "one batch: linear + CPU attention",
     "cores": "CPU cores",
     "h2d": "host to GPU",
     "d2h": "GPU to host",
@@ -124,14 +123,14 @@ def _shorter(candidate: Candidate, at: Shares) -> float:
 
 
 def lane_seconds(candidate: Candidate, at: Shares) -> dict[str, float]:
-    """Busy seconds of every lane over the whole job; fixed overheads count as compute."""
+    """Busy seconds of every lane over the whole job, without bounds that are none's; fixed overheads count as compute."""
     s, total = candidate.setting, {}
     for stage in candidate.stages:
         for times, lanes in ((s.model.num_layers, layer_lanes(s, stage, at)), (1, head_lanes(s, stage, at))):
             for lane, seconds in lanes.items():
                 total[lane] = total.get(lane, 0.0) + stage.sweeps * times * seconds
         total["compute"] += stage.sweeps * sweep_overhead_s(s, stage)
-    return {lane: seconds for lane, seconds in total.items() if lane != "chain"}
+    return {lane: seconds for lane, seconds in total.items() if lane in LANE_NAMES}
 
 
 def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:

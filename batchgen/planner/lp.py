@@ -137,7 +137,7 @@ class _Programme:
         self.slack = pulp.LpVariable("slack_gib", 0) if elastic else None
         self.memory_rows: dict[str, str] = {}
         for tier, peak in peak_bytes(s, self.shares).items():
-            room = (s.budgets[tier] - _TOLERANCE_BYTES) / GIB + (self.slack if tier == elastic else 0)
+            room = max(0, s.budgets[tier] - _TOLERANCE_BYTES) / GIB + (self.slack if tier == elastic else 0)
             self.problem += peak * (1 / GIB) <= room, f"memory_{tier}"
         self.lane_rows: list[tuple[str, dict[str, float]]] = []
         objective = []

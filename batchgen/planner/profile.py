@@ -70,14 +70,15 @@ def measure(
 ) -> HardwareProfile:
     """Everything a profile has, for jobs in these dtypes.
 
-    model: rates for its layers alone, which are truer for it; None: for models of any size. device: "cpu" or "cuda". offload_dir: made where it does not exist; its disk is measured. notify: told what is
-    being measured. Raises InputError for a device that is not there, an unknown dtype or an unusable offload_dir.
+    model: rates for its layers alone, which are truer for it; None: for models of any size. device: "cpu" or "cuda".
+    offload_dir: made where it does not exist; its disk is measured. notify: told what is being measured. Raises
+    InputError for a device that is not there, an unknown dtype or an unusable offload_dir.
     """
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
     watch = _Stopwatch(notify)
     gpu_device = Device(device) if device == "cuda" else None
-    read, write = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
+    disk = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
     dram = watch("memory", lambda: dram_read_rate(effort))
     h2d, d2h = (
         watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
@@ -89,8 +90,10 @@ def measure(
         cpu=cpu if gpu else replace(cpu, **step),
         gpu=gpu and replace(gpu, **step),
         dram_bytes_per_s=dram,
-        disk_read_bytes_per_s=read,
-        disk_write_bytes_per_s=write,
+        disk_read_bytes_per_s=disk.read_bytes_per_s,
+        disk_write_bytes_per_s=disk.write_bytes_per_s,
+        disk_read_overhead_s=disk.read_overhead_s,
+        disk_write_overhead_s=disk.write_overhead_s,
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,
         load_bytes_per_s=overheads.load_bytes_per_s,
@@ -127,10 +130,31 @@ def add_dtypes(
     )
 
 
+def add_int4(
+    profile: HardwareProfile,
+    dtype: str,
+    *,
+    notify: Callable[[str], None],
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
+) -> HardwareProfile:
+    """A profile of this machine with the rates of 4-bit weights and KV, beside computing in `dtype`, merged in. Raises
+    InputError on a GPU."""
+    if profile.gpu:
+        raise InputError("4-bit formats cannot be measured on a GPU yet: leave out --quantization and --kv-cache-dtype")
+    from batchgen.planner.profile_compute import measure_int4, subjects_of
+
+    check_measurable("cpu", (dtype,))
+    watch = _Stopwatch(notify)
+    rates = measure_int4(Device("cpu"), dtype, subjects_of("cpu", effort, model), effort, watch)
+    seconds = profile.measured.get("seconds", {}) | watch.parts_s
+    return replace(profile, cpu=merged(profile.cpu, rates), measured=profile.measured | {"seconds": seconds})
+
+
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
     """The tables of both, b's where both have one."""
     tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}
-    return replace(a, **tables)
+    return replace(a, expand_bytes_per_s=b.expand_bytes_per_s or a.expand_bytes_per_s, **tables)
 
 
 def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:

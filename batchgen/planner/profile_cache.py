@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.errors import InputError
+from batchgen.formats import INT4
 from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.model_config import ModelConfig
-from batchgen.planner.profile import Overheads, add_dtypes, check_measurable, identity, measure, sizes
+from batchgen.planner.profile import Overheads, add_dtypes, add_int4, check_measurable, identity, measure, sizes
 from batchgen.planner.profile_timing import FULL, Effort
 from batchgen.planner.profile_transfer import make_offload_dir
 
@@ -28,6 +29,7 @@ def load_or_measure(
     device: str,
     offload_dir: Path,
     dtypes: Sequence[str],
+    formats: Sequence[str] = (),
     refresh: bool,
     measure_overheads: Callable[[], Overheads],
     notify: Callable[[str], None],
@@ -37,8 +39,8 @@ def load_or_measure(
 ) -> HardwareProfile:
     """This machine's profile, with these dtypes: rates from the cache as far as it has them, sizes as they are now.
 
-    model: a profile for its layers, kept by itself; None: one for models of any size. calibrate: has the last word on a
-    profile just measured. refresh: measure even so. measure_overheads: called where the whole profile is measured.
+    formats: further ones that weights or KV may be stored in: "int4". model: a profile for its layers, kept by itself;
+    None: one for models of any size. calibrate: has the last word on a profile just measured. refresh: measure even so. measure_overheads: called where the whole profile is measured.
     notify: told what is measured, and of a cache that cannot be used. Raises InputError as `measure` does.
     """
     check_measurable(device, dtypes)
@@ -62,6 +64,9 @@ def load_or_measure(
         _keep(profile, path, notify)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, notify=notify, model=model, effort=effort)
+        _keep(profile, path, notify)
+    if INT4 in formats and profile.compute.expand_bytes_per_s is None:
+        profile = add_int4(profile, dtypes[0], notify=notify, model=model, effort=effort)
         _keep(profile, path, notify)
     return replace(profile, **sizes(device, offload_dir))
 

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen import ops
+from batchgen import ops, quant
 from batchgen.attention_plan import SequenceSlice, plan_attention
+from batchgen.formats import INT4
 from batchgen.hardware import ComputeRates, Rates
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile_timing import Device, Effort, Trial, pieces
@@ -69,7 +70,6 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
         prefill_attention_flops_per_s={dtype_name: prefill},
         decode_attention_bytes_per_s={dtype_name: decode},
         elementwise_bytes_per_s={dtype_name: elementwise},
-        expand_bytes_per_s=None,  # 4-bit groups cannot be expanded yet
     )
 
 
@@ -82,6 +82,40 @@ def measure_decode_attention(
     name = f"decode attention in {dtype_name} on {device.kind}"
     rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort))
     return ComputeRates(decode_attention_bytes_per_s={dtype_name: rates})
+
+
+@torch.inference_mode()
+def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
+    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of expanding weights."""
+    pool = device.pool(getattr(torch, dtype_name), effort)
+    where = f"with {INT4} and {dtype_name} on {device.kind}"
+    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, INT4))
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, INT4))
+    elementwise = timed(
+        f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, INT4)
+    )
+    expand = timed(f"expanding weights {where}", lambda: expand_rate(device, pool, subjects.main, effort))
+    return ComputeRates(
+        prefill_attention_flops_per_s={INT4: prefill},
+        decode_attention_bytes_per_s={INT4: decode},
+        elementwise_bytes_per_s={INT4: elementwise},
+        expand_bytes_per_s=expand,
+    )
+
+
+def expand_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
+    """Expanded bytes per second of a layer's 4-bit matrices, as many rows of each as the pool has numbers for."""
+    packed, targets = [], []
+    for rows, columns in model.layer_matrices.values():
+        rows = min(rows, pool.numel() // columns)
+        packed.append(quant.quantize(pool[: rows * columns].view(rows, columns)))
+        targets.append(torch.empty(rows, columns, dtype=pool.dtype, device=pool.device))
+
+    def run(i: int) -> None:
+        for source, target in zip(packed, targets, strict=True):
+            quant.dequantize(source, target.shape[1], out=target)
+
+    return device.rate(Trial(sum(target.nbytes for target in targets), run), effort)
 
 
 def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
@@ -113,47 +147,56 @@ def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effo
     return Rates(("width", "tokens"), points)
 
 
-def decode_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
-    """Bytes of KV attended to per second by one query token per sequence, over group, batch and context."""
+def decode_rates(
+    device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort, kv_format: str | None = None
+) -> Rates:
+    """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
-    def trial(model: ModelConfig, batch: int, context: int) -> Trial:
-        if device.kind == "cuda":
+    kv_format: "int4", or None: the pool's dtype."""
+    kvs = [None if device.kind == "cuda" else _paged_kv(pool, model, kv_format) for model in models]
+
+    def trial(model: ModelConfig, kv: Tensor | None, batch: int, context: int) -> Trial:
+        if kv is None:
             return _contiguous_decode(pool, model, batch, context)
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
-        run = _paged_attention(pool, model, [(1, n - 1) for n in contexts])
-        return Trial(sum(contexts) * model.kv_bytes_per_token(pool.dtype.itemsize) // model.num_layers, run)
+        run = _paged_attention(kv, model, [(1, n - 1) for n in contexts], pool.dtype)
+        return Trial(sum(contexts) * (kv[0].nbytes // _KV_BLOCK_TOKENS), run)
 
-    def over_context(model: ModelConfig, batch: int) -> tuple:
-        return device.rising_rates(effort.contexts, lambda context: trial(model, batch, context), effort)
+    def over_context(model: ModelConfig, kv: Tensor | None, batch: int) -> tuple:
+        return device.rising_rates(effort.contexts, lambda context: trial(model, kv, batch, context), effort)
 
     points = tuple(
-        (m.num_heads // m.num_kv_heads, tuple((batch, over_context(m, batch)) for batch in effort.batches))
-        for m in models
+        (m.num_heads // m.num_kv_heads, tuple((batch, over_context(m, kv, batch)) for batch in effort.batches))
+        for m, kv in zip(models, kvs, strict=True)
     )
     return Rates(("group", "batch", "context"), points)
 
 
-def prefill_rates(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> Rates:
+def prefill_rates(
+    device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
+) -> Rates:
     """FLOP/s of causal attention of a whole prompt to itself, over its length; hidden keys are not counted."""
+    kv = None if device.kind == "cuda" else _paged_kv(pool, model, kv_format)
 
     def trial(context: int) -> Trial:
         flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
-        if device.kind == "cuda":
+        if kv is None:
             return Trial(flops, _contiguous_prefill(pool, model, context))
-        return Trial(flops, _paged_attention(pool, model, [(context, 0)]))
+        return Trial(flops, _paged_attention(kv, model, [(context, 0)], pool.dtype))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _paged_attention(pool: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]]) -> Callable[[int], Tensor]:
-    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plans.
+def _paged_attention(
+    kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> Callable[[int], Tensor]:
+    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plans. dtype: of the queries.
 
-    Plan after plan goes through all KV blocks that the pool holds. Plans are made beforehand: a sweep makes one
+    Plan after plan goes through all KV blocks that there are. Plans are made beforehand: a sweep makes one
     for all its layers.
     """
     heads, size = model.num_kv_heads, _KV_BLOCK_TOKENS
-    kv = _paged_kv(pool, model)
     used = [-(-(new + cached) // size) for new, cached in sequences]
     ends = np.cumsum(used).tolist()
     plans = []
@@ -162,19 +205,20 @@ def _paged_attention(pool: Tensor, model: ModelConfig, sequences: Sequence[tuple
             SequenceSlice(new, cached, (np.arange(end - n, end) + turn * ends[-1]).astype(np.int32) % len(kv))
             for (new, cached), n, end in zip(sequences, used, ends, strict=True)
         ]
-        key_bytes = heads * model.head_dim * pool.dtype.itemsize
+        key_bytes = heads * model.head_dim * dtype.itemsize
         plan = plan_attention(slices, [], block_size=size, key_bytes=key_bytes)
-        plans.append(ops.prepare_attention(plan, heads, size, pool.dtype))
+        plans.append(ops.prepare_attention(plan, heads, size, dtype))
     tokens = sum(new for new, _ in sequences)
-    q = torch.randn(tokens, model.num_heads, model.head_dim).to(pool.dtype) * model.head_dim**-0.5
+    q = torch.randn(tokens, model.num_heads, model.head_dim).to(dtype) * model.head_dim**-0.5
     return lambda i: ops.paged_attention(q, kv, plans[i % len(plans)])
 
 
-def _paged_kv(pool: Tensor, model: ModelConfig) -> Tensor:
-    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim]."""
+def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:
+    """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or packed rows in place of the last."""
     block = (2, model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
     size = math.prod(block)
-    return pool[: pool.numel() // size * size].view(-1, *block)
+    kv = pool[: pool.numel() // size * size].view(-1, *block)
+    return quant.quantize(kv) if kv_format == INT4 else kv
 
 
 # Until `ops` has CUDA kernels, a GPU's attention is measured on contiguous KV with torch's own function: the two
@@ -208,15 +252,18 @@ def _contiguous_prefill(pool: Tensor, model: ModelConfig, context: int) -> Calla
     return run
 
 
-def elementwise_rates(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> Rates:
+def elementwise_rates(
+    device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
+) -> Rates:
     """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
     matrix products and attention, over tokens: many leave the caches between one operation and the next."""
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
-    return Rates(("tokens",), device.rising_rates(counts, lambda tokens: _elementwise(pool, model, tokens), effort))
+    kv = _paged_kv(pool, model, kv_format)
+    return Rates(("tokens",), device.rising_rates(counts, lambda tokens: _elementwise(pool, kv, model, tokens), effort))
 
 
-def _elementwise(pool: Tensor, model: ModelConfig, tokens: int) -> Trial:
+def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> Trial:
     """One layer's element-wise work, of a llama as wide as `model`; what products and attention would give is taken
     from the pool."""
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
@@ -224,7 +271,6 @@ def _elementwise(pool: Tensor, model: ModelConfig, tokens: int) -> Trial:
     qkvs = pieces(pool, tokens, heads + 2 * kv_heads, config.head_dim)
     mlps = pieces(pool, tokens, 2 * config.intermediate_size)
     hiddens = pieces(pool, tokens, width)
-    kv = _paged_kv(pool, model)
     turns = max(1, len(kv) * _KV_BLOCK_TOKENS // tokens)
     slots = np.arange(turns * tokens) % (len(kv) * _KV_BLOCK_TOKENS)
     rows = [ops.kv_rows(part, kv_heads, _KV_BLOCK_TOKENS).to(pool.device) for part in np.split(slots, turns)]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ _REQUEST_BYTES = 8 << 20
 _IN_FLIGHT = 4
 # A rate is the median over stretches of this many requests.
 _STRETCH_REQUESTS = 8
+# Requests as small as these show what one takes beside its bytes.
+_SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
 
@@ -57,16 +60,26 @@ class _File:
     direct: bool
     buffers: Sequence[mmap.mmap]
 
-    def write(self, worker: int, offset: int) -> None:
-        if os.pwritev(self.descriptor, [self.buffers[worker]], offset) < _REQUEST_BYTES:
+    def write(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
+        if os.pwritev(self.descriptor, [memoryview(self.buffers[worker])[:num_bytes]], offset) < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def read(self, worker: int, offset: int) -> None:
-        os.preadv(self.descriptor, [self.buffers[worker]], offset)
+    def read(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
+        os.preadv(self.descriptor, [memoryview(self.buffers[worker])[:num_bytes]], offset)
 
 
-def disk_rates(directory: Path, effort: Effort) -> tuple[float, float]:
-    """(read, write) in bytes per second with direct I/O, several requests at a time. Raises InputError.
+@dataclass(frozen=True)
+class DiskRates:
+    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    read_overhead_s: float
+    write_overhead_s: float
+
+
+def disk_rates(directory: Path, effort: Effort) -> DiskRates:
+    """With direct I/O. Raises InputError.
 
     Writes a file of at most `effort.disk_bytes`, which nothing is left of.
     """
@@ -82,23 +95,33 @@ def disk_rates(directory: Path, effort: Effort) -> tuple[float, float]:
                 part.result()
             return time.perf_counter() - started
 
-        def write(offsets: Sequence[int]) -> float:
-            taken = seconds(file.write, offsets)
+        def write(offsets: Sequence[int], num_bytes: int = _REQUEST_BYTES) -> float:
+            taken = seconds(partial(file.write, num_bytes=num_bytes), offsets)
             if file.direct:
                 return taken
             started = time.perf_counter()
             os.fsync(file.descriptor)
             return taken + time.perf_counter() - started
 
-        def read(offsets: Sequence[int]) -> float:
+        def read(offsets: Sequence[int], num_bytes: int = _REQUEST_BYTES) -> float:
             if not file.direct:
-                os.posix_fadvise(file.descriptor, offsets[0], len(offsets) * _REQUEST_BYTES, os.POSIX_FADV_DONTNEED)
-            return seconds(file.read, offsets)
+                for offset in offsets:
+                    os.posix_fadvise(file.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+            return seconds(partial(file.read, num_bytes=num_bytes), offsets)
 
         stretches = _stretches(effort.disk_bytes)
         writes = _timed_stretches(write, stretches, effort.disk_s)
         reads = _timed_stretches(read, stretches[: len(writes)] * _READ_PASSES, effort.disk_s)
-    return statistics.median(reads), statistics.median(writes)
+        rates = statistics.median(reads), statistics.median(writes)
+        # All over what was written, not in its order.
+        written = len(writes) * len(stretches[0]) * _REQUEST_BYTES // _SMALL_BYTES
+        small = [i * 7919 % written * _SMALL_BYTES for i in range(2 * _SMALL_REQUESTS)]
+        chunks = [small[:_SMALL_REQUESTS], small[_SMALL_REQUESTS:]] * 8
+        overheads = []
+        for transfer, rate in ((read, rates[0]), (write, rates[1])):
+            found = _timed_stretches(partial(transfer, num_bytes=_SMALL_BYTES), chunks, effort.disk_s / 4, _SMALL_BYTES)
+            overheads.append(max(0.0, _SMALL_BYTES / statistics.median(found) - _SMALL_BYTES / rate))
+    return DiskRates(*rates, *overheads)
 
 
 @contextlib.contextmanager
@@ -136,7 +159,10 @@ def _stretches(file_bytes: int) -> list[list[int]]:
 
 
 def _timed_stretches(
-    transfer: Callable[[Sequence[int]], float], stretches: Sequence[Sequence[int]], limit_s: float
+    transfer: Callable[[Sequence[int]], float],
+    stretches: Sequence[Sequence[int]],
+    limit_s: float,
+    request_bytes: int = _REQUEST_BYTES,
 ) -> list[float]:
     """Bytes per second of each stretch, as many as there is time for and at least one."""
     rates: list[float] = []
@@ -144,7 +170,7 @@ def _timed_stretches(
     for offsets in stretches:
         if rates and time.perf_counter() > deadline:
             break
-        rates.append(len(offsets) * _REQUEST_BYTES / transfer(offsets))
+        rates.append(len(offsets) * request_bytes / transfer(offsets))
     return rates
 
 

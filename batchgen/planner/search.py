@@ -27,8 +27,9 @@ from batchgen.planner.cost import (
     sweep_overhead_s,
 )
 from batchgen.planner.flow import Stage, stages_of
-from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve
+from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve
 from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
+from batchgen.policy import Policy
 from batchgen.units import format_bytes
 from batchgen.workload import Workload
 
@@ -185,6 +186,33 @@ def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
                                 yield setting, stages
 
 
+def predicted_s(problem: Problem, policy: Policy) -> float:
+    """Seconds of all sweeps under a policy that is given, whether or not it is a good one."""
+    fixed = replace(
+        problem,
+        weight_formats=(policy.weight_format,),
+        kv_formats=(policy.kv_format,),
+        admissions=(policy.admission,),
+        block_size=policy.max_num_seqs,
+        num_gpu_batches=policy.num_gpu_batches,
+        max_num_batched_tokens=policy.max_num_batched_tokens,
+        kv_block_size=policy.kv_block_size,
+    )
+    setting, stages = next(settings(fixed), (None, ()))
+    if setting is None:
+        raise InputError(_no_rates(problem))
+    # Fewer rows than places leave the block emptier, and its memory as it is.
+    setting = replace(setting, block_size=policy.max_num_seqs)
+    counts = Counts(
+        dict(policy.weight_layers), dict(policy.kv_seqs), policy.activation_batches, int(policy.head_tier == "gpu")
+    )
+    return job_seconds(setting, stages, counts.shares(setting))
+
+
+def _no_rates(problem: Problem) -> str:
+    return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
+
+
 def _supported(s: Setting) -> bool:
     """Whether the machine has rates for these formats."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
@@ -297,7 +325,7 @@ def explain_infeasible(problem: Problem) -> str:
             if short is not None:
                 least[tier] = min(short, least.get(tier, short))
     if not least and not any(True for _ in settings(smallest)):
-        return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
+        return _no_rates(problem)
     weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
     what = f"the model's weights take {format_bytes(weights)}"
     if problem.process_bytes:

@@ -202,6 +202,7 @@ class Executor:
         b.attended["delegated"] = self.links[0].bring(b.attended_on_cpu)
 
     def _post(self, step: Step, b: _Batch) -> None:
+        b.q = b.k = b.v = b.sent_q = b.attended_on_cpu = None  # memory for the other batches
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden

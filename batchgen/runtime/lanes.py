@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from batchgen.errors import BatchgenError, one_line
 from batchgen.runtime.schedule import LANES, Step
 
 # (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.
@@ -41,6 +42,7 @@ class Lanes:
         self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
         self._threads: dict[str, threading.Thread] = {}
         self._failure: BaseException | None = None
+        self._failure_raised = False
         self._closed = False
 
     def execute(self, steps: Iterable[Step]) -> None:
@@ -48,6 +50,11 @@ class Lanes:
         raised, in whichever lane."""
         if self._closed:
             raise RuntimeError("the lanes are closed")
+        if self._failure_raised:
+            reason = one_line(self._failure) or type(self._failure).__name__
+            raise BatchgenError(
+                f"this engine has failed and cannot go on ({reason}): make a new one"
+            ) from self._failure
         try:
             for step in steps:
                 with self._changed:
@@ -59,6 +66,7 @@ class Lanes:
                     self._issue(step)
         except BaseException as error:
             self._fail(error)
+            self._failure_raised = True
             raise
 
     def drain(self) -> None:
@@ -75,7 +83,8 @@ class Lanes:
                 queue.clear()
             self._changed.notify_all()
         for thread in self._threads.values():
-            thread.join()
+            if thread.is_alive():  # not so where an interrupt came while it was being started
+                thread.join()
         self._threads.clear()
 
     def _issue(self, step: Step) -> None:

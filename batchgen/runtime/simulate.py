@@ -64,6 +64,11 @@ class Simulator:
         self._between_s += seconds
         self._total_s = max(self._total_s, self._now_s)
 
+    @property
+    def now_s(self) -> float:
+        """When the last computation has ended."""
+        return self._now_s
+
     def timeline(self) -> Timeline:
         """All that was issued so far, to its end."""
         while self._attend(before_s=math.inf):
@@ -83,7 +88,8 @@ class Simulator:
             self._wait("cpu_attention", self._free_s["cpu_attention"])
         self._end(step, self._now_s, seconds)
         self._now_s += seconds
-        self._settle()
+        if self._open:
+            self._settle()
 
     def _wait(self, lane: str, until_s: float) -> None:
         self._stalled_s[lane] += max(0.0, until_s - self._now_s)

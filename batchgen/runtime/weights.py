@@ -135,8 +135,10 @@ class Weights:
                     f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
                 ) from error
             self.disk_bytes_read += count
+            if count < stretch.num_bytes:  # whenever that is: what the buffer held before must not pass for weights
+                raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
             if layer not in self._verified:
-                self._verify(stretch, part, count)
+                self._verify(stretch, part)
         self._verified.add(layer)
 
     def load(self, layer: int, slot: int) -> None:
@@ -302,10 +304,8 @@ class Weights:
                 found |= views(extent, self._disk_buffers[slot][start + extent.offset :])
         return found
 
-    def _verify(self, stretch: _Stretch, part: Tensor, count: int) -> None:
+    def _verify(self, stretch: _Stretch, part: Tensor) -> None:
         file = stretch.file
-        if count < stretch.num_bytes:
-            raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
         start = 0
         for group in stretch.groups:
             extent = file.extents[group]

@@ -1,0 +1,81 @@
+"""The profile of an emulated accelerator: the CPU's own compute rates behind links that are measured in use."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import replace
+
+from batchgen.device import Device
+from batchgen.hardware import HardwareProfile
+
+_MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
+_PIECE_S, _LINK_S = 0.05, 0.2
+_HANDOVERS = 100
+
+
+def emulated_profile(cpu: HardwareProfile, device: Device) -> HardwareProfile:
+    """The machine of `cpu`, a profile without GPU, as it is with an emulated one. Takes less than a second.
+
+    Its memory is taken from the host's. Compute and CPU attention have the same cores, and copies take them for as long
+    as they would last unthrottled: a link that is throttled sleeps for the rest of its time. (Measured on two cores:
+    copies at 2, 6 and 19 GB/s make a matrix product take 1.05, 1.2 and 1.8 times as long, at 35 to 40 GB/s unthrottled.)
+    """
+    h2d_s, d2h_s, free_s = (piece_times(rate) for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s, None))
+    return replace(
+        cpu,
+        name=f"{device} on {cpu.name}",
+        gpu=replace(cpu.cpu, step_overhead_s=cpu.cpu.step_overhead_s + handover_s()),
+        gpu_memory_bytes=device.gpu_memory_bytes,
+        cpu_memory_bytes=max(1, cpu.cpu_memory_bytes - device.gpu_memory_bytes),
+        h2d_bytes_per_s=1 / statistics.median(h2d_s),
+        d2h_bytes_per_s=1 / statistics.median(d2h_s),
+        shared_cores=True,
+        # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
+        copy_bytes_per_s=1 / min(free_s),
+    )
+
+
+def piece_times(bytes_per_s: float | None) -> list[float]:
+    """Seconds per byte of pieces that cross a link throttled to this rate; None: as fast as it is."""
+    import torch
+
+    from batchgen.runtime.transfer import Link, untouched
+
+    link = Link(bytes_per_s)
+    size = _MOST_BYTES if bytes_per_s is None else int(min(_MOST_BYTES, max(_LEAST_BYTES, bytes_per_s * _PIECE_S)))
+    # As weights do, the source leaves the caches before it is used again.
+    sources, targets = (untouched((count, size), torch.uint8) for count in (8, 2))
+    sources.fill_(1), targets.fill_(1)
+    times: list[float] = []
+    deadline = time.perf_counter() + _LINK_S
+    for i in itertools.count():
+        started = time.perf_counter()
+        link.copy(targets[i % 2], sources[i % 8])
+        times.append((time.perf_counter() - started) / size)
+        if len(times) >= 3 and time.perf_counter() > deadline:
+            return times
+
+
+def handover_s() -> float:
+    """Seconds for a computation to learn that a Step of another lane has ended."""
+    from batchgen.runtime.lanes import Lanes
+    from batchgen.runtime.schedule import Step
+
+    times: list[float] = []
+    lanes = Lanes(lambda step: times.append(time.perf_counter()))
+    pairs = [
+        step
+        for i in range(0, 2 * _HANDOVERS, 2)
+        for step in (
+            Step(i, "copy", "h2d", 0, 0, 0, 0, (i - 1,) if i else ()),
+            Step(i + 1, "use", "compute", 0, 0, 0, 0, (i,)),
+        )
+    ]
+    try:
+        lanes.execute(pairs)
+    finally:
+        lanes.close()
+    # From one computation to the next it is handed over and back.
+    return statistics.median(b - a for a, b in itertools.pairwise(times[1::2])) / 2

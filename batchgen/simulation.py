@@ -1,0 +1,222 @@
+"""A plan's job on paper: the real scheduler and the real Steps, over made-up rows of the plan's workload, in the seconds
+that a machine's profile gives for them. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from batchgen.hardware import HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.memory import plan_memory
+from batchgen.planning import longest_tokens, most_kv_tokens
+from batchgen.policy import MemoryPlan, Plan
+from batchgen.request import SamplingParams
+from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.extents import ExtentManager
+from batchgen.runtime.gpu_batches import place, split_batches
+from batchgen.runtime.schedule import Sweeps
+from batchgen.runtime.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.simulate import OnStep, Simulator, Timeline
+from batchgen.runtime.trace import TraceWriter
+from batchgen.step_costs import BatchLoad, StepCosts, load_of, streams_of
+from batchgen.workload import Lengths, Workload
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """total_s: seconds of all the job's sweeps. timeline: of its first `sweeps`, those that were simulated, in which
+    `tokens` of the job's `job_tokens` went through the layers."""
+
+    total_s: float
+    sweeps: int
+    tokens: int
+    job_tokens: float
+    timeline: Timeline
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Of each lane, over the whole job."""
+        return {lane: seconds * self._stretch for lane, seconds in self.timeline.busy_s.items()}
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """In which compute waited for each lane, over the whole job."""
+        return {lane: seconds * self._stretch for lane, seconds in self.timeline.stalled_s.items()}
+
+    @property
+    def _stretch(self) -> float:
+        return self.total_s / self.timeline.total_s
+
+
+def simulate_job(
+    plan: Plan,
+    config: ModelConfig,
+    hardware: HardwareProfile,
+    *,
+    max_sweeps: int | None = None,
+    expected_output_len: int | None = None,
+    on_step: OnStep | None = None,
+) -> SimulatedRun:
+    """What the plan's job does on a machine like the one it was made for.
+
+    max_sweeps: after which the rest is taken to go on as the second half of them went, by tokens; None: all are simulated.
+    expected_output_len: as the engine's. on_step: of every Step, with its start and end in seconds from the first sweep.
+    Raises InputError where the budgets of the plan do not hold what it places.
+    """
+    job = _Job(plan, config, expected_output_len)
+    costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
+    simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
+    done = [(0.0, 0)]  # after each sweep: seconds, tokens
+    while len(done) - 1 != max_sweeps and (loads := job.next_sweep()):
+        simulator.spend(costs.between_s(loads))
+        simulator.run(sweeps.steps([load.flow for load in loads]), costs.sweep(loads))
+        done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
+    timeline = simulator.timeline()
+    (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
+    job_tokens = plan.workload.num_seqs * (plan.workload.computed_prompt_len + plan.workload.output_len.mean - 1)
+    if job.has_work:
+        total_s += max(0.0, job_tokens - tokens) * (total_s - half_s) / (tokens - half)
+    else:
+        total_s, job_tokens = timeline.total_s, tokens
+    return SimulatedRun(total_s, len(done) - 1, tokens, job_tokens, timeline)
+
+
+def trace_plan(
+    plan: Plan, config: ModelConfig, hardware: HardwareProfile, path: str | Path, max_sweeps: int = 64
+) -> SimulatedRun:
+    """Writes the timeline of the job's first sweeps in the Chrome trace format. Raises InputError, BatchgenError."""
+    trace = TraceWriter(path, f"{plan.model}: plan")
+    try:
+        return simulate_job(plan, config, hardware, max_sweeps=max_sweeps, on_step=trace.add)
+    finally:
+        trace.close()
+
+
+def made_up_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """(prompt tokens, generated tokens) of every sequence. Each quantile of the lengths comes once before any comes again,
+    so that short jobs have the workload's mean lengths too."""
+    draw = random.Random(seed)
+
+    def endless(lengths: Lengths) -> Iterator[int]:
+        while True:
+            yield from draw.sample(lengths.values, len(lengths.values))
+
+    return itertools.islice(
+        zip(endless(workload.prompt_len), endless(workload.output_len), strict=True), workload.num_seqs
+    )
+
+
+def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
+    """Where a run of the plan puts things. Raises InputError."""
+    workload, context = plan.workload, plan.policy.max_model_len
+    return plan_memory(
+        config,
+        plan.policy,
+        dtype=plan.dtype,
+        budgets=plan.budgets,
+        process_bytes=int(plan.prediction.memory_bytes.get("cpu", {}).get("process", 0)),
+        min_tokens=min(workload.max_output_len + 1, context),
+        longest_tokens=min(context, longest_tokens(plan)),
+        most_kv_tokens=most_kv_tokens(plan),
+    )
+
+
+class _Job:
+    """The engine's loop without an engine: rows in, sweeps out, each as long as its output is."""
+
+    def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None) -> None:
+        policy, memory = plan.policy, memory_of(plan, config)
+        self._plan = plan
+        self._home = "gpu" if "gpu" in plan.budgets else "cpu"
+        self._windows = any(window is not None for window in config.windows)
+        self._rows = enumerate(made_up_rows(plan.workload))
+        self._output_len: dict[Sequence, int] = {}  # of sequences in flight
+        self._longest = policy.kv_block_size * max(
+            count if tier == self._home else min(count, memory.staging_blocks)
+            for tier, count in memory.kv_blocks.items()
+        )
+        limits = SchedulerLimits(
+            policy.max_num_seqs,
+            policy.max_num_batched_tokens,
+            policy.admission,
+            class_seqs=dict(policy.kv_seqs),
+            max_chunk_tokens=memory.batch_tokens,
+            compute_home=self._home,
+        )
+        pools = {
+            tier: ExtentManager(count, policy.kv_block_size)
+            if tier == "disk"
+            else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
+            for tier, count in memory.kv_blocks.items()
+        }
+        expected = expected_output_len
+        self._scheduler = Scheduler(pools, limits, (lambda s: expected) if expected else None)
+        self._split = partial(
+            split_batches,
+            num_gpu_batches=policy.num_gpu_batches,
+            order=policy.batch_order,
+            max_tokens=memory.batch_tokens,
+            max_seqs=policy.gpu_batch_size,
+            max_staged_blocks=max(1, memory.staging_blocks),
+            block_size=policy.kv_block_size,
+            place_of=partial(place, compute_home=self._home),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        self._take_rows()
+        return self._scheduler.has_work
+
+    def next_sweep(self) -> list[BatchLoad]:
+        """The GPU batches of the next sweep, which has run when this returns; none when all rows are done."""
+        if not self.has_work:
+            return []
+        sweep = self._scheduler.schedule()
+        batches = self._split(sweep)
+        first_on_host = len(batches)
+        if self._home == "gpu":
+            first_on_host -= self._plan.policy.activation_batches[1]
+        loads = [
+            load_of(
+                batch,
+                block_size=self._plan.policy.kv_block_size,
+                compute_home=self._home,
+                windows=self._windows,
+                hidden_on_host=k >= first_on_host,
+            )
+            for k, batch in enumerate(batches)
+        ]
+        self._commit(sweep)
+        return loads
+
+    def _commit(self, sweep: list[ScheduledSequence]) -> None:
+        sampled = [s.sequence for s in sweep if s.samples]
+        self._scheduler.commit(sweep)
+        for sequence in sampled:
+            sequence.tokens.append(0)
+            if sequence.num_generated >= self._output_len[sequence]:
+                del self._output_len[sequence]
+                self._scheduler.finish(sequence)
+
+    def _take_rows(self) -> None:
+        """As many as the engine holds ready. Rows that fit no pool would fail there, and are left out."""
+        workload, policy = self._plan.workload, self._plan.policy
+        while len(self._scheduler.waiting) < policy.max_num_seqs:
+            row, lengths = next(self._rows, (None, None))
+            if row is None:
+                return
+            prompt, output = lengths
+            most = min(workload.max_output_len, policy.max_model_len - prompt)
+            if most < 1 or prompt + most - 1 > self._longest:
+                continue
+            shared = min(prompt - 1, round(workload.shared_prefix_len))
+            tokens = [*range(1, shared + 1), *[-row - 1] * (prompt - shared)]
+            sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most))
+            self._output_len[sequence] = min(output, most)
+            self._scheduler.add(sequence)

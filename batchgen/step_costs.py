@@ -1,0 +1,326 @@
+"""Seconds of each Step on a machine, from what its GPU batch computes and moves: the planner's cost terms, split over
+the Steps that they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from batchgen.attention_plan import SequenceSlice, find_shared_groups
+from batchgen.direct_io import aligned
+from batchgen.formats import INT4
+from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.model_config import ModelConfig
+from batchgen.planner.cost import (
+    decode_attention_s,
+    elementwise_s,
+    expand_weights_s,
+    head_lanes,
+    linear_s,
+    prefill_attention_s,
+    shared_attention_s,
+    sweep_overhead_s,
+)
+from batchgen.planner.flow import Stage
+from batchgen.planner.memory import HEAD_PIECES
+from batchgen.planner.setting import BATCHGEN, Setting, Shares
+from batchgen.policy import Plan, spread_layers
+from batchgen.runtime.extents import runs_of
+from batchgen.runtime.gpu_batches import place
+from batchgen.runtime.schedule import BatchFlow, Step, Streams
+from batchgen.runtime.scheduler import ScheduledSequence
+from batchgen.runtime.sequence import home_of
+from batchgen.workload import Workload
+
+_NOTHING_PLACED = Shares(*[0] * 13)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention of some sequences. contexts: keys that each one with a single new token sees, itself included. chunks: (new
+    tokens, tokens before them) of each other one. shared: (new tokens, tokens of a prefix that all of these see), which
+    the others do not count."""
+
+    contexts: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """What one GPU batch of a sweep computes and moves, in each layer.
+
+    attended: by place (`gpu_batches.place`); in layers with a sliding window, where no prefix is shared, `windowed`.
+    host_blocks: KV blocks that come from the host's pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and
+    runs of neighbouring ones) that are read and written, and all that pass through the staging buffer. hidden_on_host:
+    activations wait in host memory between layers.
+    """
+
+    tokens: int
+    sampled: int
+    attended: dict[str, Attended]
+    windowed: dict[str, Attended]
+    host_blocks: int = 0
+    new_tokens: int = 0
+    disk_reads: tuple[int, int] = (0, 0)
+    disk_writes: tuple[int, int] = (0, 0)
+    disk_blocks: int = 0
+    hidden_on_host: bool = False
+
+    @property
+    def flow(self) -> BatchFlow:
+        """The same as `PackedBatch.flow` gives."""
+        return BatchFlow(
+            resident="resident" in self.attended,
+            history=self.host_blocks > 0 or self.disk_reads[0] > 0,
+            stored=self.new_tokens > 0,
+            disk_read=self.disk_reads[0] > 0,
+            disk_write=self.disk_writes[0] > 0,
+            delegated="delegated" in self.attended,
+            hidden_on_host=self.hidden_on_host,
+            samples=self.sampled > 0,
+        )
+
+
+def load_of(
+    batch: Sequence[ScheduledSequence],
+    *,
+    block_size: int,
+    compute_home: str,
+    windows: bool = False,
+    hidden_on_host: bool = False,
+) -> BatchLoad:
+    """Of a scheduled batch, before its sweep is committed. windows: whether any layer has a sliding window."""
+    by_place: dict[str, list[ScheduledSequence]] = {}
+    for scheduled in batch:
+        by_place.setdefault(place(scheduled, compute_home), []).append(scheduled)
+    attended, windowed = (
+        {name: _attended(members, block_size, sharing=sharing) for name, members in by_place.items()}
+        for sharing in (True, not windows)
+    )
+    staged = by_place.get("staged", ())
+    on_disk = [s for s in staged if home_of(s.sequence.kv_class) == "disk"]
+    on_host = [s for s in staged if home_of(s.sequence.kv_class) != "disk"]
+    host_blocks = {b for s in on_host for b in s.sequence.block_table[: _blocks(s.sequence.num_computed, block_size)]}
+    reads, writes, blocks = [], [], 0
+    for s in on_disk:
+        table, used = s.sequence.block_table, _blocks(s.num_keys, block_size)
+        reads += runs_of(table[: _blocks(s.sequence.num_computed, block_size)])
+        writes += runs_of(table[s.sequence.num_computed // block_size : used])
+        blocks += used
+    return BatchLoad(
+        tokens=sum(s.num_tokens for s in batch),
+        sampled=sum(s.samples for s in batch),
+        attended=attended,
+        windowed=windowed,
+        host_blocks=len(host_blocks),
+        new_tokens=sum(s.num_tokens for s in on_host),
+        disk_reads=(sum(count for _, count in reads), len(reads)),
+        disk_writes=(sum(count for _, count in writes), len(writes)),
+        disk_blocks=blocks,
+        hidden_on_host=hidden_on_host,
+    )
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing: bool) -> Attended:
+    shared_tokens = [0] * len(members)
+    shared = []
+    if sharing and any(s.sequence.num_matched_blocks for s in members):
+        slices = [
+            SequenceSlice(
+                s.num_tokens,
+                s.sequence.num_computed,
+                () if home_of(s.sequence.kv_class) == "disk" else s.sequence.block_table,
+            )
+            for s in members
+        ]
+        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size):
+            shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * block_size))
+            for i in group.members:
+                shared_tokens[i] = group.num_blocks * block_size
+    own = list(zip(members, shared_tokens, strict=True))
+    return Attended(
+        tuple(s.num_keys - skip for s, skip in own if s.num_tokens == 1),
+        tuple((s.num_tokens, s.sequence.num_computed - skip) for s, skip in own if s.num_tokens > 1),
+        tuple(shared),
+    )
+
+
+def weight_tiers(plan: Plan) -> dict[str, list[str]]:
+    """Of each group of tensors, the tier in each layer."""
+    return {group: list(spread_layers(counts)) for group, counts in plan.policy.weight_layers.items()}
+
+
+def streams_of(plan: Plan) -> Streams:
+    """What has to be brought to the compute device; as `WeightHomes.streams` gives."""
+    accelerated = "gpu" in plan.budgets
+    layers = [set(tiers) for tiers in zip(*weight_tiers(plan).values(), strict=True)]
+    return Streams(
+        accelerated=accelerated,
+        weights=tuple(bool(tiers - {"gpu" if accelerated else "cpu"}) for tiers in layers),
+        disk_weights=tuple("disk" in tiers for tiers in layers),
+        expanded=plan.policy.weight_format == INT4,
+        head_pieces=HEAD_PIECES if accelerated and plan.policy.head_tier != "gpu" else 0,
+    )
+
+
+class StepCosts:
+    """Seconds of the Steps of a plan on a machine. Formulas are the planner's, for one GPU batch at a time."""
+
+    def __init__(self, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> None:
+        policy = plan.policy
+        self.config, self.hardware = config, hardware
+        s = self._setting = Setting(
+            hardware=hardware,
+            model=config,
+            workload=plan.workload,
+            runtime=BATCHGEN,
+            compute_format=plan.dtype,
+            weight_format=policy.weight_format,
+            kv_format=policy.kv_format,
+            admission=policy.admission,
+            block_size=policy.max_num_seqs,
+            num_gpu_batches=1,
+            max_num_batched_tokens=policy.max_num_batched_tokens,
+            kv_block_size=policy.kv_block_size,
+            budgets=plan.budgets,
+            process_bytes=0,
+        )
+        self._by_window = {
+            w: replace(s, model=replace(config, windows=(w,) * config.num_layers)) for w in set(config.windows)
+        }
+        self._loaded_bytes = [0] * config.num_layers  # to an accelerator, in a sweep
+        self._read_bytes = [0] * config.num_layers
+        for group, tiers in weight_tiers(plan).items():
+            for j, tier in enumerate(tiers):
+                self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
+                self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
+        self._head_pieces = streams_of(plan).head_pieces
+        sizes = {group: rows * columns for group, (rows, columns) in config.layer_matrices.items()}
+        self._pre_frac = sizes["qkv"] / sum(sizes.values())
+        self._expand_s = expand_weights_s(s)
+        self._chunks_s: dict[tuple[int, int, int | None], float] = {}
+
+    def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
+        """seconds(step), to be asked once for each Step of a sweep over these GPU batches, in order: what copies take of
+        the cores of an emulated accelerator is added to the next computation."""
+        hardware = self.hardware
+        computing = [self._computing(load) for load in loads]
+        owed_s = 0.0
+
+        def seconds(step: Step) -> float:
+            nonlocal owed_s
+            load, batch = loads[step.batch], computing[step.batch]
+            if step.lane == "compute":
+                own_s, also_s, owed_s = batch.seconds(step), owed_s, 0.0
+                return own_s + also_s
+            if step.lane == "cpu_attention":
+                return batch.cpu_attention_s[step.layer]
+            if step.lane == "disk_read" and step.kind == "read_weight":
+                return self._read_bytes[step.layer] / hardware.disk_read_bytes_per_s
+            if step.lane == "disk_read":
+                return self._disk_s(load.disk_reads, hardware.disk_read_bytes_per_s, hardware.disk_read_overhead_s)
+            if step.lane == "disk_write":
+                return self._disk_s(load.disk_writes, hardware.disk_write_bytes_per_s, hardware.disk_write_overhead_s)
+            moved = self._link_bytes(step, load)
+            if hardware.shared_cores and hardware.copy_bytes_per_s:
+                owed_s += moved / hardware.copy_bytes_per_s
+            return moved / (hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s)
+
+        return seconds
+
+    def between_s(self, loads: Sequence[BatchLoad]) -> float:
+        """Scheduling, packing and bookkeeping of a sweep."""
+        return sweep_overhead_s(self._setting, Stage(1, 0, sum(load.sampled for load in loads), 0, 0))
+
+    def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
+        """Of one layer, for sequences in one place."""
+        s, total = self._by_window[window], 0.0
+        if attended.contexts:
+            seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
+            total += decode_attention_s(s, Stage(1, 0, 0, len(seen), sum(seen) / len(seen)), device)
+        for new, before in attended.chunks:
+            key = (new, before, window)
+            if key not in self._chunks_s:
+                own = prefill_attention_s(replace(s, workload=Workload.uniform(1, new, 1)), Stage(1, new, 1, 0, 0))
+                self._chunks_s[key] = own + _prefix_s(s, new, before)
+            total += self._chunks_s[key]
+        return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
+
+    def _computing(self, load: BatchLoad) -> _Computing:
+        s = self._setting
+
+        def matrices_s(tokens: int) -> float:
+            stage = Stage(1, tokens, 0, 0, 0)
+            return linear_s(s, stage) + elementwise_s(s, stage)
+
+        on_device, on_cpu = {}, {}
+        for window in self._by_window:
+            attended = dict(load.attended if window is None else load.windowed)
+            delegated = attended.pop("delegated", Attended())
+            on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
+            on_device[window] = sum(self.attention_s(a, window, s.rates) for a in attended.values())
+        layer_s = matrices_s(load.tokens)
+        head_s = head_lanes(s, Stage(1, 0, load.sampled, 0, 0), _NOTHING_PLACED)["compute"] if load.sampled else 0.0
+        return _Computing(
+            pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
+            post_s=layer_s * (1 - self._pre_frac),
+            last_post_s=matrices_s(load.sampled) * (1 - self._pre_frac) if load.sampled else 0.0,
+            attention_s=tuple(on_device[w] for w in self.config.windows),
+            cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
+            head_s=head_s / max(1, self._head_pieces),
+            expand_s=self._expand_s,
+        )
+
+    def _disk_s(self, moved: tuple[int, int], bytes_per_s: float, request_s: float) -> float:
+        blocks, runs = moved
+        return blocks * self._setting.disk_block_bytes / bytes_per_s + runs * request_s
+
+    def _link_bytes(self, step: Step, load: BatchLoad) -> float:
+        """Between the host's memory and an accelerator's."""
+        s, kind = self._setting, step.kind
+        if kind == "load_weight":
+            return self._loaded_bytes[step.layer]
+        if kind == "load_head":
+            piece = -(-s.model.vocab_size // HEAD_PIECES)
+            rows = max(0, min(piece, s.model.vocab_size - step.layer * piece))
+            return rows * s.model.embed_size * s.element_bytes
+        if kind in ("embed", "load_hidden", "store_hidden"):
+            return 0.0 if kind == "embed" and load.hidden_on_host else load.tokens * s.hidden_bytes
+        if kind == "load_cache":
+            return (load.host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
+        if kind == "store_cache":
+            return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
+        queries = len(load.attended["delegated"].contexts)  # as large as results
+        result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
+        return result if kind == "load_attention" else result + queries * s.kv_token_bytes
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of one GPU batch's computations. attention_s, cpu_attention_s: by layer."""
+
+    pre_s: float
+    post_s: float
+    last_post_s: float
+    head_s: float
+    expand_s: float
+    attention_s: tuple[float, ...]
+    cpu_attention_s: tuple[float, ...]
+
+    def seconds(self, step: Step) -> float:
+        if step.kind == "attention":
+            return self.attention_s[step.layer]
+        if step.kind == "post":
+            return self.last_post_s if step.layer == len(self.attention_s) - 1 else self.post_s
+        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.expand_s, "embed": 0.0}
+        return own[step.kind]
+
+
+def _prefix_s(s: Setting, new: int, prefix: int) -> float:
+    """Attention of new tokens to a prefix before all of them."""
+    return shared_attention_s(replace(s, workload=Workload.uniform(1, prefix + new, 1, prefix)), Stage(1, new, 1, 0, 0))

@@ -1,0 +1,163 @@
+"""What 4-bit weights and 4-bit KV cost in quality: perplexity of the demo model on real English text.
+
+The text is Python's own reference documentation, as CPython carries it along (`pydoc_data.topics`). It is cut into windows;
+each token but a window's first is scored by its log-probability given those before it in the window. Everything goes
+through the engine's executor as a prompt does, in chunks, so that attention reads all KV, a token's own too, from the
+cache in its format. The model's published file has 4-bit weights already, so int4 weights are a second rounding.
+
+    python benchmarks/int4_perplexity.py
+    python benchmarks/int4_perplexity.py --tokens 2000 --output trial.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import tempfile
+import time
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from batchgen.convert import find_or_convert
+from batchgen.device import Device
+from batchgen.engine import EngineParts
+from batchgen.formats import INT4
+from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
+from batchgen.model_files import ModelFiles, read_config, resolve_model
+from batchgen.report import versions
+from batchgen.request import SamplingParams
+from batchgen.runtime.scheduler import ScheduledSequence
+from batchgen.runtime.sequence import Sequence
+from batchgen.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+DTYPE = "float32"
+FORMATS = {  # of weights, of KV
+    "fp32": (DTYPE, DTYPE),
+    "int4 weights": (INT4, DTYPE),
+    "int4 KV": (DTYPE, INT4),
+    "int4 weights and KV": (INT4, INT4),
+}
+TARGETS = {"int4 weights": 1.15, "int4 KV": 1.02}  # of perplexity, against fp32
+
+
+def real_text() -> str:
+    """The topics of the Python language reference, in alphabetical order."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+def load(files: ModelFiles, weight_format: str, kv_format: str, window: int, chunk: int, folder: Path) -> EngineParts:
+    """The model on the CPU, everything in memory, with KV for one window."""
+    device = Device("cpu")
+    policy = in_memory_policy(
+        read_config(files), device, dtype=DTYPE, admission="continuous", max_num_seqs=1, max_num_batched_tokens=chunk,
+        max_model_len=window, share_prefixes=False,
+    )  # fmt: skip
+    return load_parts(
+        files,
+        lambda: load_tokenizer(files),
+        policy=replace(policy, weight_format=weight_format, kv_format=kv_format),
+        dtype=DTYPE,
+        device=device,
+        budgets=resolve_budgets(device),
+        min_output_len=1,
+        store=find_or_convert(files, folder, DTYPE, INT4) if weight_format == INT4 else None,
+    )
+
+
+def log_probabilities(parts: EngineParts, tokens: list[int], chunk: int) -> np.ndarray:
+    """Natural logarithms [len(tokens) - 1] of the probability of each token, the first left out."""
+    sequence = Sequence(0, 0, 0, tokens, SamplingParams(max_tokens=1), kv_class="cpu")
+    sequence.block_table = array("i", range(-(-len(tokens) // parts.policy.kv_block_size)))
+    found = []
+    while sequence.num_remaining > 0:
+        count = min(chunk, sequence.num_remaining)
+        batch = parts.pack([ScheduledSequence(sequence, count)])
+        # As if a token were asked for after each of them.
+        batch = replace(batch, sampled=[sequence] * count, sampled_rows=np.arange(count))
+        next_tokens = torch.tensor(tokens[sequence.num_computed + 1 :][:count])
+        scored = 0
+
+        def score(sequences, logits, next_tokens=next_tokens) -> None:
+            nonlocal scored
+            wanted = next_tokens[scored : scored + len(sequences)]  # the window's last token has no next
+            log_p = torch.log_softmax(logits[: len(wanted)].double(), -1)
+            found.append(log_p.gather(1, wanted[:, None])[:, 0].numpy())
+            scored += len(sequences)
+
+        parts.executor.run([batch], score)
+        sequence.num_computed += count
+    return np.concatenate(found)
+
+
+def measure(parts: EngineParts, windows: list[list[int]], chunk: int) -> dict:
+    started = time.perf_counter()
+    log_p = np.concatenate([log_probabilities(parts, window, chunk) for window in windows])
+    cache = parts.executor.kv_cache.shape
+    return {
+        "perplexity": math.exp(-log_p.mean()),
+        "nats_per_token": -log_p.mean(),
+        "tokens_scored": len(log_p),
+        "weight_bytes": parts.loaded_bytes,
+        "kv_bytes_per_token": parts.config.num_layers * cache.block_bytes / cache.block_size,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokens", type=int, default=20_000, help="tokens to score, at least")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that are read in one go")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a sweep")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "int4_perplexity.json")
+    args = parser.parse_args()
+    files = resolve_model(args.model)
+    num_windows = -(-args.tokens // (args.window - 1))
+    tokens = load_tokenizer(files).encode_batch([real_text()])[0][: num_windows * args.window]
+    if len(tokens) < num_windows * args.window:
+        parser.error(f"the text has {len(tokens):,} tokens only: give a smaller --tokens")
+    windows = [tokens[i : i + args.window] for i in range(0, len(tokens), args.window)]
+    results: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (weight_format, kv_format) in FORMATS.items():
+            parts = load(files, weight_format, kv_format, args.window, args.chunk, Path(folder))
+            results[name] = measure(parts, windows, args.chunk)
+            parts.executor.close()
+            ratio = results[name]["perplexity"] / results["fp32"]["perplexity"]
+            results[name]["ratio_to_fp32"] = ratio
+            print(f"{name}: perplexity {results[name]['perplexity']:.3f}, {100 * (ratio - 1):+.2f} % against fp32")
+    met = {name: results[name]["ratio_to_fp32"] <= most for name, most in TARGETS.items()}
+    args.output.write_text(
+        json.dumps(
+            {
+                "benchmark": "int4_perplexity",
+                "command": shlex.join(["python", *sys.argv]),
+                "model": args.model,
+                "text": "pydoc_data.topics of CPython, the topics in alphabetical order, from the start",
+                "tokens_scored": results["fp32"]["tokens_scored"],
+                "window": args.window,
+                "results": results,
+                "targets": TARGETS,
+                "targets_met": met,
+                "versions": versions(),
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+    for name, most in TARGETS.items():
+        print(f"{name}: {'within' if met[name] else 'NOT within'} {100 * (most - 1):.0f} % of fp32")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What the benchmarks of the tiers share: a random model of moderate size, and runs of it under any policy."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from random_model import make_model
+
+from batchgen.convert import find_or_convert
+from batchgen.device import Device
+from batchgen.engine import Engine
+from batchgen.loading import load_parts, needs_store, resolve_budgets
+from batchgen.model_files import resolve_model
+from batchgen.policy import Policy
+from batchgen.request import Request, SamplingParams
+from batchgen.tokenizer import load_tokenizer
+
+RESULTS = Path(__file__).parent / "results"
+# About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
+SHAPE = {
+    "num_hidden_layers": 12,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+}
+
+
+def model_in(work_dir: Path) -> Path:
+    """The benchmark's model, made where it is not there yet."""
+    path = work_dir / "model"
+    make_model(path, **SHAPE)
+    return path
+
+
+def prompts(rows: int, length: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(SHAPE["vocab_size"]) for _ in range(length)] for _ in range(rows)]
+
+
+def run(
+    model: Path,
+    device: Device,
+    policy: Policy,
+    rows: Sequence[list[int]],
+    output_lens: Sequence[int],
+    *,
+    work_dir: Path,
+    serial: bool = False,
+    kv_tokens: int | None = None,
+    on_step=None,
+    **budgets: int | None,
+) -> dict[str, Any]:
+    """Runs all rows; seconds are those of the sweeps, loading left out. kv_tokens: of the KV pools together."""
+    files = resolve_model(str(model))
+    store = None
+    if needs_store(policy):
+        store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "none")
+    longest = max(len(r) for r in rows) + max(output_lens)
+    parts = load_parts(
+        files,
+        lambda: load_tokenizer(files),
+        policy=policy,
+        dtype="bfloat16",
+        device=device,
+        budgets=resolve_budgets(device, offload_dir=work_dir, **budgets),
+        min_output_len=max(output_lens),
+        longest_tokens=longest,
+        most_kv_tokens=kv_tokens or longest * policy.max_num_seqs,
+        offload_dir=work_dir,
+        store=store,
+        serial=serial,
+        on_step=on_step,
+    )
+    requests = [
+        Request(list(row), SamplingParams(max_tokens=n, ignore_eos=True))
+        for row, n in zip(rows, output_lens, strict=True)
+    ]
+    with Engine.from_parts(parts) as engine:
+        started = time.perf_counter()
+        failed = [c.error for c in engine.generate(requests) if c.error]
+        seconds = time.perf_counter() - started
+        stats = engine.stats
+        if failed:
+            raise SystemExit(f"{len(failed)} rows failed: {failed[0]}")
+        return {
+            "seconds": seconds,
+            "generated_tokens_per_s": stats.generated_tokens / seconds,
+            "sweeps": stats.sweeps,
+            "tokens_per_sweep": stats.generated_tokens / stats.sweeps,
+            "preempted": stats.preempted,
+            "busy_s": parts.executor.busy_s,
+            "stalled_s": parts.executor.stalled_s,
+            "bytes_moved": parts.executor.bytes_moved,
+            "peak_kv_blocks": stats.peak_kv_blocks,
+        }
+
+
+def write(name: str, result: dict[str, Any]) -> None:
+    """The result with what it was made with, to benchmarks/results/."""
+    import torch
+
+    from batchgen._version import __version__
+
+    about = {
+        "command": f"python benchmarks/{Path(sys.argv[0]).name}",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {"batchgen": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(about | result, indent=2) + "\n")
+    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")

@@ -1,0 +1,333 @@
+"""What goes wrong while tiers are at work stops the job with its own error: no hang, no thread left, nothing wrong kept."""
+
+import errno
+import itertools
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
+
+from batchgen.convert import find_or_convert
+from batchgen.engine import Engine
+from batchgen.errors import BatchgenError
+from batchgen.model_files import resolve_model
+from batchgen.request import Request, SamplingParams
+from batchgen.runtime.store import open_store
+
+pytestmark = pytest.mark.timeout(60)
+
+ON_AN_ACCELERATOR = (
+    "embed", "read_weight", "load_weight", "expand_weight", "load_hidden", "pre", "send_qkv", "cpu_attention",
+    "load_attention", "read_cache", "load_cache", "attention", "store_cache", "write_cache", "post", "store_hidden",
+    "load_head", "head",
+)  # fmt: skip
+ON_THE_CPU = ("embed", "read_weight", "expand_weight", "pre", "read_cache", "attention", "write_cache", "post", "head")
+
+
+class Trouble(Exception):
+    """Nothing that batchgen knows of."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models("llama")[0]
+
+
+@pytest.fixture(scope="module")
+def stores(model, tmp_path_factory):
+    """Converted once; tests that damage a store make a copy."""
+    folder = tmp_path_factory.mktemp("stores")
+    for quantization in ("none", "int4"):
+        find_or_convert(resolve_model(str(model)), folder, "float32", quantization)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model, stores):
+    """What all rows come to, with everything in memory."""
+    parts = make_parts(model, CPU, make_policy(model, CPU), stores)
+    with Engine.from_parts(parts) as engine:
+        return completed(engine)
+
+
+@pytest.fixture
+def engine_of(model, stores):
+    """An engine with weights and KV in all tiers; closed afterwards, and its threads gone."""
+    made = []
+
+    def make(device=EMULATED, offload_dir=stores, serial=False, store=None, **changes):
+        if device.accelerated:
+            policy = everything_moves(model, **changes)
+        else:
+            layers = {"qkv": (0, 1, 2), "out": (0, 1, 2), "up": (0, 0, 3), "down": (0, 3, 0)}
+            fields = {"weight_layers": layers, "kv_seqs": {"cpu": 4, "disk": 4}, "weight_format": "int4"}
+            policy = make_policy(model, device, num_gpu_batches=2, gpu_batch_size=4, **fields | changes)
+        made.append(Engine.from_parts(make_parts(model, device, policy, offload_dir, serial=serial, store=store)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    assert left_running() == []
+
+
+def left_running():
+    """Threads of ours; the one that reads the input may take a moment to see that it is over."""
+    until = time.monotonic() + 2
+    while True:
+        found = [t.name for t in threading.enumerate() if t.name.startswith("batchgen")]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.01)
+
+
+def rows(count=10):
+    rng = random.Random(3)
+    prompts = [[rng.randrange(4, 500) for _ in range(rng.randrange(1, 50))] for _ in range(count)]
+    return make_requests(prompts, [rng.randrange(4, 9) for _ in range(count)])
+
+
+def endless():
+    return itertools.chain.from_iterable(rows() for _ in itertools.count())
+
+
+def completed(engine):
+    return [c.samples[0].token_ids for c in sorted(engine.generate(rows()), key=lambda c: c.index)]
+
+
+def raise_in(engine, kind, error, after=0):
+    """Has the Steps of a kind raise, from the one after the `after` first on; returns when that was, once it was."""
+    raised_at = []
+    count = itertools.count()
+
+    def act(step):
+        if step.kind == kind and next(count) >= after:
+            raised_at.append(time.monotonic())
+            raise error
+
+    before_each_step(engine.parts, act)
+    return raised_at
+
+
+def fails_with(engine, error, raised_at):
+    """The very error comes out, soon, and the engine says why it does not go on."""
+    with pytest.raises(type(error)) as found:
+        list(engine.generate(endless()))
+    assert found.value is error
+    assert time.monotonic() - raised_at[0] < 2
+    assert len(raised_at) == 1, "Steps ran after a failure"
+    with pytest.raises(BatchgenError, match="this engine has failed and cannot go on") as refused:
+        list(engine.generate(rows()))
+    assert "\n" not in str(refused.value) and (str(error) or type(error).__name__) in str(refused.value)
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < 2
+    assert left_running() == []
+
+
+@pytest.mark.parametrize("kind", ON_AN_ACCELERATOR)
+def test_an_error_in_any_step(engine_of, kind):
+    engine = engine_of()
+    error = Trouble(f"in {kind}")
+    fails_with(engine, error, raise_in(engine, kind, error, after=random.Random(kind).randrange(12)))
+
+
+@pytest.mark.parametrize("kind", ON_THE_CPU)
+def test_an_error_in_any_step_on_the_cpu(engine_of, kind):
+    engine = engine_of(CPU)
+    error = Trouble(f"in {kind}")
+    fails_with(engine, error, raise_in(engine, kind, error, after=random.Random(kind).randrange(12)))
+
+
+def test_an_error_in_serial_mode(engine_of):
+    engine = engine_of(serial=True)
+    error = Trouble("alone")
+    fails_with(engine, error, raise_in(engine, "store_cache", error, after=3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_interrupt_in_any_step(engine_of, seed):
+    """Whichever thread it comes to."""
+    rng = random.Random(seed)
+    engine = engine_of(CPU if seed % 4 == 0 else EMULATED)
+    error = KeyboardInterrupt()
+    kind = rng.choice(ON_THE_CPU if seed % 4 == 0 else ON_AN_ACCELERATOR)
+    fails_with(engine, error, raise_in(engine, kind, error, after=rng.randrange(30)))
+
+
+def test_ctrl_c_at_any_moment(engine_of):
+    """The real signal, in the midst of whatever the main thread does."""
+    rng = random.Random(0)
+    main = threading.main_thread().ident
+    for _ in range(25):
+        engine, over, delay = engine_of(), threading.Event(), rng.random() * 0.1
+
+        def interrupt(over=over, delay=delay):
+            time.sleep(delay)
+            while True:
+                signal.pthread_kill(main, signal.SIGINT)
+                if over.wait(2):  # Python drops one that comes to it while it cleans up after an object
+                    return
+
+        thread = threading.Thread(target=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                thread.start()
+                for _ in engine.generate(endless()):
+                    pass
+            finally:
+                over.set()
+        thread.join()
+        started = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started < 2
+        assert left_running() == []
+
+
+@pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)
+def test_after_a_stop_the_engine_goes_on(engine_of, expected, device):
+    """Whether asked to stop, or left alone with rows under way, or given an input that breaks off."""
+    engine = engine_of(device, weight_format="float32")
+    count = itertools.count()
+    list(engine.generate(endless(), should_stop=lambda: next(count) > 4))
+    assert engine.used_kv_blocks == 0
+    assert completed(engine) == expected
+    running = engine.generate(endless())
+    next(running)
+    running.close()
+    assert engine.used_kv_blocks == 0
+    assert completed(engine) == expected
+
+    def broken():
+        yield from rows(3)
+        raise Trouble("in the input")
+
+    with pytest.raises(Trouble, match="in the input"):
+        list(engine.generate(broken()))
+    assert completed(engine) == expected
+
+
+def test_a_closed_engine_stays_closed(engine_of):
+    engine = engine_of()
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(engine.generate(rows(1)))
+
+
+@pytest.fixture
+def damaged(model, stores, tmp_path):
+    """(store of our own, file of its middle layer)."""
+    source = find_or_convert(resolve_model(str(model)), stores, "float32", "none")
+    shutil.copytree(source.path, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    return store, store.layers[1].path
+
+
+def flip_a_bit(store, path, group):
+    extent = store.layers[1].extents[group]
+    with path.open("r+b") as file:
+        file.seek(extent.offset + extent.tensors[0].num_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+        os.fsync(file.fileno())
+
+
+def truncate(store, path, group):
+    os.truncate(path, store.layers[1].extents[group].offset + 4096)
+
+
+@pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)
+@pytest.mark.parametrize("group", ["out", "down"])
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def test_a_store_file_is_damaged_before_it_is_read(engine_of, damaged, damage, group, device):
+    """Found by its checksum, when it is loaded or when it is first streamed, and named."""
+    store, path = damaged
+    damage(store, path, group)
+    with pytest.raises(BatchgenError) as found:
+        list(engine_of(device, store=store, weight_format="float32").generate(rows()))
+    message = str(found.value)
+    assert str(path) in message and "convert the model again" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def test_a_store_file_is_damaged_after_it_was_opened(engine_of, damaged, damage):
+    store, path = damaged
+    engine = engine_of(store=store, weight_format="float32")
+    damage(store, path, "up")  # on disk in all layers
+    with pytest.raises(BatchgenError, match="convert the model again") as found:
+        list(engine.generate(rows()))
+    assert str(path) in str(found.value)
+
+
+def test_a_store_file_is_truncated_in_the_midst_of_a_job(engine_of, damaged):
+    """When it has been read, and found to be whole, in earlier sweeps."""
+    store, path = damaged
+    engine = engine_of(store=store, weight_format="float32")
+    with pytest.raises(BatchgenError, match="shorter than it was") as found:
+        list(
+            engine.generate(
+                endless(), on_sweep=lambda stats: truncate(store, path, "up") if stats.sweeps == 5 else None
+            )
+        )
+    assert str(path) in str(found.value)
+
+
+@pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)
+def test_the_offload_directory_is_removed_in_the_midst_of_a_job(engine_of, stores, tmp_path, expected, device):
+    """What is open stays readable and writable: the job completes."""
+    folder = tmp_path / "offload"
+    shutil.copytree(stores, folder)
+    engine = engine_of(device, offload_dir=folder, weight_format="float32")
+    done = {}
+    for completion in engine.generate(
+        rows(), on_sweep=lambda stats: shutil.rmtree(folder) if stats.sweeps == 3 else None
+    ):
+        done[completion.index] = completion.samples[0].token_ids
+    assert not folder.exists() and engine.stats.sweeps > 6
+    assert [done[i] for i in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "expected_error"),
+    [("preadv", "cannot read .*: Input/output error"), ("pwritev", "cannot write KV at .*: Input/output error")],
+)
+def test_the_disk_fails_in_the_midst_of_a_job(engine_of, monkeypatch, call, expected_error):
+    """Weights or KV, whichever comes first; in the disk's own thread."""
+    engine = engine_of()
+    real, count = getattr(os, call), itertools.count()
+
+    def fail(*args):
+        if next(count) >= 40:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(BatchgenError, match=expected_error) as found:
+        list(engine.generate(endless()))
+    assert "\n" not in str(found.value) and "the same command goes on" in str(found.value)
+    assert next(count) > 40, "the disk did not fail"
+
+
+def test_a_row_that_fails_alone(engine_of, expected):
+    """What is wrong with a row stays with it, whatever the tiers are at."""
+    engine = engine_of(weight_format="float32")
+    bad = [Request([10_000]), Request("", SamplingParams(max_tokens=3)), Request([5], error="null")]
+    done = {c.index: c for c in engine.generate([*rows(), *bad])}
+    assert [done[i].samples[0].token_ids for i in range(10)] == expected
+    assert all(done[i].error for i in (10, 11, 12))

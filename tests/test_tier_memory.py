@@ -1,0 +1,186 @@
+"""Budgets are kept: what the plan reserves bounds what is used, and what it refuses would not have fitted."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
+from torch.profiler import ProfilerActivity, profile
+
+from batchgen import loading
+from batchgen.engine import Engine
+from batchgen.errors import BatchgenError, InputError
+from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
+from batchgen.units import parse_bytes
+
+MIB = 1 << 20
+# Of the workspace, which is there for attention's gathers and tiles of scores, these small models need no more.
+ATTENTION_BYTES = 8 * MIB
+SHAPE = {
+    "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 512,
+    "vocab_size": 4000,
+}  # fmt: skip
+WIDE = {
+    "opt": SHAPE | {"ffn_dim": 2048, "word_embed_proj_dim": 512},
+    "llama": SHAPE | {"intermediate_size": 1408, "num_key_value_heads": 2},
+}
+BATCH_TOKENS = 1500
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts_of(count, length, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 500) for _ in range(length)] for _ in range(count)]
+
+
+def peak_of_tensors(work):
+    """The most bytes of tensors that `work` holds at once of those it makes; pools and buffers are mapped apart."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+# Prompts of 120 tokens that fill every GPU batch, some of them in sweeps in which earlier ones decode.
+POLICIES = {
+    "one batch": {"num_gpu_batches": 1, "gpu_batch_size": 12, "kv_seqs": {"gpu": 12}, "activation_batches": (1, 0)},
+    "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},
+    "activations on the host": {"kv_seqs": {"gpu": 36}, "activation_batches": (0, 3)},
+    "streamed, 4-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int4"},
+    "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
+    "all together": {
+        "kv_seqs": {"gpu": 9, "cpu": 9, "streamed": 9, "disk": 9}, "activation_batches": (1, 2), "head_tier": "cpu",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("family", WIDE)
+def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, family, kind):
+    """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations in host memory are
+    tensors too, and have their own reservation there; so does the output matrix's result, where it comes in pieces."""
+    model = tiny_models(family, **WIDE[family])[0]
+    fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]
+    tokens = BATCH_TOKENS * fields["num_gpu_batches"]
+    policy = make_policy(model, EMULATED, max_num_batched_tokens=tokens, **fields)
+    parts = make_parts(
+        model, EMULATED, policy, tmp_path, serial=True, longest_tokens=128, most_kv_tokens=128 * policy.max_num_seqs
+    )
+    rows = make_requests(prompts_of(policy.max_num_seqs + 8, 120), [1, 2, 3, 4] * ((policy.max_num_seqs + 8) // 4))
+    with Engine.from_parts(parts) as engine:
+        peak = peak_of_tensors(lambda: list(engine.generate(rows)))
+        assert engine.stats.generated_tokens == sum(r.sampling.max_tokens for r in rows)
+    reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
+    reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES
+    if policy.head_tier == "cpu":
+        reserved += policy.max_num_seqs * parts.config.vocab_size * 4
+    assert peak <= reserved + ATTENTION_BYTES
+    assert peak > 2 * ATTENTION_BYTES, "too small to tell"
+
+
+TIERED = {
+    "resident": {},
+    "everything moves": None,
+    "weights streamed": {
+        "weight_layers": {"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (0, 1, 2), "down": (3, 0, 0)},
+        "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
+    },
+    "4-bit KV, head in pieces": {
+        "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
+    },
+}  # fmt: skip
+
+
+def tiered_policy(model, kind):
+    changes = TIERED[kind]
+    return everything_moves(model) if changes is None else make_policy(model, EMULATED, **changes)
+
+
+@pytest.mark.parametrize("kind", TIERED)
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
+    """The smallest budget that is accepted carries a job of the longest rows it was made for; with 2 % less it is refused
+    before weights are read, and the line that says so names a budget that does."""
+    model = tiny_models(family)[0]
+    policy = replace(tiered_policy(model, kind), max_model_len=128)
+
+    def load(gpu_memory):
+        budgets = {"gpu": gpu_memory, "cpu": 4 << 30, "disk": 1 << 30}
+        return make_parts(model, EMULATED, policy, tmp_path, budgets=budgets, min_output_len=127, most_kv_tokens=1)
+
+    low, high = DEVICE_WORKSPACE_BYTES, 64 * MIB  # refused, accepted
+    while high - low > 32 << 10:
+        middle = (low + high) // 2
+        try:
+            load(middle).executor.close()
+            high = middle
+        except InputError:
+            low = middle
+    parts = load(high)
+    arena = parts.executor.weights.arenas["gpu"]
+    assert arena.taken_bytes <= sum(parts.memory.parts["gpu"].values()) <= high
+    prompts = prompts_of(6, 100)
+    found, _ = run(parts, prompts, [28] * 6)
+    assert arena.taken_bytes <= high, "it grew while it ran"
+    plain = make_parts(model, CPU, make_policy(model, CPU, weight_format=policy.weight_format), tmp_path)
+    if policy.kv_format != "int4":
+        assert found == run(plain, prompts, [28] * 6)[0]
+    else:
+        plain.executor.close()
+
+    with pytest.raises(InputError) as refused:
+        load(int(high * 0.98))
+    message = str(refused.value)
+    assert "\n" not in message and "--gpu-memory" in message
+    needed = parse_bytes(re.search(r"give at least ([\d.]+ \w+)", message)[1])
+    assert 0.98 * high < needed < 1.1 * high
+    load(needed).executor.close()
+
+
+@pytest.mark.parametrize("kind", TIERED)
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_what_is_planned_is_what_is_taken(tiny_models, tmp_path, family, kind):
+    """But for little: expanded biases and norms are counted, and there are none."""
+    model = tiny_models(family)[0]
+    parts = make_parts(model, EMULATED, tiered_policy(model, kind), tmp_path)
+    try:
+        planned, arenas = parts.memory.parts, parts.executor.weights.arenas
+        on_gpu = sum(planned["gpu"].values())
+        if parts.policy.head_tier == "cpu":  # the result of its pieces is made when it is needed
+            on_gpu -= parts.policy.max_num_seqs * parts.config.vocab_size * 4
+        unused = on_gpu - arenas["gpu"].taken_bytes
+        assert 0 <= unused <= 0.03 * planned["gpu"].get("expanded weights", 0)
+        on_host = sum(planned["cpu"].values()) - planned["cpu"]["process"] - planned["cpu"]["activations"]
+        assert 0.98 * on_host - 4096 <= arenas["cpu"].taken_bytes <= on_host
+        assert parts.executor.kv_cache.disk_bytes == planned["disk"].get("KV", 0)
+    finally:
+        parts.executor.close()
+
+
+def test_memory_that_the_plan_left_out_is_refused_where_it_is_taken(tiny_models, tmp_path, monkeypatch):
+    """The second line of defence: were the plan wrong, the accelerator's memory would say so."""
+    model = tiny_models("opt")[0]
+    real = loading.plan_memory
+
+    def plan_for_more(*args, budgets, **options):
+        return real(*args, budgets=budgets | {"gpu": 1 << 30}, **options)
+
+    monkeypatch.setattr(loading, "plan_memory", plan_for_more)
+    with pytest.raises(BatchgenError, match=r"--gpu-memory 33.0 MiB does not hold .*; raise it") as refused:
+        make_parts(model, EMULATED, everything_moves(model), tmp_path, budgets=BUDGETS | {"gpu": 33 * MIB})
+    assert "\n" not in str(refused.value)
