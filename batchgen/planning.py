@@ -18,7 +18,7 @@ from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.job_options import JobOptions
-from batchgen.loading import existing_store, process_bytes, resolve_budgets, store_bytes
+from batchgen.loading import BLOCK_SIZE, existing_store, process_bytes, resolve_budgets, store_bytes
 from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir
@@ -112,6 +112,7 @@ def machine_of(
         offload_dir=directory,
         cache_dir=cache_dir(),
         model=config,
+        formats=tuple({request.quantization, request.kv_cache_dtype} & {INT4}),
         notify=notify,
     )
     if profile.gpu is not None:
@@ -144,6 +145,7 @@ def find_hardware(
     offload_dir: Path,
     cache_dir: Path,
     device: str = "cpu",
+    formats: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
@@ -168,6 +170,7 @@ def find_hardware(
         device=device,
         offload_dir=offload_dir,
         dtypes=(dtype,),
+        formats=formats,
         refresh=refresh,
         measure_overheads=measure_overheads,
         model=model,
@@ -287,7 +290,8 @@ def most_kv_tokens(plan: Plan) -> int:
 
 
 def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
-    return int(_KV_ROOM * max_num_seqs * (workload.prompt_len.max + workload.max_output_len))
+    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // BLOCK_SIZE)
+    return int(_KV_ROOM * max_num_seqs * blocks * BLOCK_SIZE)
 
 
 def _first_touch_s(best: Candidate) -> float:

@@ -216,7 +216,11 @@ class StepCosts:
             nonlocal owed_s
             load, batch = loads[step.batch], computing[step.batch]
             if step.lane == "compute":
-                own_s, also_s, owed_s = batch.seconds(step), owed_s, 0.0
+                if step.kind in ("embed", "load_attention"):
+                    own_s = self._link_bytes(step, load) / hardware.h2d_bytes_per_s if hardware.gpu else 0.0
+                else:
+                    own_s = batch.seconds(step)
+                also_s, owed_s = owed_s, 0.0
                 return own_s + also_s
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
@@ -317,7 +321,7 @@ class _Computing:
             return self.attention_s[step.layer]
         if step.kind == "post":
             return self.last_post_s if step.layer == len(self.attention_s) - 1 else self.post_s
-        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.expand_s, "embed": 0.0}
+        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.expand_s}
         return own[step.kind]
 
 

@@ -70,7 +70,9 @@ def main() -> None:
     ratios = [c["generated_tokens_per_s"] / s["generated_tokens_per_s"] for c, s in pairs]
     mean, square = statistics.mean(lens), statistics.mean(n * n for n in lens)
     in_theory = (PROMPT + MOST_OUTPUT) / (PROMPT + square / (2 * mean)) * MOST_OUTPUT / mean
-    print(f"continuous is {statistics.median(ratios):.2f} times as fast; tokens per weight load in theory {in_theory:.2f}")
+    print(
+        f"continuous is {statistics.median(ratios):.2f} times as fast; tokens per weight load in theory {in_theory:.2f}"
+    )
     write(
         "continuous_vs_static",
         {"rows": args.rows, "kv_tokens": kv_tokens, "h2d_bytes_per_s": args.h2d * 1e9, "ratios": ratios,

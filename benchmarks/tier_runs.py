@@ -34,7 +34,7 @@ SHAPE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 8192,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 16384,
 }
 
 

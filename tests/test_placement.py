@@ -313,7 +313,7 @@ def test_a_latency_bound_is_kept_and_trades_throughput():
 
 
 def test_the_frontier_rises():
-    points = frontier(problem(workload=Workload.uniform(128, 128, 16)))
+    points = frontier(problem(workload=Workload.uniform(64, 128, 16)))
     assert len(points) >= 4
     assert all(a[0] <= b[0] and a[1] < b[1] for a, b in itertools.pairwise(points))
 

@@ -193,10 +193,9 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
 
     comp of FlexGen is two lanes here: with K >= 2 GPU batches, CPU attention of one runs during the products of
-    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. What the CPU attended to
-    comes back behind the weights on their way, and only what follows lets the next ones come: the lane `turn`. Where the
-    GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention
-    is part of compute. DRAM carries every byte that enters or leaves host memory.
+    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is
+    emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is
+    part of compute. DRAM carries every byte that enters or leaves host memory.
     """
     moved = moved_bytes(s, stage, at)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
@@ -221,9 +220,6 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
                 lanes["chain"] = before + lanes["cpu_attention"]
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved)
-            if "h2d" not in s.runtime.serial:
-                weights = at.w_streamed * (s.layer_bytes / hardware.h2d_bytes_per_s)
-                lanes["turn"] = weights + at.delegates * _after_weights_s(s, stage)
         lanes["h2d"] = moved["h2d"] * (1 / hardware.h2d_bytes_per_s)
         lanes["d2h"] = moved["d2h"] * (1 / hardware.d2h_bytes_per_s)
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
@@ -232,16 +228,6 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
         dram = on_disk + (s.expanded_layer_bytes + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
-
-
-def _after_weights_s(s: Setting, stage: Stage) -> float:
-    """Products of one layer between the arrival of a layer's weights and the start of the next ones', where CPU attention
-    has a part in it: output projection and MLP of all tokens or, with several batches, a batch's with the next layer's
-    first."""
-    if s.num_gpu_batches > 1:
-        return linear_s(s, stage) / s.num_gpu_batches
-    qkv = s.model.hidden_size * s.model.qkv_size
-    return linear_s(s, stage) * (1 - qkv / s.model.matmul_params_per_layer)
 
 
 def _copy_s(s: Setting, moved: Mapping[str, Linear]) -> Linear:

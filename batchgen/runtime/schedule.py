@@ -107,7 +107,8 @@ class Sweeps:
         yield from self._load_weights(0)
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
-            step = self._step("embed", "h2d" if self.streams.accelerated else "compute", 0, k)
+            # Small copies that compute waits for do not queue behind the weights of layers to come.
+            step = self._step("embed", "compute", 0, k)
             hidden.append(step.id)
             yield step
         flow = _Flow(hidden)
@@ -162,10 +163,8 @@ class Sweeps:
             yield send
             attend = self._step("cpu_attention", "cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
             yield attend
-            join = self._step("load_attention", "h2d", j, k, after=(attend.id,))
-            yield join
             flow.note_stored(send)
-            flow.joins[place] = join.id
+            flow.attended[place] = attend.id
 
     def _attention_and_rest(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Attention on the compute device, where new KV is written first; output projection and MLP."""
@@ -180,7 +179,9 @@ class Sweeps:
             if batch.staged:
                 yield from self._store_cache(place, batch, slot, attention.id, flow)
         if batch.delegated:
-            after = (*after, flow.joins.pop(place))
+            join = self._step("load_attention", "compute", j, k, after=(flow.attended.pop(place),))
+            yield join
+            after = (*after, join.id)
         post = self._step("post", "compute", j, k, slot=self._weight_slot(j), after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
@@ -313,7 +314,7 @@ class _Flow:
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[Place, tuple[int, ...]] = field(default_factory=dict)
-    joins: dict[Place, int] = field(default_factory=dict)  # the Step that brings back what the CPU attended to
+    attended: dict[Place, int] = field(default_factory=dict)  # CPU attention
     staged: dict[Place, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
     stored: dict[int, dict[str, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which they took no more room
