@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Gives freed blocks back to the kernel after all, once work of another kind is done."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def has_fast_bfloat16() -> bool:

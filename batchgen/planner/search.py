@@ -248,7 +248,7 @@ def _gpu_batches(problem: Problem, block_size: int) -> list[int]:
     if problem.num_gpu_batches is not None:
         return [problem.num_gpu_batches]
     if problem.hardware.gpu is None:
-        return [1] if "disk" not in problem.allowed.kv_classes or block_size < 4 else [1, 4]
+        return [1]  # nothing runs beside the products: parts of a batch only make them smaller
     whole_job = block_size in (problem.workload.num_seqs, problem.block_size)
     return [k for k in _GPU_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
 

@@ -53,7 +53,9 @@ class Executor:
         None: a GPU batch. For the rest see `Lanes`."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
-        self.lanes = Lanes(self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step)
+        self.lanes = Lanes(
+            self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step, on_thread=_limit_threads
+        )
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
         self._batches_on_host = batches_on_host
@@ -233,6 +235,12 @@ class Executor:
                 return
             self._on_logits(sampled, b.logits)
         b.hidden = b.logits = None
+
+
+def _limit_threads(lane: str) -> None:
+    """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
+    if lane != "cpu_attention":
+        torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

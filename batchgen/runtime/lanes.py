@@ -30,12 +30,13 @@ class Lanes:
         serial: bool = False,
         shared_cores: bool = False,
         on_step: OnStep | None = None,
+        on_thread: Callable[[str], None] = lambda lane: None,
     ) -> None:
-        """perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
+        """on_thread: called with the lane in each thread that is started. perform: does a Step's work. shared_cores: compute and CPU attention have the same cores, and take turns."""
         self.busy_s = dict.fromkeys(LANES, 0.0)
         # Seconds in which compute stood still, by the lane it waited for; CPU attention also where it had the cores.
         self.stalled_s = dict.fromkeys(LANES, 0.0)
-        self._perform, self._serial, self._on_step = perform, serial, on_step
+        self._perform, self._serial, self._on_step, self._on_thread = perform, serial, on_step, on_thread
         self._cores = threading.Lock() if shared_cores and not serial else None
         self._changed = threading.Condition()
         self._pending: dict[int, str] = {}  # id -> lane
@@ -98,6 +99,7 @@ class Lanes:
 
     def _work(self, lane: str) -> None:
         queue = self._queues[lane]
+        self._on_thread(lane)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._failure is not None or queue)
