@@ -15,7 +15,13 @@ from batchgen.device import Device
 from batchgen.engine import EngineParts
 from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES, INT4
-from batchgen.machine import available_memory_bytes, has_fast_bfloat16, keep_freed_memory, resident_bytes
+from batchgen.machine import (
+    available_memory_bytes,
+    give_back_freed_memory,
+    has_fast_bfloat16,
+    keep_freed_memory,
+    resident_bytes,
+)
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import group_bytes, logit_rows, plan_memory
@@ -196,6 +202,7 @@ def load_parts(
     from batchgen.runtime.transfer import Arena, Link
     from batchgen.runtime.weights import Weights
 
+    give_back_freed_memory()  # what came before is not the process's any more
     keep_freed_memory()
     torch_dtype = getattr(torch, dtype)
     compute_home = "gpu" if device.accelerated else "cpu"

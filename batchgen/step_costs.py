@@ -216,11 +216,9 @@ class StepCosts:
             nonlocal owed_s
             load, batch = loads[step.batch], computing[step.batch]
             if step.lane == "compute":
-                if step.kind in ("embed", "load_attention"):
-                    own_s = self._link_bytes(step, load) / hardware.h2d_bytes_per_s if hardware.gpu else 0.0
-                else:
-                    own_s = batch.seconds(step)
-                also_s, owed_s = owed_s, 0.0
+                if step.kind in ("embed", "load_attention"):  # copies that compute makes itself
+                    return self._link_bytes(step, load) / hardware.h2d_bytes_per_s if hardware.gpu else 0.0
+                own_s, also_s, owed_s = batch.seconds(step), owed_s, 0.0
                 return own_s + also_s
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]

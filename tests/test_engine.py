@@ -42,7 +42,7 @@ def reference(model, ids, max_tokens=MAX_TOKENS):
 
 def generate(path, rows, **options):
     sampling = options.pop("sampling", SamplingParams(max_tokens=MAX_TOKENS))
-    options = {"dtype": "float32", "cpu_memory": "2GiB", **options}
+    options = {"dtype": "float32", "cpu_memory": "4GiB", **options}
     engine = batchgen.Engine(str(path), sampling=sampling, **options)
     found = sorted(engine.generate(rows), key=lambda c: c.index)
     assert [c.index for c in found] == list(range(len(rows)))
@@ -304,4 +304,4 @@ def test_input_is_read_lazily(tiny_models):
 def test_bad_options_are_refused(tiny_models, options, message):
     path, _ = tiny_models("llama")
     with pytest.raises(batchgen.InputError, match=message):
-        batchgen.Engine(str(path), **{"cpu_memory": "2GiB", **options})
+        batchgen.Engine(str(path), **{"cpu_memory": "4GiB", **options})

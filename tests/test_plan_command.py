@@ -195,15 +195,14 @@ class TestElsewhere:
         said = refused("plan", *on_t4(opt_30b, "--max-block-latency", "1s"))
         assert "no plan has a block latency of 1 s" in said and "give --max-block-latency at least" in said
 
-    def test_4_bit_weights_and_kv_only_where_allowed(self, opt_30b):
+    def test_4_bit_weights_and_kv_only_where_asked_for(self, opt_30b):
         little = ("--cpu-memory", "24GiB")  # 16-bit weights have to come from disk
         plain = plan_json(*on_t4(opt_30b, *little))
         weights = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4"))
         both = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4", "--kv-cache-dtype", "int4"))
-        formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights)]
-        assert formats == [("float16", "float16"), ("int4", "float16")]
-        times = [p["prediction"]["total_s"] for p in (plain, weights, both)]
-        assert times[0] > times[1] >= times[2]
+        formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both)]
+        assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4")]
+        assert plain["prediction"]["total_s"] > weights["prediction"]["total_s"]
 
     def test_flags_are_kept(self, opt_30b):
         policy = plan_json(*on_t4(opt_30b, "--max-num-seqs", 24, "--num-gpu-batches", 2, "--admission", "static",
