@@ -23,9 +23,8 @@ from batchgen.request import (
     cut_overlong,
 )
 from batchgen.runtime.adaptation import Adaptation, Change, Measured
-from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.extents import ExtentManager
-from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduler import Scheduler
+from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits
 from batchgen.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -227,12 +226,7 @@ class Engine:
         self.changes: list[Change] = []  # what adaptation has changed
         policy = parts.policy
         # Outlives a call of `generate`: later rows find the prefixes of earlier ones.
-        self._pools = {
-            tier: ExtentManager(count, policy.kv_block_size)
-            if tier == "disk"
-            else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
-            for tier, count in parts.memory.kv_blocks.items()
-        }
+        self._pools = kv_pools(policy, parts.memory)
 
     @property
     def policy(self) -> Policy:
@@ -268,14 +262,7 @@ class Engine:
         A bad row comes back with `error`. What the iterable itself raises is raised here.
         """
         policy = self.policy
-        limits = SchedulerLimits(
-            policy.max_num_seqs,
-            policy.max_num_batched_tokens,
-            policy.admission,
-            class_seqs=dict(policy.kv_seqs),
-            max_chunk_tokens=self.parts.memory.batch_tokens,
-            compute_home=self.parts.compute_home,
-        )
+        limits = scheduler_limits(policy, self.parts.memory, self.parts.compute_home)
         expected = self._expected_output_len
         scheduler = Scheduler(self._pools, limits, (lambda s: expected) if expected else None)
         adaptation = None
@@ -348,22 +335,13 @@ class Engine:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        pool = self._longest_tokens()
+        pool = longest_sequence(self.policy, self.parts.memory, self.parts.compute_home)
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(
                 f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
                 " that fit the memory budget"
             )
         return replace(request, sampling=sampling), token_ids
-
-    def _longest_tokens(self) -> int:
-        """Tokens of KV that one sequence can have: in the largest pool, if it passes through the staging buffers in one
-        with those in it."""
-        memory, block_size = self.parts.memory, self.policy.kv_block_size
-        return block_size * max(
-            count if tier == self.parts.compute_home else min(count, memory.staging_blocks)
-            for tier, count in memory.kv_blocks.items()
-        )
 
     def _take_requests(self, source: Prefetch[_Prepared], scheduler: Scheduler, in_flight: dict, detectors: dict):
         """Moves requests from the input to the scheduler; yields those that failed before they ran.

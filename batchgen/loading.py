@@ -27,7 +27,7 @@ from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_conf
 from batchgen.planner.memory import group_bytes, logit_rows, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
-from batchgen.units import parse_bytes
+from batchgen.units import size_bytes
 
 if TYPE_CHECKING:
     from batchgen.runtime.lanes import OnStep
@@ -67,7 +67,7 @@ def resolve_budget(cpu_memory: int | str | None) -> int:
     """The CPU memory budget in bytes, for the whole process."""
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC))
-    return parse_bytes(cpu_memory) if isinstance(cpu_memory, str) else int(cpu_memory)
+    return size_bytes(cpu_memory)
 
 
 def process_bytes() -> int:
@@ -89,18 +89,14 @@ def resolve_budgets(
     budgets = {"cpu": resolve_budget(cpu_memory), "disk": 0}
     if offload_dir is not None:
         free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC))
-        budgets["disk"] = free if disk_memory is None else min(free, _size(disk_memory))
+        budgets["disk"] = free if disk_memory is None else min(free, size_bytes(disk_memory))
     if device.accelerated:
-        budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else _size(gpu_memory)
+        budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else size_bytes(gpu_memory)
         if cpu_memory is None:  # an emulated memory is a part of the host's
             budgets["cpu"] = max(1, budgets["cpu"] - budgets["gpu"])
     elif gpu_memory is not None:
         raise InputError("--gpu-memory is given, but there is no GPU: leave it out, or give --device emulated:...")
     return budgets
-
-
-def _size(value: int | str) -> int:
-    return parse_bytes(value) if isinstance(value, str) else int(value)
 
 
 def in_memory_policy(
@@ -196,9 +192,9 @@ def load_parts(
     from batchgen.runtime.batch import pack
     from batchgen.runtime.checkpoint import open_checkpoint
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.gpu_batches import place, split_batches
     from batchgen.runtime.kv_cache import KVCache, kv_shape
     from batchgen.runtime.sampler import sample
+    from batchgen.runtime.scheduling import splitter
     from batchgen.runtime.transfer import Arena, Link
     from batchgen.runtime.weights import Weights
 
@@ -256,21 +252,11 @@ def load_parts(
         shared_cores=device.accelerated,
         on_step=on_step,
     )
-    split = partial(
-        split_batches,
-        num_gpu_batches=policy.num_gpu_batches,
-        order=policy.batch_order,
-        max_tokens=memory.batch_tokens,
-        max_seqs=policy.gpu_batch_size,
-        max_staged_blocks=max(1, memory.staging_blocks),
-        block_size=policy.kv_block_size,
-        place_of=partial(place, compute_home=compute_home),
-    )
     return EngineParts(
         config=config,
         tokenizer=tokenizer,
         executor=executor,
-        split=split,
+        split=splitter(policy, memory, compute_home),
         pack=partial(
             pack,
             block_size=policy.kv_block_size,

@@ -29,7 +29,7 @@ from batchgen.planner.profile_cache import load_or_measure
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
 from batchgen.policy import TIERS, Plan
-from batchgen.units import format_bytes, parse_bytes
+from batchgen.units import format_bytes, parse_bytes, size_bytes
 from batchgen.workload import Workload
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
@@ -80,7 +80,7 @@ def request_of(job: JobOptions, files: ModelFiles, config: ModelConfig, dtype: s
     """What a job's options ask of its plan. Raises InputError."""
 
     def size(value: str | int | None) -> int | None:
-        return parse_bytes(value) if isinstance(value, str) else value
+        return None if value is None else size_bytes(value)
 
     return PlanRequest(
         model_name=files.name,

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from batchgen.hardware import HardwareProfile
@@ -16,11 +15,9 @@ from batchgen.planner.memory import plan_memory
 from batchgen.planning import longest_tokens, most_kv_tokens
 from batchgen.policy import MemoryPlan, Plan
 from batchgen.request import SamplingParams
-from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.extents import ExtentManager
-from batchgen.runtime.gpu_batches import place, split_batches
 from batchgen.runtime.schedule import Sweeps
-from batchgen.runtime.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
+from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.sequence import Sequence
 from batchgen.runtime.simulate import OnStep, Simulator, Timeline
 from batchgen.runtime.trace import TraceWriter
@@ -137,36 +134,11 @@ class _Job:
         self._windows = any(window is not None for window in config.windows)
         self._rows = enumerate(made_up_rows(plan.workload))
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
-        self._longest = policy.kv_block_size * max(
-            count if tier == self._home else min(count, memory.staging_blocks)
-            for tier, count in memory.kv_blocks.items()
-        )
-        limits = SchedulerLimits(
-            policy.max_num_seqs,
-            policy.max_num_batched_tokens,
-            policy.admission,
-            class_seqs=dict(policy.kv_seqs),
-            max_chunk_tokens=memory.batch_tokens,
-            compute_home=self._home,
-        )
-        pools = {
-            tier: ExtentManager(count, policy.kv_block_size)
-            if tier == "disk"
-            else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
-            for tier, count in memory.kv_blocks.items()
-        }
+        self._longest = longest_sequence(policy, memory, self._home)
+        limits = scheduler_limits(policy, memory, self._home)
         expected = expected_output_len
-        self._scheduler = Scheduler(pools, limits, (lambda s: expected) if expected else None)
-        self._split = partial(
-            split_batches,
-            num_gpu_batches=policy.num_gpu_batches,
-            order=policy.batch_order,
-            max_tokens=memory.batch_tokens,
-            max_seqs=policy.gpu_batch_size,
-            max_staged_blocks=max(1, memory.staging_blocks),
-            block_size=policy.kv_block_size,
-            place_of=partial(place, compute_home=self._home),
-        )
+        self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
+        self._split = splitter(policy, memory, self._home)
 
     @property
     def has_work(self) -> bool:

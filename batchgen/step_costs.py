@@ -22,9 +22,8 @@ from batchgen.planner.cost import (
     sweep_overhead_s,
 )
 from batchgen.planner.flow import Stage
-from batchgen.planner.memory import HEAD_PIECES
 from batchgen.planner.setting import BATCHGEN, Setting, Shares
-from batchgen.policy import Plan, spread_layers
+from batchgen.policy import HEAD_PIECES, Plan, spread_layers
 from batchgen.runtime.extents import runs_of
 from batchgen.runtime.gpu_batches import place
 from batchgen.runtime.schedule import BatchFlow, Step, Streams

@@ -20,6 +20,11 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _SIZE[match[2].lower()])
 
 
+def size_bytes(value: int | str) -> int:
+    """Bytes given as a number or as text. Raises InputError."""
+    return parse_bytes(value) if isinstance(value, str) else int(value)
+
+
 def parse_seconds(text: str) -> float:
     """Seconds in "6h", "90m", "1h30m", "45s" or a plain number of seconds. Raises InputError."""
     parts = re.findall(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text)

@@ -15,8 +15,9 @@ from batchgen.direct_io import ALIGNMENT
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import ComputeRates, Rates
 from batchgen.planner.flow import Stage
-from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, HEAD_PIECES, WORKSPACE_BYTES, activation_bytes
+from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
+from batchgen.policy import HEAD_PIECES
 
 # Below these, sequences read a shared prefix one by one (attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4

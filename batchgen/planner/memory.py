@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from batchgen.direct_io import ALIGNMENT, aligned
 from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES, INT4, row_bytes
 from batchgen.model_config import ModelConfig
-from batchgen.policy import KV_HOMES, TIERS, MemoryPlan, Policy
+from batchgen.policy import HEAD_PIECES, KV_HOMES, TIERS, MemoryPlan, Policy
 from batchgen.units import format_bytes
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20
 # The same of an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
-# Pieces in which an output matrix that is not on the accelerator comes over, two at a time.
-HEAD_PIECES = 8
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
-# Direct I/O moves multiples of this.
-_DISK_BLOCK = 4096
 
 
 def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -87,16 +84,11 @@ def plan_memory(
     _add_activations(config, policy, dtype, device, batch_tokens, add)
     _add_staging(config, policy, device, staging_blocks, add)
     block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-    sizes = {tier: config.num_layers * (_on_disk(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
+    sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
     kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
     for tier, count in kv_blocks.items():
         add(tier, "KV", count * sizes[tier])
     return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens)
-
-
-def _on_disk(num_bytes: int) -> int:
-    """Bytes that as many take where they are to start on a boundary."""
-    return -(-num_bytes // _DISK_BLOCK) * _DISK_BLOCK
 
 
 def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, add) -> None:
@@ -108,7 +100,7 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, a
             if tier != "disk":  # the disk has them already: its budget is for what is added
                 add(tier, "weights", layers * groups[group])
             if layers:
-                on_disk += _on_disk(groups[group]) if tier == "disk" else 0
+                on_disk += aligned(groups[group]) if tier == "disk" else 0
     if device == "gpu":
         away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
         add("gpu", "weights in transit", 2 * sum(groups[group] for group in away))
@@ -155,8 +147,8 @@ def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_toke
 def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add) -> None:
     block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     add(device, "KV in transit", 2 * staging_blocks * block)
-    if policy.kv_seqs.get("disk") and (device == "gpu" or block % _DISK_BLOCK):
-        add("cpu", "KV in transit", 4 * staging_blocks * _on_disk(block))
+    if policy.kv_seqs.get("disk") and (device == "gpu" or block % ALIGNMENT):
+        add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
 
 
 def _kv_blocks(

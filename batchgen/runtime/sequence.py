@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from batchgen.policy import KV_CLASSES, KV_HOMES
 from batchgen.request import SamplingParams
 
-_HOMES = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk"}  # in policy.KV_CLASSES' order of preference
-CLASSES = tuple(_HOMES)  # the KV classes that the runtime carries out
+CLASSES = tuple(c for c in KV_CLASSES if c != "deferred")  # those that the runtime carries out
 
 
 def home_of(kv_class: str) -> str:
     """The tier where the KV of a class lives: "gpu", "cpu" or "disk". "cpu" and "streamed" share one, as they only
     differ in where decode attention runs."""
-    return _HOMES[kv_class]
+    return KV_HOMES[kv_class]
 
 
 @dataclass(eq=False)

@@ -17,14 +17,13 @@ from batchgen.direct_io import DirectFile, aligned
 from batchgen.errors import BatchgenError
 from batchgen.formats import INT4
 from batchgen.model_config import ModelConfig
+from batchgen.policy import HEAD_PIECES
 from batchgen.quant import dequantize, quantize, row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.runtime.store_format import layer_groups
 from batchgen.runtime.transfer import Arena, Link, as_buffer
-
-HEAD_PIECES = 8
 
 Tensors = dict[str, Tensor]
 
@@ -90,7 +89,8 @@ class Weights:
         """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
         the result; store: that of `homes.weight_format`, needed for what is homed on disk, and used for all if given.
 
-        expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each layer. Raises BatchgenError.
+        expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each
+        layer. Raises BatchgenError.
         """
         self.config, self.homes, self.dtype = config, homes, dtype
         self.disk_bytes_read = 0
@@ -223,6 +223,7 @@ class Weights:
         self._stretches: list[list[_Stretch]] = []
         self._files: dict[int, DirectFile] = {}
         self._verified: set[int] = set()
+        self._views: dict[tuple[int, int], Tensors] = {}
         for j, homes in enumerate(self.homes.layers):
             stretches: list[_Stretch] = []
             end = 0
@@ -296,12 +297,15 @@ class Weights:
         return [t.name for s in self._stretches[layer] for g in s.groups for t in s.file.extents[g].tensors]
 
     def _disk_views(self, layer: int, slot: int) -> Tensors:
+        if (layer, slot) in self._views:  # the buffers stay where they are
+            return self._views[layer, slot]
         found: Tensors = {}
         for stretch in self._stretches[layer]:
             start = stretch.offset - stretch.file.extents[stretch.groups[0]].offset
             for group in stretch.groups:
                 extent = stretch.file.extents[group]
                 found |= views(extent, self._disk_buffers[slot][start + extent.offset :])
+        self._views[layer, slot] = found
         return found
 
     def _verify(self, stretch: _Stretch, part: Tensor) -> None:

@@ -1,0 +1,58 @@
+"""A policy and its memory plan as the scheduler's parts: pools, limits, and the cutting of a sweep. The engine and the
+simulation both start from here. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from batchgen.policy import MemoryPlan, Policy
+from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.extents import ExtentManager
+from batchgen.runtime.gpu_batches import place, split_batches
+from batchgen.runtime.scheduler import ScheduledSequence, SchedulerLimits
+
+
+def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
+    """Empty pools, by home tier."""
+    return {
+        tier: ExtentManager(count, policy.kv_block_size)
+        if tier == "disk"
+        else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
+        for tier, count in memory.kv_blocks.items()
+    }
+
+
+def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_home: str) -> SchedulerLimits:
+    return SchedulerLimits(
+        policy.max_num_seqs,
+        policy.max_num_batched_tokens,
+        policy.admission,
+        class_seqs=dict(policy.kv_seqs),
+        max_chunk_tokens=memory.batch_tokens,
+        compute_home=compute_home,
+    )
+
+
+def longest_sequence(policy: Policy, memory: MemoryPlan, compute_home: str) -> int:
+    """Tokens of KV that one sequence can have: in the largest pool, if it passes through the staging buffers in one
+    with those in it."""
+    return policy.kv_block_size * max(
+        count if tier == compute_home else min(count, memory.staging_blocks) for tier, count in memory.kv_blocks.items()
+    )
+
+
+def splitter(
+    policy: Policy, memory: MemoryPlan, compute_home: str
+) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
+    """`split_batches` with the policy's numbers filled in."""
+    return partial(
+        split_batches,
+        num_gpu_batches=policy.num_gpu_batches,
+        order=policy.batch_order,
+        max_tokens=memory.batch_tokens,
+        max_seqs=policy.gpu_batch_size,
+        max_staged_blocks=max(1, memory.staging_blocks),
+        block_size=policy.kv_block_size,
+        place_of=partial(place, compute_home=compute_home),
+    )
