@@ -33,6 +33,7 @@ from batchgen.planning import (
     offload_dir,
     plan_job,
     problem_of,
+    process_share,
     read_plan,
     request_of,
     runnable,
@@ -209,6 +210,9 @@ def _load_engine(
     on_step: Callable | None,
 ) -> Engine:
     device, directory, policy = parse_device(options.device), offload_dir(options), plan.policy
+    cpu_memory = options.cpu_memory
+    if cpu_memory is None and options.plan is None:
+        cpu_memory = plan.budgets["cpu"]  # as it was found for this job a moment ago
     store = None
     if needs_store(policy):
         with progress.layers() as on_layer:
@@ -224,7 +228,7 @@ def _load_engine(
         device=device,
         budgets=resolve_budgets(
             device,
-            cpu_memory=options.cpu_memory,
+            cpu_memory=cpu_memory,
             gpu_memory=options.gpu_memory,
             disk_memory=options.disk_memory,
             offload_dir=directory,
@@ -232,6 +236,7 @@ def _load_engine(
         min_output_len=options.sampling.max_tokens,
         longest_tokens=longest_tokens(plan),
         most_kv_tokens=most_kv_tokens(plan),
+        planned_process_bytes=process_share(plan),
         offload_dir=directory,
         store=store,
         on_step=on_step,

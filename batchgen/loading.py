@@ -24,7 +24,7 @@ from batchgen.machine import (
 )
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
-from batchgen.planner.memory import group_bytes, logit_rows, plan_memory
+from batchgen.planner.memory import chunk_tokens, group_bytes, logit_rows, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
 from batchgen.units import size_bytes
@@ -39,8 +39,9 @@ BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this share is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
-# What interpreter, torch, transformers, pyarrow and their buffers hold in a running job, without any model.
-_PROCESS_BYTES = 700 << 20
+# What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
+# what they take later, for threads, compiled kernels and buffers.
+TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
 
 
 def resolve_dtype(config: ModelConfig, dtype: str) -> str:
@@ -71,8 +72,13 @@ def resolve_budget(cpu_memory: int | str | None) -> int:
 
 
 def process_bytes() -> int:
-    """Host memory of the running process without any model, as far as can be known before the job runs."""
-    return max(resident_bytes(), _PROCESS_BYTES)
+    """Host memory of the running process without any model, once all that a job imports is there."""
+    import batchgen.runtime.executor
+    import batchgen.tokenizer  # noqa: F401
+
+    give_back_freed_memory()
+    here = resident_bytes()
+    return here + _PROCESS_GROWTH_BYTES if here else TYPICAL_PROCESS_BYTES
 
 
 def resolve_budgets(
@@ -168,6 +174,7 @@ def load_parts(
     min_output_len: int,
     longest_tokens: int | None = None,
     most_kv_tokens: int | None = None,
+    planned_process_bytes: int | None = None,
     offload_dir: Path | None = None,
     store: WeightStore | None = None,
     serial: bool = False,
@@ -179,6 +186,7 @@ def load_parts(
     tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
     min_output_len: what a row must at least be able to generate. longest_tokens: the longest prompt and output looked
     for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond it is left alone.
+    planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
     offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
     Raises InputError, BatchgenError.
     """
@@ -198,7 +206,10 @@ def load_parts(
     from batchgen.runtime.transfer import Arena, Link
     from batchgen.runtime.weights import Weights
 
-    give_back_freed_memory()  # what came before is not the process's any more
+    # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
+    held_bytes = process_bytes()
+    if planned_process_bytes:
+        held_bytes = max(resident_bytes(), planned_process_bytes)
     keep_freed_memory()
     torch_dtype = getattr(torch, dtype)
     compute_home = "gpu" if device.accelerated else "cpu"
@@ -207,7 +218,7 @@ def load_parts(
         policy,
         dtype=dtype,
         budgets=budgets,
-        process_bytes=process_bytes(),
+        process_bytes=held_bytes,
         min_tokens=min(min_output_len + 1, context),
         longest_tokens=min(context, longest_tokens or context),
         most_kv_tokens=most_kv_tokens,
@@ -247,6 +258,7 @@ def load_parts(
         compute_home=compute_home,
         links=links,
         batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
+        chunk_tokens=chunk_tokens(config, torch_dtype.itemsize),
         logit_rows=logit_rows(config, torch_dtype.itemsize),
         serial=serial,
         shared_cores=device.accelerated,

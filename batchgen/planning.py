@@ -18,7 +18,14 @@ from batchgen.errors import InputError
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.job_options import JobOptions
-from batchgen.loading import BLOCK_SIZE, existing_store, process_bytes, resolve_budgets, store_bytes
+from batchgen.loading import (
+    BLOCK_SIZE,
+    TYPICAL_PROCESS_BYTES,
+    existing_store,
+    process_bytes,
+    resolve_budgets,
+    store_bytes,
+)
 from batchgen.machine import available_memory_bytes, give_back_freed_memory, resident_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir
@@ -96,7 +103,7 @@ def request_of(job: JobOptions, files: ModelFiles, config: ModelConfig, dtype: s
         num_gpu_batches=job.num_gpu_batches,
         max_num_batched_tokens=job.max_num_batched_tokens,
         share_prefixes=job.share_prefixes,
-        process_bytes=process_bytes(),
+        process_bytes=TYPICAL_PROCESS_BYTES,
     )
 
 
@@ -289,6 +296,11 @@ def most_kv_tokens(plan: Plan) -> int:
     """Tokens of KV a job makes use of: every sequence in flight at the longest length seen, and some for prefixes that
     later rows may share. Memory beyond that would only be touched for the first time, which is slow."""
     return _most_kv_tokens(plan.workload, plan.policy.max_num_seqs)
+
+
+def process_share(plan: Plan) -> int:
+    """Bytes of the host's memory that the plan leaves to the process for itself."""
+    return int(plan.prediction.memory_bytes.get("cpu", {}).get("process", 0))
 
 
 def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
 from batchgen.planner.memory import plan_memory
-from batchgen.planning import longest_tokens, most_kv_tokens
+from batchgen.planning import longest_tokens, most_kv_tokens, process_share
 from batchgen.policy import MemoryPlan, Plan
 from batchgen.request import SamplingParams
 from batchgen.runtime.schedule import Sweeps
@@ -117,7 +117,7 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
         plan.policy,
         dtype=plan.dtype,
         budgets=plan.budgets,
-        process_bytes=int(plan.prediction.memory_bytes.get("cpu", {}).get("process", 0)),
+        process_bytes=process_share(plan),
         min_tokens=min(workload.max_output_len + 1, context),
         longest_tokens=min(context, longest_tokens(plan)),
         most_kv_tokens=most_kv_tokens(plan),

@@ -15,6 +15,7 @@ from batchgen.units import format_bytes
 WORKSPACE_BYTES = 192 << 20
 # The same of an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
+_CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
@@ -22,16 +23,27 @@ _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Peak bytes of a sweep beside weights and KV: one layer's activations and the logits.
 
-    The widest point of a layer holds the residual, its norm, the projection's input and output; rotary embedding
-    works in fp32. Logits are held in the weights' dtype and in fp32, with one row of work space each.
+    Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
+    parts; of `chunk_tokens` also the norm and what projections make, where rotary embedding works in fp32. Logits are
+    held in the weights' dtype and in fp32, with one row of work space each.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
     mlp = config.intermediate_size * (3 if config.gated_mlp else 2)
-    per_token = dtype_bytes * (4 * config.hidden_size + max(2 * heads, mlp))
+    per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads, mlp))
     if config.rope is not None:
-        per_token += 4 * 3 * heads
+        per_token += 4 * config.head_dim
+        per_chunk_token += 4 * 3 * heads
+    chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes))
     rows = min(max_num_seqs, logit_rows(config, dtype_bytes))
-    return max_num_batched_tokens * per_token + rows * config.vocab_size * (dtype_bytes + 8)
+    return max_num_batched_tokens * per_token + chunk * per_chunk_token + rows * config.vocab_size * (dtype_bytes + 8)
+
+
+def chunk_tokens(config: ModelConfig, dtype_bytes: int) -> int:
+    """Tokens that go through a layer's products together: enough for their best rate, few enough for what is between two
+    of them to stay in cache."""
+    widest = max(config.intermediate_size * (2 if config.gated_mlp else 1), config.qkv_size)
+    return max(_FEWEST_CHUNK_TOKENS, _CHUNK_BYTES // (widest * dtype_bytes))
 
 
 def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:

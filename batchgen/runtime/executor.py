@@ -43,14 +43,16 @@ class Executor:
         compute_home: str = "cpu",
         links: tuple[Link, Link] | None = None,
         batches_on_host: int = 0,
+        chunk_tokens: int | None = None,
         logit_rows: int | None = None,
         serial: bool = False,
         shared_cores: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
         """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
-        batches, the last ones, whose activations wait in host memory between layers. logit_rows: sequences whose logits are made together;
-        None: a GPU batch. For the rest see `Lanes`."""
+        batches, the last ones, whose activations wait in host memory between layers. chunk_tokens, logit_rows: tokens
+        that go through a layer's products, sequences whose logits are made together; None: a GPU batch. For the rest see
+        `Lanes`."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         self.lanes = Lanes(
@@ -59,6 +61,7 @@ class Executor:
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
         self._batches_on_host = batches_on_host
+        self._chunk_tokens = chunk_tokens
         self._logit_rows = logit_rows
         self._rope = layers.rope_table(config, max_positions) if config.rope else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
@@ -172,7 +175,12 @@ class Executor:
 
     def _pre(self, step: Step, b: _Batch) -> None:
         tensors = self.weights.layer(step.layer, step.slot)
-        b.q, b.k, b.v = layers.pre_attention(self.config, tensors, b.hidden, b.cos, b.sin)
+
+        def pre(tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
+            rope = (b.cos[tokens], b.sin[tokens]) if self._rope else (None, None)
+            return layers.pre_attention(self.config, tensors, b.hidden[tokens], *rope)
+
+        b.q, b.k, b.v = self._in_chunks(pre, len(b.hidden))
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
@@ -211,7 +219,26 @@ class Executor:
         if step.layer == self.config.num_layers - 1:  # only tokens that logits are asked for go on
             sampled = torch.from_numpy(b.packed.sampled_rows)
             attention, hidden = attention[sampled], hidden[sampled]
-        b.hidden = layers.post_attention(self.config, self.weights.layer(step.layer, step.slot), hidden, attention)
+        tensors = self.weights.layer(step.layer, step.slot)
+
+        def post(tokens: slice) -> tuple[Tensor]:
+            return (layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens]),)
+
+        (b.hidden,) = self._in_chunks(post, len(hidden))
+
+    def _in_chunks(self, compute: Callable[[slice], tuple[Tensor, ...]], num_tokens: int) -> tuple[Tensor, ...]:
+        """compute(tokens) for all of them, a chunk at a time."""
+        count = self._chunk_tokens or num_tokens
+        if num_tokens <= count:
+            return compute(slice(0, num_tokens))
+        whole: tuple[Tensor, ...] = ()
+        for start in range(0, num_tokens, count):
+            tokens = slice(start, min(start + count, num_tokens))
+            made = compute(tokens)
+            whole = whole or tuple(t.new_empty(num_tokens, *t.shape[1:]) for t in made)
+            for all_of, part in zip(whole, made, strict=True):
+                all_of[tokens] = part
+        return whole
 
     def _load_head(self, step: Step, b: _Batch) -> None:
         self.weights.load_head(step.layer, step.slot)
