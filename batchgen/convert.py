@@ -338,7 +338,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor]) -> 
     for stored in extent.tensors:
         put(bytes(stored.offset - place))
         values = tensors.pop(stored.name)
-        packed = quantize(values) if stored.dtype == INT4 else values
+        packed = quantize(values, fit=True) if stored.dtype == INT4 else values
         put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
     put(bytes(extent.offset + extent.num_bytes - place))
     return digest.hexdigest()

@@ -42,10 +42,38 @@ def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
     are packed here unless they come so, as uint8 [tokens, kv_heads, width]."""
     _, _, kv_heads, block_size, width = kv.shape
     if kv.dtype == torch.uint8 and k.dtype != torch.uint8:
-        k, v = quant.quantize(k), quant.quantize(v)
+        k, v = pack_kv(k, v)
     flat = kv.view(-1, width)
     flat.index_copy_(0, rows, k.reshape(-1, width))
     flat.index_copy_(0, rows + kv_heads * block_size, v.reshape(-1, width))
+
+
+def pack_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """4-bit K and V, uint8 [tokens, kv_heads, width], of [tokens, kv_heads, head_dim].
+
+    K is rotated first: some of its channels are far larger than the rest, and would take all levels for themselves. A
+    query rotated alike sees the same products.
+    """
+    return quant.quantize(_rotated(k)), quant.quantize(v)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """x [..., n] with its last dimension turned so that what is in one channel spreads over all of them."""
+    return x @ _rotation(x.shape[-1]).to(x.dtype)
+
+
+@lru_cache
+def _rotation(n: int) -> Tensor:
+    """An orthogonal matrix [n, n], fp32: Hadamard's where n is a power of two, else the cosine transform's."""
+    if n & (n - 1) == 0:
+        matrix = torch.ones(1, 1)
+        while len(matrix) < n:
+            matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+        return matrix / n**0.5
+    angles = torch.outer(torch.arange(n).double() + 0.5, torch.arange(n)) * (torch.pi / n)
+    matrix = angles.cos() * (2 / n) ** 0.5
+    matrix[:, 0] = n**-0.5
+    return matrix.float()
 
 
 @dataclass(frozen=True)
@@ -89,6 +117,8 @@ def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan) -> Tensor:
     Returns [tokens, heads * head_dim].
     """
     tokens, heads, head_dim = q.shape
+    if kv.dtype == torch.uint8:
+        q = _rotated(q)
     out = torch.empty_like(q)
     # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
     lse = torch.empty(tokens, heads) if plan.shared else None

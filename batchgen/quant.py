@@ -20,6 +20,8 @@ from batchgen.formats import INT4, INT4_GROUP
 
 _LEVELS = 15  # steps between a group's minimum and maximum
 _MAX_FP16 = 65504.0
+# Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
+_NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84), 3
 # Values worked on at a time: for each thread of a CPU, so that intermediate results stay in cache; elsewhere, so that a
 # launch has enough to do.
 _THREAD_VALUES, _DEVICE_VALUES = 1 << 16, 1 << 24
@@ -30,8 +32,11 @@ def row_bytes(n: int) -> int:
     return formats.row_bytes(n, INT4)
 
 
-def quantize(x: Tensor) -> Tensor:
+def quantize(x: Tensor, *, fit: bool = False) -> Tensor:
     """Packs rows of numbers: x [..., n] of any float dtype, on any device -> uint8 [..., row_bytes(n)].
+
+    fit: scale and minimum are fitted to each group by least squares, which takes several times as long: for weights,
+    which are packed once. The bound below then holds for the mean square of a group's errors.
 
     With scale = (maximum - minimum) / 15 of its group, a value comes back within scale / 2, plus the rounding of the
     minimum and of 15 scales to fp16 (each at most 2**-10 of its size, or 15 * 2**-25). Groups of one value repeated come
@@ -45,7 +50,9 @@ def quantize(x: Tensor) -> Tensor:
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
         tables = []
         for columns, places in _spans(n):
-            nibbles, table = _pack_groups(values[:, columns].unflatten(1, (-1, min(INT4_GROUP, n - columns.start))))
+            nibbles, table = _pack_groups(
+                values[:, columns].unflatten(1, (-1, min(INT4_GROUP, n - columns.start))), fit
+            )
             out[rows, places] = nibbles.flatten(1)
             tables.append(table)
         table = torch.cat(tables, dim=1)  # [rows, groups, 2]
@@ -77,7 +84,7 @@ def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.d
     return out
 
 
-def _pack_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+def _pack_groups(x: Tensor, fit: bool) -> tuple[Tensor, Tensor]:
     """x fp32 [rows, groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)], table fp16 [rows, groups, 2]."""
     size = x.shape[-1]
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
@@ -86,13 +93,52 @@ def _pack_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     # Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
     beyond = minimum.float() + _LEVELS * scale.float() > _MAX_FP16
     scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
-    # What is left of a group narrower than fp16 can tell is its minimum.
-    steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
-    q = x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _LEVELS).to(torch.uint8)
+    if fit:
+        scale, minimum = _fitted(x, scale, minimum)
+    q = _levels(x, scale, minimum).to(torch.uint8)
     half = (size + 1) // 2
     nibbles = q[..., :half].clone()
     nibbles[..., : size - half] |= q[..., half:] << 4
     return nibbles, torch.stack((scale, minimum), dim=-1)
+
+
+def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """The level of each value of x [rows, groups, size], as fp32. scale, minimum: fp16 [rows, groups]."""
+    # What is left of a group narrower than fp16 can tell is its minimum.
+    steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
+    return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _LEVELS)
+
+
+def _fitted(x: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums, fp16 [rows, groups], with smaller squared errors than those given, group by group.
+
+    From ranges somewhat narrower than the group's, levels and line are fitted to each other in turn.
+    """
+
+    def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
+        back = _levels(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
+        return back.sub_(x).square_().sum(-1)
+
+    best, least = (scale, minimum), squared_error(scale, minimum)
+    middle = minimum.float() + scale.float() * (_LEVELS / 2)
+    for narrower in _NARROWER:
+        tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * _LEVELS / 2)).half()
+        for _ in range(_FIT_ROUNDS):
+            q = _levels(x, *tried)
+            mean_q, mean_x = q.mean(-1, keepdim=True), x.mean(-1, keepdim=True)
+            spread = (q - mean_q).square_().sum(-1)
+            slope = ((q - mean_q) * (x - mean_x)).sum(-1) / spread.clamp_(min=1e-12)
+            start = mean_x.squeeze(-1) - slope * mean_q.squeeze(-1)
+            usable = (spread > 0) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + _LEVELS * slope < _MAX_FP16)
+            tried = (
+                torch.where(usable, slope, tried[0].float()).half(),
+                torch.where(usable, start, tried[1].float()).half(),
+            )
+        error = squared_error(*tried)
+        better = (error < least) & (tried[1].float() + _LEVELS * tried[0].float() <= _MAX_FP16)
+        best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
+        least = torch.where(better, error, least)
+    return best
 
 
 def _unpack_groups(nibbles: Tensor, scale: Tensor, minimum: Tensor, size: int) -> Tensor:

@@ -14,6 +14,7 @@ from batchgen.attention_plan import (
     order_sequences,
     plan_attention,
 )
+from batchgen.quant import dequantize, quantize, row_bytes
 
 BLOCK = 16
 
@@ -115,6 +116,29 @@ def test_a_shared_prefix_is_attended_to_once():
 def test_sliding_window_reads_only_the_blocks_it_needs():
     _, _, plan = run((0, [(1, 1000, False)], 33, (2, 2), 0), torch.float32)
     assert plan.decode[0].blocks.shape[1] <= 4
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
+    """Large channels are what keys of real models have; they must not take the levels of all others."""
+    draw = torch.Generator().manual_seed(7)
+    tokens, heads = 64, 2
+    k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(2))
+    k[..., 3] += 40
+    q = torch.randn(1, heads, head_dim, generator=draw) * head_dim**-0.5
+    kv = torch.zeros(4, 2, heads, BLOCK, row_bytes(head_dim), dtype=torch.uint8)
+    ops.write_kv(kv, ops.kv_rows(np.arange(tokens), heads, BLOCK), k, v)
+    slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
+    plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
+    out = ops.paged_attention(q, kv, ops.prepare_attention(plan, heads, BLOCK, torch.float32)).view(heads, head_dim)
+
+    def attended(keys):
+        weights = torch.einsum("hd,thd->ht", q[0], keys).softmax(-1)
+        return torch.einsum("ht,thd->hd", weights, dequantize(quantize(v), head_dim))
+
+    exact = attended(k)
+    error = (out - exact).square().mean().sqrt()
+    assert 0 < error < 0.5 * (attended(dequantize(quantize(k), head_dim)) - exact).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("num_slots", [1, 37])

@@ -56,6 +56,23 @@ def test_the_layout_is_as_documented(n):
         assert bytes(row.tolist()) == by_hand(values.numpy())
 
 
+@pytest.mark.parametrize("n", [3, 64, 96, 576])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 2e4])
+def test_a_fit_has_the_smaller_squared_error_in_every_group(n, scale):
+    draw = torch.Generator().manual_seed(n)
+    x = torch.randn(300, n, generator=draw) * scale
+    x[:100] = x[:100].pow(3)  # long tails
+    x.clamp_(-FP16_MAX, FP16_MAX)
+    x[-1] = 5.0  # nothing to fit
+    plain, fitted = (
+        torch.stack([(dequantize(quantize(x, fit=fit), n) - x)[:, i : i + INT4_GROUP].square().sum(-1)
+                     for i in range(0, n, INT4_GROUP)])
+        for fit in (False, True)
+    )  # fmt: skip
+    assert (fitted <= plain * (1 + 1e-5) + 1e-12).all()
+    assert fitted.sum() < (0.95 if n >= INT4_GROUP else 1.0) * plain.sum()
+
+
 def test_row_bytes():
     assert row_bytes(64) == 36 and row_bytes(128) == 72
     assert row_bytes(4096) == 4096 * FORMAT_BYTES["int4"]

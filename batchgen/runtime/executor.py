@@ -15,7 +15,6 @@ from torch import Tensor
 from batchgen import ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
-from batchgen.quant import quantize
 from batchgen.runtime import layers
 from batchgen.runtime import sequence as runtime_sequence
 from batchgen.runtime.batch import PackedBatch, Segment
@@ -199,7 +198,7 @@ class Executor:
         tokens = slice(part.segment.start, part.segment.stop)
         k, v = b.k[tokens], b.v[tokens]
         if self.kv_cache.shape.dtype == torch.uint8:
-            k, v = quantize(k), quantize(v)
+            k, v = ops.pack_kv(k, v)
         b.sent_q = d2h.bring(b.q[tokens])
         ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.rows, d2h.bring(k), d2h.bring(v))
 

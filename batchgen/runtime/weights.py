@@ -182,7 +182,7 @@ class Weights:
         elif kept:
             tensors = self._checkpoint.load_layer(layer, self.dtype)
             if self.homes.weight_format == INT4:
-                tensors = {n: quantize(t) if t.ndim == 2 else t for n, t in tensors.items()}
+                tensors = {n: quantize(t, fit=True) if t.ndim == 2 else t for n, t in tensors.items()}
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}
