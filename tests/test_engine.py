@@ -50,6 +50,17 @@ def generate(path, rows, **options):
     return found, engine
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_chunk_of_tokens_at_a_time_gives_the_same_tokens(tiny_models, family, monkeypatch):
+    path, _ = tiny_models(family)
+    rows = [Request(ids) for ids in prompts(12)]
+    tokens = {}
+    for count in (1 << 20, 7):
+        monkeypatch.setattr("batchgen.loading.chunk_tokens", lambda config, dtype_bytes, count=count: count)
+        tokens[count] = [c.samples[0].token_ids for c in generate(path, rows)[0]]
+    assert tokens[7] == tokens[1 << 20]
+
+
 def check(tiny_models, family, overrides=None, rows=None, **options):
     path, model = tiny_models(family, **(overrides or {}))
     rows = rows or prompts()
