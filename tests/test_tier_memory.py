@@ -69,8 +69,9 @@ POLICIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 200])
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all together", 200)]
+)
 @pytest.mark.parametrize("family", WIDE)
 def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monkeypatch, family, kind, chunk):
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations in host memory are
