@@ -26,7 +26,7 @@ from batchgen.loading import (
     resolve_budgets,
     store_bytes,
 )
-from batchgen.machine import available_memory_bytes, give_back_freed_memory, resident_bytes
+from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir
 from batchgen.overheads import measure_overheads
@@ -126,7 +126,6 @@ def machine_of(
         raise InputError(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
         )
-    give_back_freed_memory()  # what measuring took
     profile = on_this_machine(profile)
     if device.accelerated:
         profile = emulated_profile(profile, device)
@@ -135,7 +134,7 @@ def machine_of(
         store = existing_store(files, directory, request.dtype, request.quantization)
     request = replace(
         request,
-        process_bytes=process_bytes(),
+        process_bytes=process_bytes(),  # which gives back what measuring took
         cpu_memory=resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)["cpu"],
         store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
     )
