@@ -20,7 +20,7 @@ quickstart: install
 	$(BIN)/python recipes/data_wrangling/score.py out/fodors_zagats.parquet
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

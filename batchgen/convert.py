@@ -38,6 +38,7 @@ from batchgen.tokenizer import save_tokenizer
 from batchgen.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from batchgen.runtime.checkpoint import Checkpoint
@@ -232,14 +233,40 @@ class _Conversion:
                 del self.finished[name]
                 self._note()
                 planned.path.unlink(missing_ok=True)
-            if name not in self.finished:
-                tensors = checkpoint.load(planned.which, planned.layer, dtype)
-                self.finished[name] = _write_file(planned, tensors)
+        for planned, tensors, importance in self._read(checkpoint, dtype):
+            if tensors:
+                self.finished[planned.path.name] = _write_file(planned, tensors, importance)
                 self._note()
             if planned.which == "layer":
                 on_layer(planned.layer + 1, checkpoint.config.num_layers)
         if not (self.target / STORE_MANIFEST).exists():
             replace_durably(self.target / STORE_UNFINISHED, self.target / STORE_MANIFEST)
+
+    def _read(
+        self, checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor], dict[str, Tensor]]]:
+        """Of each file its tensors, none where it is finished, and how much the columns of 4-bit matrices count."""
+        from batchgen.runtime.importance import ChannelImportance, random_tokens
+
+        missing = [p.path.name not in self.finished for p in self.planned]
+        measured_layers = 0  # all up to the last that is missing: each is measured on what those before it make
+        if self.header["weight_format"] == INT4:
+            layers = [
+                p.layer + 1 for p, absent in zip(self.planned, missing, strict=True) if absent and p.which == "layer"
+            ]
+            measured_layers = max(layers, default=0)
+        measured = None
+        for planned, absent in zip(self.planned, missing, strict=True):
+            measuring = planned.layer < measured_layers and planned.which != "head"
+            tensors: dict[str, Tensor] = {}
+            importance: dict[str, Tensor] = {}
+            if absent or measuring:
+                tensors = checkpoint.load(planned.which, planned.layer, dtype)
+            if measuring and measured is not None:
+                importance = measured.next_layer(tensors)
+            elif measuring:
+                measured = ChannelImportance(checkpoint.config, tensors, random_tokens(checkpoint.config))
+            yield planned, tensors if absent else {}, importance
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest of this same store, complete or not; None where it begins, or begins afresh."""
@@ -293,15 +320,15 @@ def _without_checksums(file: StoreFile) -> StoreFile:
     return replace(file, extents={name: replace(e, checksum=None) for name, e in file.extents.items()})
 
 
-def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor]) -> StoreFile:
-    """Writes and syncs one file; takes the tensors out of `tensors` as it goes. Its name is on stable storage when the
+def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
+    """Writes and syncs one file, 4-bit matrices by the importance of their columns; takes the tensors out of `tensors` as it goes. Its name is on stable storage when the
     next manifest is. Raises OSError."""
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary) as out:
         out.write(planned.header)
         extents = {}
         for name, extent in planned.layout.extents.items():
-            extents[name] = replace(extent, checksum=_write_extent(out, extent, tensors))
+            extents[name] = replace(extent, checksum=_write_extent(out, extent, tensors, importance))
         _drop_behind(out)
     os.replace(temporary, planned.path)
     return replace(planned.layout, extents=extents)
@@ -314,7 +341,7 @@ def _drop_behind(out: BinaryIO) -> None:
     os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor]) -> str:
+def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> str:
     """Writes one group; returns its checksum."""
     import torch
     import xxhash
@@ -338,7 +365,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor]) -> 
     for stored in extent.tensors:
         put(bytes(stored.offset - place))
         values = tensors.pop(stored.name)
-        packed = quantize(values, fit=True) if stored.dtype == INT4 else values
+        packed = quantize(values, importance=importance[stored.name]) if stored.dtype == INT4 else values
         put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
     put(bytes(extent.offset + extent.num_bytes - place))
     return digest.hexdigest()

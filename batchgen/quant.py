@@ -21,7 +21,7 @@ from batchgen.formats import INT4, INT4_GROUP
 _LEVELS = 15  # steps between a group's minimum and maximum
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
-_NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84), 3
+_NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
 # Values worked on at a time: for each thread of a CPU, so that intermediate results stay in cache; elsewhere, so that a
 # launch has enough to do.
 _THREAD_VALUES, _DEVICE_VALUES = 1 << 16, 1 << 24
@@ -32,11 +32,12 @@ def row_bytes(n: int) -> int:
     return formats.row_bytes(n, INT4)
 
 
-def quantize(x: Tensor, *, fit: bool = False) -> Tensor:
+def quantize(x: Tensor, *, importance: Tensor | None = None) -> Tensor:
     """Packs rows of numbers: x [..., n] of any float dtype, on any device -> uint8 [..., row_bytes(n)].
 
-    fit: scale and minimum are fitted to each group by least squares, which takes several times as long: for weights,
-    which are packed once. The bound below then holds for the mean square of a group's errors.
+    importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error weighted by
+    its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
+    holds for the weighted mean square of a group's errors.
 
     With scale = (maximum - minimum) / 15 of its group, a value comes back within scale / 2, plus the rounding of the
     minimum and of 15 scales to fp16 (each at most 2**-10 of its size, or 15 * 2**-25). Groups of one value repeated come
@@ -50,9 +51,9 @@ def quantize(x: Tensor, *, fit: bool = False) -> Tensor:
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
         tables = []
         for columns, places in _spans(n):
-            nibbles, table = _pack_groups(
-                values[:, columns].unflatten(1, (-1, min(INT4_GROUP, n - columns.start))), fit
-            )
+            size = min(INT4_GROUP, n - columns.start)
+            weights = None if importance is None else importance[columns].unflatten(0, (-1, size))
+            nibbles, table = _pack_groups(values[:, columns].unflatten(1, (-1, size)), weights)
             out[rows, places] = nibbles.flatten(1)
             tables.append(table)
         table = torch.cat(tables, dim=1)  # [rows, groups, 2]
@@ -84,8 +85,8 @@ def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.d
     return out
 
 
-def _pack_groups(x: Tensor, fit: bool) -> tuple[Tensor, Tensor]:
-    """x fp32 [rows, groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)], table fp16 [rows, groups, 2]."""
+def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x fp32 [rows, groups, size], importance [groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)], table fp16 [rows, groups, 2]."""
     size = x.shape[-1]
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
     minimum = low.half()
@@ -93,8 +94,8 @@ def _pack_groups(x: Tensor, fit: bool) -> tuple[Tensor, Tensor]:
     # Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
     beyond = minimum.float() + _LEVELS * scale.float() > _MAX_FP16
     scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
-    if fit:
-        scale, minimum = _fitted(x, scale, minimum)
+    if importance is not None:
+        scale, minimum = _fitted(x, importance / importance.sum(-1, keepdim=True), scale, minimum)
     q = _levels(x, scale, minimum).to(torch.uint8)
     half = (size + 1) // 2
     nibbles = q[..., :half].clone()
@@ -109,27 +110,31 @@ def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _LEVELS)
 
 
-def _fitted(x: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums, fp16 [rows, groups], with smaller squared errors than those given, group by group.
+def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums, fp16 [rows, groups], with smaller weighted squared errors than those given, group by group.
+    weights: [groups, size], 1 in sum.
 
     From ranges somewhat narrower than the group's, levels and line are fitted to each other in turn.
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
         back = _levels(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
-        return back.sub_(x).square_().sum(-1)
+        return back.sub_(x).square_().mul_(weights).sum(-1)
 
     best, least = (scale, minimum), squared_error(scale, minimum)
     middle = minimum.float() + scale.float() * (_LEVELS / 2)
+    mean_x = (weights * x).sum(-1, keepdim=True)
+    centred = x - mean_x
     for narrower in _NARROWER:
         tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * _LEVELS / 2)).half()
         for _ in range(_FIT_ROUNDS):
             q = _levels(x, *tried)
-            mean_q, mean_x = q.mean(-1, keepdim=True), x.mean(-1, keepdim=True)
-            spread = (q - mean_q).square_().sum(-1)
-            slope = ((q - mean_q) * (x - mean_x)).sum(-1) / spread.clamp_(min=1e-12)
+            mean_q = (weights * q).sum(-1, keepdim=True)
+            from_mean = (q - mean_q).mul_(weights)
+            spread = (from_mean * q).sum(-1)
+            slope = (from_mean * centred).sum(-1) / spread.clamp(min=1e-12)
             start = mean_x.squeeze(-1) - slope * mean_q.squeeze(-1)
-            usable = (spread > 0) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + _LEVELS * slope < _MAX_FP16)
+            usable = (spread > 1e-6) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + _LEVELS * slope < _MAX_FP16)
             tried = (
                 torch.where(usable, slope, tried[0].float()).half(),
                 torch.where(usable, start, tried[1].float()).half(),

@@ -7,6 +7,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: threads of several would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs in tests are planned with fixed rates; measuring the machine is tested by itself.
 os.environ.setdefault("BATCHGEN_HARDWARE", "zen4")
 

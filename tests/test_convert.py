@@ -221,6 +221,21 @@ def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
     assert int(found.stdout) > 20
 
 
+def test_an_interrupted_4_bit_store_becomes_the_same(llama, tmp_path):
+    """Layers are packed by what those before them make, which a second start has to know."""
+    whole = convert(llama, tmp_path / "whole", dtype="float32", quantization="int4")
+
+    def interrupt(done, total):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    target = tmp_path / "store"
+    with pytest.raises(KeyboardInterrupt):
+        convert(llama, target, dtype="float32", quantization="int4", on_layer=interrupt)
+    convert(llama, target, dtype="float32", quantization="int4")
+    assert content(target) == content(whole.path)
+
+
 def test_finished_files_survive_an_interruption(llama, reference, tmp_path):
     target = tmp_path / "store"
 

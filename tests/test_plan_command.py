@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import cli
+from batchgen import cli, planning
 from batchgen.errors import BatchgenError
 from batchgen.planning import read_plan
 from batchgen.policy import Plan
@@ -53,6 +53,12 @@ def refused(*args):
     code, stdout, message = invoke(*args, "--progress", "none")
     assert code == 2 and stdout == "" and len(message.splitlines()) == 1, message
     return message
+
+
+@pytest.fixture(autouse=True)
+def process_of_one_size(monkeypatch):
+    """A test's process has grown by whatever ran before it."""
+    monkeypatch.setattr(planning, "process_bytes", lambda: 700 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -58,16 +58,18 @@ def test_the_layout_is_as_documented(n):
 
 @pytest.mark.parametrize("n", [3, 64, 96, 576])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 2e4])
-def test_a_fit_has_the_smaller_squared_error_in_every_group(n, scale):
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_fit_has_the_smaller_squared_error_in_every_group(n, scale, uneven):
     draw = torch.Generator().manual_seed(n)
     x = torch.randn(300, n, generator=draw) * scale
     x[:100] = x[:100].pow(3)  # long tails
     x.clamp_(-FP16_MAX, FP16_MAX)
     x[-1] = 5.0  # nothing to fit
+    importance = torch.rand(n, generator=draw).pow(4) + 1e-3 if uneven else torch.ones(n)
     plain, fitted = (
-        torch.stack([(dequantize(quantize(x, fit=fit), n) - x)[:, i : i + INT4_GROUP].square().sum(-1)
+        torch.stack([(importance * (dequantize(packed, n) - x).square())[:, i : i + INT4_GROUP].sum(-1)
                      for i in range(0, n, INT4_GROUP)])
-        for fit in (False, True)
+        for packed in (quantize(x), quantize(x, importance=importance))
     )  # fmt: skip
     assert (fitted <= plain * (1 + 1e-5) + 1e-12).all()
     assert fitted.sum() < (0.95 if n >= INT4_GROUP else 1.0) * plain.sum()

@@ -19,6 +19,7 @@ from batchgen.model_config import ModelConfig
 from batchgen.model_files import read_config, resolve_model
 from batchgen.quant import dequantize, quantize
 from batchgen.runtime.checkpoint import open_checkpoint
+from batchgen.runtime.importance import ChannelImportance, random_tokens
 from batchgen.runtime.store import load_extent, open_store, read_extent, verify, views
 
 GROUPS = {
@@ -54,9 +55,12 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantiza
     store = convert(files, tmp_path / "store", dtype="float32", quantization=quantization)
     embeddings, layers, head = expected_tensors(model)
     assert store == open_store(tmp_path / "store")
+    measured = ChannelImportance(store.config, embeddings, random_tokens(store.config))
+    importances = [{}, {}, *(measured.next_layer(layer) for layer in layers)]
     assert store.config == read_config(files) == read_config(resolve_model(str(store.path)))
     assert len(store.layers) == len(layers)
-    for file, expected in [(store.embeddings, embeddings), (store.head, head), *zip(store.layers, layers, strict=True)]:
+    parts = [(store.embeddings, embeddings), (store.head, head), *zip(store.layers, layers, strict=True)]
+    for (file, expected), importance in zip(parts, importances, strict=True):
         in_layer = "qkv" in file.extents
         by_safetensors = load_file(file.path)  # the package reads what we wrote
         seen = {}
@@ -64,11 +68,11 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantiza
             for name, tensor in read_extent(file, extent).items():
                 assert torch.equal(tensor, by_safetensors.pop(name))
                 if in_layer and quantization == "int4" and expected[name].ndim == 2:
-                    assert torch.equal(tensor, quantize(expected[name], fit=True))
+                    assert torch.equal(tensor, quantize(expected[name], importance=importance[name]))
                     tensor = dequantize(tensor, expected[name].shape[1])
                     unfitted = dequantize(quantize(expected[name]), expected[name].shape[1])
-                    error = (tensor - expected[name]).square().mean()
-                    assert 0 < error < (unfitted - expected[name]).square().mean()
+                    error = (importance[name] * (tensor - expected[name]).square()).mean()
+                    assert 0 < error < (importance[name] * (unfitted - expected[name]).square()).mean()
                 else:
                     assert torch.equal(tensor, expected[name])
                 seen[name] = tensor

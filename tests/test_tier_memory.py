@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from batchgen import loading
 from batchgen.engine import Engine
 from batchgen.errors import BatchgenError, InputError
+from batchgen.machine import resident_bytes
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.units import parse_bytes
 
@@ -181,14 +182,15 @@ def test_the_process_has_what_the_plan_left_it(tiny_models, tmp_path):
     """However much it holds at the moment, or the KV pools would not be those that sequences were counted for."""
     model = tiny_models("llama")[0]
     policy = make_policy(model, CPU, kv_seqs={"cpu": 8})
+    planned = resident_bytes() + 300 * MIB
+    options = {"budgets": {"cpu": planned + 300 * MIB, "disk": 0}, "planned_process_bytes": planned}
     blocks = []
     for growing in range(2):
         held = bytearray(growing * 16 * MIB)
-        options = {"budgets": {"cpu": 1 << 30, "disk": 0}, "planned_process_bytes": (1 << 30) - 300 * MIB}
         parts = make_parts(model, CPU, policy, tmp_path, most_kv_tokens=1 << 30, **options)
         parts.executor.close()
         blocks.append(parts.memory.kv_blocks["cpu"])
-        assert parts.memory.parts["cpu"]["process"] == options["planned_process_bytes"]
+        assert parts.memory.parts["cpu"]["process"] == planned
         del held
     assert blocks[0] == blocks[1] > 0
 

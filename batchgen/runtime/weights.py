@@ -20,6 +20,7 @@ from batchgen.model_config import ModelConfig
 from batchgen.policy import HEAD_PIECES
 from batchgen.quant import dequantize, quantize, row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
+from batchgen.runtime.importance import ChannelImportance, random_tokens
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.runtime.store_format import layer_groups
@@ -99,8 +100,11 @@ class Weights:
         self.arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
+        measured = None
+        if homes.weight_format == INT4 and store is None:
+            measured = ChannelImportance(config, checkpoint.load_embeddings(dtype), random_tokens(config))
         for j in range(config.num_layers):
-            self._load_layer(j)
+            self._load_layer(j, measured)
             if on_layer:
                 on_layer(j + 1, config.num_layers)
         self._make_slots()
@@ -172,7 +176,7 @@ class Weights:
 
     # Loading.
 
-    def _load_layer(self, layer: int) -> None:
+    def _load_layer(self, layer: int, measured: ChannelImportance | None) -> None:
         homes = self.homes.layers[layer]
         kept = {group: tier for group, tier in homes.items() if tier != "disk"}
         groups: dict[str, Tensors] = {}
@@ -181,8 +185,9 @@ class Weights:
             groups = {group: read_extent(file, file.extents[group]) for group in kept}
         elif kept:
             tensors = self._checkpoint.load_layer(layer, self.dtype)
-            if self.homes.weight_format == INT4:
-                tensors = {n: quantize(t, fit=True) if t.ndim == 2 else t for n, t in tensors.items()}
+            if measured is not None:
+                importance = measured.next_layer(tensors)
+                tensors = {n: quantize(t, importance=importance[n]) if t.ndim == 2 else t for n, t in tensors.items()}
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}

@@ -1,0 +1,79 @@
+"""How much each input channel of a layer's matrices counts in its products, for 4-bit weights to be fitted by.
+
+A few channels of a language model's activations are far larger than the rest, whatever it reads, so errors in the weights
+that these meet cost the most (AWQ's observation, Lin et al. 2023, section 3.1). The mean square of each channel is
+measured on random tokens, which needs no text and serves any vocabulary, while a model is read layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from batchgen.model_config import ModelConfig
+from batchgen.runtime.layers import Weights, embed, post_attention, pre_attention, rope_table
+
+_SEQS, _TOKENS, _SEED = 8, 64, 20231
+# Of the mean: no channel is given up, as other text may use it.
+_LEAST_FRAC = 1e-3
+
+
+def random_tokens(config: ModelConfig) -> Tensor:
+    """int64 [seqs, tokens], the same for every model of this vocabulary."""
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(config.vocab_size, (_SEQS, min(_TOKENS, config.max_position)), generator=generator)
+
+
+class ChannelImportance:
+    """Invariant: `_hidden` is what the layer that comes next is given."""
+
+    def __init__(self, config: ModelConfig, embeddings: Weights, token_ids: Tensor) -> None:
+        """embeddings: as `Checkpoint.load_embeddings` gives them. token_ids: int64 [seqs, tokens] to measure with."""
+        self._config = config
+        self._seqs, self._tokens = token_ids.shape
+        positions = torch.arange(self._tokens).repeat(self._seqs)
+        self._hidden = embed(config, embeddings, token_ids.view(-1), positions)
+        self._rope: tuple[Tensor | None, Tensor | None] = (None, None)
+        if config.rope is not None:
+            cos, sin = rope_table(config, self._tokens)
+            self._rope = cos[positions][:, None], sin[positions][:, None]
+
+    def next_layer(self, weights: Weights) -> dict[str, Tensor]:
+        """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero. weights: as
+        `Checkpoint.load_layer` gives them; all layers in turn."""
+        config = self._config
+        matrices = {name: tensor for name, tensor in weights.items() if tensor.ndim == 2}
+        with torch.inference_mode(), _InputSquares(matrices.values()) as seen:
+            q, k, v = (
+                x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
+                for x in pre_attention(config, weights, self._hidden, *self._rope)
+            )
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
+            attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+            self._hidden = post_attention(config, weights, self._hidden, attended)
+        return {name: _bounded(seen.mean_squares[id(tensor)]) for name, tensor in matrices.items()}
+
+
+class _InputSquares(TorchFunctionMode):
+    """mean_squares: of what `F.linear` multiplies each of `matrices` with, by the matrix's id."""
+
+    def __init__(self, matrices: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._wanted = {id(matrix) for matrix in matrices}
+        self.mean_squares: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and id(args[1]) in self._wanted:
+            self.mean_squares[id(args[1])] = args[0].float().square().mean(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _bounded(mean_squares: Tensor) -> Tensor:
+    """Finite and above zero; all alike where activations left the number format's range."""
+    if not mean_squares.isfinite().all() or mean_squares.max() == 0:
+        return torch.ones_like(mean_squares)
+    return mean_squares.clamp(min=_LEAST_FRAC * mean_squares.mean().item())

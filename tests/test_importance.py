@@ -1,0 +1,56 @@
+"""Mean squares of what each matrix is multiplied with, against transformers on the same tokens."""
+
+import pytest
+import torch
+
+from batchgen.model_files import resolve_model
+from batchgen.runtime.checkpoint import open_checkpoint
+from batchgen.runtime.importance import ChannelImportance, random_tokens
+
+# Our matrices, and the modules of transformers whose inputs they share.
+INPUTS = {
+    "llama": {
+        "qkv": "self_attn.q_proj",
+        "out": "self_attn.o_proj",
+        "gate_up": "mlp.gate_proj",
+        "down": "mlp.down_proj",
+    },
+    "opt": {"qkv": "self_attn.q_proj", "out": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
+}
+
+
+@pytest.mark.parametrize("family", INPUTS)
+def test_the_inputs_of_every_matrix(tiny_models, family):
+    path, model = tiny_models(family)
+    seen = {}
+
+    def watch(name):
+        return lambda module, args: seen.__setitem__(name, args[0].flatten(0, -2).square().mean(0))
+
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in linear]
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    tokens = random_tokens(checkpoint.config)
+    with torch.inference_mode():
+        model(input_ids=tokens)
+    for hook in hooks:
+        hook.remove()
+    measured = ChannelImportance(checkpoint.config, checkpoint.load_embeddings(torch.float32), tokens)
+    for j in range(checkpoint.config.num_layers):
+        found = measured.next_layer(checkpoint.load_layer(j, torch.float32))
+        assert set(found) == {f"{name}.weight" for name in INPUTS[family]}
+        for name, module in INPUTS[family].items():
+            (expected,) = (x for full, x in seen.items() if f"layers.{j}.{module}" in full)
+            assert found[f"{name}.weight"].min() > 0
+            # Channels that are never used are held above zero.
+            torch.testing.assert_close(
+                found[f"{name}.weight"], expected.clamp(min=1e-3 * expected.mean().item()), rtol=1e-3, atol=1e-7
+            )
+
+
+def test_activations_beyond_the_format_leave_all_channels_alike(tiny_models):
+    checkpoint = open_checkpoint(resolve_model(str(tiny_models("llama")[0])))
+    embeddings = {n: t * float("inf") for n, t in checkpoint.load_embeddings(torch.float32).items()}
+    measured = ChannelImportance(checkpoint.config, embeddings, random_tokens(checkpoint.config))
+    found = measured.next_layer(checkpoint.load_layer(0, torch.float32))
+    assert all((importance == 1).all() for importance in found.values())
