@@ -157,7 +157,8 @@ class HardwareProfile:
     load_bytes_per_s, gguf_load_bytes_per_s: weights from safetensors, or from a quantised GGUF, to where they belong, in
     bytes of the compute format; without the latter, GGUFs load as fast as safetensors.
     first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
-    disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
+    disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight; disk_cpu_overhead_s: for
+    which it takes a core.
     shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns. copy_bytes_per_s:
     copies between memories that take those cores; None: they take none.
     sources: where each figure comes from, by field name; empty for a measured profile.
@@ -183,6 +184,7 @@ class HardwareProfile:
     row_overhead_s: float = 0.0
     disk_read_overhead_s: float = 0.0
     disk_write_overhead_s: float = 0.0
+    disk_cpu_overhead_s: float = 0.0
     shared_cores: bool = False
     copy_bytes_per_s: float | None = None
     measured: dict[str, Any] = field(default_factory=dict)

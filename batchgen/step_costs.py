@@ -260,11 +260,14 @@ class StepCosts:
             return linear_s(s, stage) + elementwise_s(s, stage)
 
         on_device, on_cpu = {}, {}
+        requests_s = 0.0
+        if s.shares_cores:
+            requests_s = (load.disk_reads[1] + load.disk_writes[1]) * self.hardware.disk_cpu_overhead_s
         for window in self._by_window:
             attended = dict(load.attended if window is None else load.windowed)
             delegated = attended.pop("delegated", Attended())
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
-            on_device[window] = sum(self.attention_s(a, window, s.rates) for a in attended.values())
+            on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = matrices_s(load.tokens)
         head_s = head_lanes(s, Stage(1, 0, load.sampled, 0, 0), _NOTHING_PLACED)["compute"] if load.sampled else 0.0
         return _Computing(

@@ -89,12 +89,12 @@ def main() -> None:
         problem = replace(problem_of(hardware, config, workload, request), **case["held"])
         plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
         planned_s = plan.prediction.total_s - plan.prediction.startup_s
-        simulated_s = simulate_job(plan, config, hardware).total_s
+        simulated = simulate_job(plan, config, hardware)
         times = []
         for _ in range(args.rounds):
             measured = run(
                 model, device, plan.policy, rows, lens, work_dir=args.work_dir,
-                kv_tokens=plan.policy.max_num_seqs * (PROMPT + OUTPUT), **case["budgets"],
+                kv_tokens=plan.policy.max_num_seqs * (PROMPT + OUTPUT), planned_process_bytes=process, **case["budgets"],
             )  # fmt: skip
             times.append(measured["seconds"])
         seconds = statistics.median(times)
@@ -104,7 +104,8 @@ def main() -> None:
                 "name": case["name"],
                 "measured_s": seconds,
                 "planned_s": planned_s,
-                "simulated_s": simulated_s,
+                "simulated_s": simulated.total_s,
+                "simulated_busy_s": simulated.busy_s,
                 "bottleneck": plan.prediction.bottleneck,
                 "policy": plan.policy.to_json(),
                 "run": measured,
@@ -112,8 +113,12 @@ def main() -> None:
         )
         print(
             f"{case['group']}: {case['name']}: {seconds:.1f} s, planned {planned_s / seconds - 1:+.0%},"
-            f" simulated {simulated_s / seconds - 1:+.0%}, bound by {plan.prediction.bottleneck}"
+            f" simulated {simulated.total_s / seconds - 1:+.0%}, bound by {plan.prediction.bottleneck}"
         )
+        lanes = [lane for lane, busy in measured["busy_s"].items() if busy > 0.5]
+        print("  busy, measured / simulated: " + ", ".join(
+            f"{lane} {measured['busy_s'][lane]:.1f} / {simulated.busy_s[lane]:.1f} s" for lane in lanes
+        ))  # fmt: skip
     result: dict[str, Any] = {"workload": {"rows": args.rows, "prompt": PROMPT, "output": OUTPUT}}
     for kind in ("planned", "simulated"):
         errors = [abs(f[f"{kind}_s"] / f["measured_s"] - 1) for f in found]

@@ -182,12 +182,9 @@ def moved_bytes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     return {"h2d": h2d + on_cpu * (stage.decode_seqs * result), "d2h": d2h} | disk
 
 
-def _disk_request_s(s: Setting, stage: Stage, at: Shares) -> tuple[Linear, Linear]:
-    """Seconds of one layer's (reads, writes) beside their bytes: a request for each sequence."""
-    hardware = s.hardware
-    reads = stage.decode_seqs * hardware.disk_read_overhead_s
-    writes = (stage.decode_seqs + stage.prefill_seqs) * hardware.disk_write_overhead_s
-    return at.kv_disk * reads, at.kv_disk * writes
+def _disk_requests(stage: Stage, at: Shares) -> tuple[Linear, Linear]:
+    """(reads, writes) of one layer's KV: one for each sequence."""
+    return at.kv_disk * stage.decode_seqs, at.kv_disk * (stage.decode_seqs + stage.prefill_seqs)
 
 
 def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
@@ -196,7 +193,8 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     comp of FlexGen is two lanes here: with K >= 2 GPU batches, CPU attention of one runs during the products of
     another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is
     emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is
-    part of compute. DRAM carries every byte that enters or leaves host memory.
+    part of compute, as is what the kernel does for each request to the disk: products wait for their slowest core. DRAM
+    carries every byte that enters or leaves host memory. Reads and writes share the disk: the lane `disk`.
     """
     moved = moved_bytes(s, stage, at)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
@@ -204,11 +202,15 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     before += expand_weights_s(s) + overhead
     own_attention = decode_attention_s(s, stage, s.rates)
     hardware = s.hardware
-    reads, writes = _disk_request_s(s, stage, at)
+    reads, writes = _disk_requests(stage, at)
+    requests_s = (reads + writes) * hardware.disk_cpu_overhead_s
     lanes: dict[str, Linear] = {
-        "disk_read": moved["disk_read"] * (1 / hardware.disk_read_bytes_per_s) + reads,
-        "disk_write": moved["disk_write"] * (1 / hardware.disk_write_bytes_per_s) + writes,
+        "disk_read": moved["disk_read"] * (1 / hardware.disk_read_bytes_per_s) + reads * hardware.disk_read_overhead_s,
+        "disk_write": moved["disk_write"] * (1 / hardware.disk_write_bytes_per_s)
+        + writes * hardware.disk_write_overhead_s,
     }
+    if "disk_read" not in s.runtime.serial:  # or their sum counts anyway
+        lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
     on_disk = moved["disk_read"] + moved["disk_write"]
     kv_read = decode_kv_bytes(s, stage)
     if s.on_gpu:
@@ -216,16 +218,16 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
         cpu = decode_attention_s(s, stage, hardware.cpu) if can_delegate(s) else 0.0
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
-        if "compute" not in s.runtime.serial:  # or their sum counts anyway
+        if "compute" not in s.runtime.serial:
             if s.num_gpu_batches == 1:
                 lanes["chain"] = before + lanes["cpu_attention"]
             if hardware.shared_cores:
-                lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved)
+                lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / hardware.h2d_bytes_per_s)
         lanes["d2h"] = moved["d2h"] * (1 / hardware.d2h_bytes_per_s)
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
     else:
-        lanes["compute"] = before + own_attention
+        lanes["compute"] = before + own_attention + requests_s
         dram = on_disk + (s.expanded_layer_bytes + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes

@@ -23,6 +23,7 @@ LANE_NAMES = {
     "d2h": "GPU to host",
     "disk_read": "disk read",
     "disk_write": "disk write",
+    "disk": "disk",
     "dram": "host memory",
 }
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}

@@ -94,6 +94,7 @@ def measure(
         disk_write_bytes_per_s=disk.write_bytes_per_s,
         disk_read_overhead_s=disk.read_overhead_s,
         disk_write_overhead_s=disk.write_overhead_s,
+        disk_cpu_overhead_s=disk.cpu_overhead_s,
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,
         load_bytes_per_s=overheads.load_bytes_per_s,

@@ -70,12 +70,14 @@ class _File:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time."""
+    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time. cpu_overhead_s:
+    for which a small one takes a core."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     read_overhead_s: float
     write_overhead_s: float
+    cpu_overhead_s: float
 
 
 def disk_rates(directory: Path, effort: Effort) -> DiskRates:
@@ -118,10 +120,13 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
         small = [i * 7919 % written * _SMALL_BYTES for i in range(2 * _SMALL_REQUESTS)]
         chunks = [small[:_SMALL_REQUESTS], small[_SMALL_REQUESTS:]] * 8
         overheads = []
+        cpu_s, requests = time.process_time(), 0
         for transfer, rate in ((read, rates[0]), (write, rates[1])):
             found = _timed_stretches(partial(transfer, num_bytes=_SMALL_BYTES), chunks, effort.disk_s / 4, _SMALL_BYTES)
+            requests += len(found) * _SMALL_REQUESTS
             overheads.append(max(0.0, _SMALL_BYTES / statistics.median(found) - _SMALL_BYTES / rate))
-    return DiskRates(*rates, *overheads)
+        cpu_overhead_s = (time.process_time() - cpu_s) / requests
+    return DiskRates(*rates, *overheads, cpu_overhead_s)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,11 @@ class Setting:
         return self.hardware.gpu is not None
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether the host's cores are the compute device."""
+        return not self.on_gpu or self.hardware.shared_cores
+
+    @property
     def rates(self) -> ComputeRates:
         return self.hardware.compute
 

@@ -162,7 +162,7 @@ class KVCache:
         """History from disk into host memory. Raises BatchgenError."""
         staging, raw = moves.staging, self._reads[slot]
         first = 0 if self._in_place else staging.disk_start
-        self._transfer("read", layer, [(run, raw[run.staged - first :][: run.count]) for run in staging.reads])
+        self._transfer("read", layer, raw, staging.reads, first)
         if self._links is None and not self._in_place:
             self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
 
@@ -192,12 +192,12 @@ class KVCache:
         """New KV to disk, in whole blocks. Raises BatchgenError."""
         raw = self._writes[slot]
         if self._in_place:
-            self._transfer("write", layer, [(run, raw[run.staged :][: run.count]) for run in moves.staging.writes])
+            self._transfer("write", layer, raw, moves.staging.writes)
             return
         if self._links is None:
             blocks = self._staging[slot].view(torch.uint8).view(len(self._staging[slot]), -1)
             raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
-        self._transfer("write", layer, [(run, raw[run.staged :][: run.count]) for run in moves.writes])
+        self._transfer("write", layer, raw, moves.writes)
 
     def close(self) -> None:
         if self._file:
@@ -211,9 +211,14 @@ class KVCache:
     def _unpad(self, target: Tensor, raw: Tensor) -> None:
         target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
 
-    def _transfer(self, verb: str, layer: int, runs: Sequence[tuple[Run, Tensor]]) -> None:
+    def _transfer(self, verb: str, layer: int, raw: Tensor, runs: Sequence[Run], first: int = 0) -> None:
+        """first: the block of `staged` numbers that `raw` begins with."""
         stride = self.shape.disk_block_bytes
-        pieces = [((layer * self._num_disk_blocks + run.block) * stride, as_buffer(raw)) for run, raw in runs]
+        start, buffer = layer * self._num_disk_blocks, as_buffer(raw)
+        pieces = [
+            ((start + run.block) * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
+            for run in runs
+        ]
         try:
             if verb == "read":
                 self.disk_bytes_read += self._file.read(pieces)
