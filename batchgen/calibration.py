@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from batchgen.machine import keep_freed_memory
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
 from batchgen.planner.flow import Stage
-from batchgen.planner.profile_timing import last_level_cache_bytes
+from batchgen.planner.profile_timing import FULL, last_level_cache_bytes
+from batchgen.planner.profile_transfer import disk_rates
 from batchgen.planner.search import Problem, settings
 from batchgen.planner.setting import Setting
 from batchgen.request import SamplingParams
@@ -35,6 +37,8 @@ _LONGEST_S = 0.6  # sweeps expected to take longer are left out
 # Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
 _PRIOR = 0.05
 _PULSE_S, _MOST_SLOWER = 0.5, 1.5
+# A disk that others use too may be three times as slow for a while.
+_DISK_PULSE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
 
 
@@ -115,6 +119,21 @@ def at_this_moment(profile: HardwareProfile, dtype: str) -> HardwareProfile:
         return profile
     slower = min(_MOST_SLOWER, max(1 / _MOST_SLOWER, (pulse_s(dtype) / then) ** 0.5))
     return profile.scaled(**dict.fromkeys((*_FACTORS, "sampling_logits_per_s"), 1 / slower))
+
+
+def disk_at_this_moment(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
+    """A profile measured with this directory, its disk's rates corrected in the same way. Takes a second. Raises InputError."""
+    if profile.measured.get("offload_dir") != str(offload_dir.resolve()):
+        return profile
+    now = disk_rates(offload_dir, _DISK_PULSE)
+
+    def factor(now: float, then: float) -> float:
+        return min(_MOST_SLOWER_DISK, max(1 / _MOST_SLOWER_DISK, (now / then) ** 0.5))
+
+    return profile.scaled(
+        disk_read_bytes_per_s=factor(now.read_bytes_per_s, profile.disk_read_bytes_per_s),
+        disk_write_bytes_per_s=factor(now.write_bytes_per_s, profile.disk_write_bytes_per_s),
+    )
 
 
 def fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.calibration import at_this_moment, calibrated
+from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment
 from batchgen.device import Device, parse_device
 from batchgen.emulated_profile import emulated_profile
 from batchgen.errors import InputError
@@ -44,6 +44,8 @@ HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 _KV_ROOM = 1.25
 # Layers beyond this are planned with the curves for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
+# Weights that take a smaller part of the memory leave so much for KV that nothing is likely to go to disk.
+_MEMORY_FRAC_WITHOUT_DISK = 0.5
 # Of the disk space that is free, this much is left alone.
 _DISK_MARGIN_FRAC = 0.1
 _SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
@@ -127,6 +129,9 @@ def machine_of(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
         )
     profile = on_this_machine(profile)
+    cpu_memory = resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)["cpu"]
+    if _MEMORY_FRAC_WITHOUT_DISK * cpu_memory < store_bytes(config, request.dtype, request.quantization):
+        profile = disk_at_this_moment(profile, directory)
     if device.accelerated:
         profile = emulated_profile(profile, device)
     store = False
@@ -135,7 +140,7 @@ def machine_of(
     request = replace(
         request,
         process_bytes=process_bytes(),  # which gives back what measuring took
-        cpu_memory=resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)["cpu"],
+        cpu_memory=cpu_memory,
         store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
     )
     return profile, request

@@ -1,8 +1,9 @@
 """Twelve policies, predicted and measured: on an emulated accelerator and on the CPU with a disk; bound by memory, compute,
 links or disk. The first of each group is the planner's own choice, the others are held to something else.
 
-Times are those of the sweeps. Each is predicted twice: by the cost model that the planner searches with, and by the
-simulator, which runs the same Steps as the executor.
+Times are those of the sweeps. Each is predicted as `batchgen run` does when it starts, from the measured profile and a look
+at how the machine is doing at the moment, and twice: by the cost model that the planner searches with, and by the simulator,
+which runs the same Steps as the executor.
 
     python benchmarks/tier_plans.py --work-dir DIR
 """
@@ -17,8 +18,10 @@ from typing import Any
 
 from tier_runs import model_in, prompts, run, write
 
+from batchgen.calibration import disk_at_this_moment
 from batchgen.device import Device
 from batchgen.emulated_profile import emulated_profile
+from batchgen.hardware import HardwareProfile
 from batchgen.loading import process_bytes, store_bytes
 from batchgen.model_files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
@@ -67,11 +70,15 @@ def main() -> None:
     model = model_in(args.work_dir)
     config = read_config(resolve_model(str(model)))
     workload = Workload.uniform(args.rows, PROMPT, OUTPUT)
-    profile = on_this_machine(
-        find_hardware(
+
+    def machine(device: Device) -> HardwareProfile:
+        found = find_hardware(
             None, dtype="bfloat16", offload_dir=args.work_dir, cache_dir=cache_dir(), model=config, notify=print
         )
-    )
+        profile = disk_at_this_moment(on_this_machine(found), args.work_dir)
+        return emulated_profile(profile, device) if device.accelerated else profile
+
+    machine(Device("cpu"))  # measured before memory is looked at
     rows, lens = prompts(args.rows, PROMPT), [OUTPUT] * args.rows
     process = process_bytes()
     # Room for the process, half of the layers and a small block: what does not fit goes to disk.
@@ -81,7 +88,7 @@ def main() -> None:
         if args.only and case["name"] not in args.only:
             continue
         device: Device = case["device"]
-        hardware = emulated_profile(profile, device) if device.accelerated else profile
+        hardware = machine(device)
         request = PlanRequest(
             "model", "bfloat16", config.max_position, process_bytes=process, share_prefixes=False,
             store_bytes=store_bytes(config, "bfloat16", "none"), **case["budgets"],

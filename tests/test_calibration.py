@@ -1,15 +1,17 @@
 """Factors between what single operations take and what they take in whole sweeps."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from planner_cases import cpu_box
 
 from batchgen import calibration
-from batchgen.calibration import at_this_moment, calibrated, fit
+from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
+from batchgen.planner.profile_transfer import DiskRates
 from batchgen.planner.shipped import shipped_profile
 
 TINY = ModelConfig.from_hf(
@@ -155,6 +157,25 @@ class TestAtThisMoment:
         assert at_this_moment(cpu_box(), "float16") == cpu_box()
         other = cpu_box(measured={"pulse_s": {"float32": 0.02}})
         assert at_this_moment(other, "float16") == other
+
+
+class TestTheDiskAtThisMoment:
+    def now(self, monkeypatch, read, write, measured_with="/offload"):
+        monkeypatch.setattr(
+            calibration, "disk_rates", lambda directory, effort: DiskRates(3e9 * read, 1e9 * write, 1e-5, 1e-5, 1e-5)
+        )
+        before = cpu_box(disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=1e9, measured={"offload_dir": measured_with})
+        after = disk_at_this_moment(before, Path("/offload"))
+        return after.disk_read_bytes_per_s / 3e9, after.disk_write_bytes_per_s / 1e9
+
+    def test_half_of_the_difference_counts(self, monkeypatch):
+        assert self.now(monkeypatch, 1 / 1.44, 1.21) == pytest.approx((1 / 1.2, 1.1))
+
+    def test_within_limits(self, monkeypatch):
+        assert self.now(monkeypatch, 0.01, 100) == pytest.approx((0.5, 2))
+
+    def test_another_disk_says_nothing(self, monkeypatch):
+        assert self.now(monkeypatch, 0.5, 0.5, measured_with="/elsewhere") == (1, 1)
 
 
 def test_a_pulse_is_about_as_long_as_the_next(monkeypatch):
