@@ -38,7 +38,11 @@ class Lanes:
         self.stalled_s = dict.fromkeys(LANES, 0.0)
         self._perform, self._serial, self._on_step, self._on_thread = perform, serial, on_step, on_thread
         self._cores = threading.Lock() if shared_cores and not serial else None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # A lane is woken only by what it waits for: every thread that wakes takes the interpreter from the computing one.
+        self._wakes = {lane: threading.Condition(self._lock) for lane in LANES}
+        self._waits_for: dict[str, int] = {}  # lane -> id of the Step it waits for
+        self._drained = threading.Condition(self._lock)
         self._pending: dict[int, str] = {}  # id -> lane
         self._queues: dict[str, deque[Step]] = {lane: deque() for lane in LANES if lane != "compute"}
         self._threads: dict[str, threading.Thread] = {}
@@ -58,11 +62,11 @@ class Lanes:
             ) from self._failure
         try:
             for step in steps:
-                with self._changed:
+                with self._lock:
                     self._check()
                     self._pending[step.id] = step.lane
                 if self._serial or step.lane == "compute":
-                    self._await_and_run(step)
+                    self._await_and_run(step, "compute")
                 else:
                     self._issue(step)
         except BaseException as error:
@@ -72,17 +76,17 @@ class Lanes:
 
     def drain(self) -> None:
         """Waits until every Step has ended. Raises what one of them raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._failure is not None or not self._pending)
+        with self._lock:
+            self._drained.wait_for(lambda: self._closed or self._failure is not None or not self._pending)
             self._check()
 
     def close(self) -> None:
         """Ends the threads, once the Steps they are at have ended; Steps that wait are dropped."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
-            self._changed.notify_all()
+            self._wake_all()
         for thread in self._threads.values():
             if thread.is_alive():  # not so where an interrupt came while it was being started
                 thread.join()
@@ -93,27 +97,29 @@ class Lanes:
             thread = threading.Thread(target=self._work, args=(step.lane,), name=f"batchgen-{step.lane}", daemon=True)
             self._threads[step.lane] = thread
             thread.start()
-        with self._changed:
+        with self._lock:
             self._queues[step.lane].append(step)
-            self._changed.notify_all()
+            if step.lane not in self._waits_for:  # else it is waiting for a Step before this one
+                self._wakes[step.lane].notify()
 
     def _work(self, lane: str) -> None:
         queue = self._queues[lane]
         self._on_thread(lane)
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._failure is not None or queue)
+            with self._lock:
+                self._wakes[lane].wait_for(lambda: self._closed or self._failure is not None or queue)
                 if self._closed or self._failure is not None:
                     return
                 step = queue.popleft()
             try:
-                self._await_and_run(step)
+                self._await_and_run(step, lane)
             except BaseException as error:
                 self._fail(error)
                 return
 
-    def _await_and_run(self, step: Step) -> None:
-        self._await(step)
+    def _await_and_run(self, step: Step, thread: str) -> None:
+        """thread: the lane whose thread this is: with `serial`, compute's for all Steps."""
+        self._await(step, thread)
         with self._turn(step.lane):
             self._check()
             if self._closed:
@@ -121,12 +127,16 @@ class Lanes:
             started = time.perf_counter()
             self._perform(step)
             ended = time.perf_counter()
-        with self._changed:
+        with self._lock:
             self.busy_s[step.lane] += ended - started
             del self._pending[step.id]
             if self._on_step:
                 self._on_step(step, started, ended)
-            self._changed.notify_all()
+            for lane, awaited in self._waits_for.items():
+                if awaited == step.id:
+                    self._wakes[lane].notify()
+            if not self._pending:
+                self._drained.notify_all()
 
     @contextmanager
     def _turn(self, lane: str) -> Iterator[None]:
@@ -140,17 +150,23 @@ class Lanes:
                 self.stalled_s["cpu_attention"] += time.perf_counter() - asked
             yield
 
-    def _await(self, step: Step) -> None:
-        with self._changed:
+    def _await(self, step: Step, thread: str) -> None:
+        with self._lock:
             self._check()
             for earlier in step.after:
                 lane = self._pending.get(earlier)
                 if lane is None:
                     continue
                 started = time.perf_counter()
-                self._changed.wait_for(
-                    lambda earlier=earlier: self._closed or self._failure is not None or earlier not in self._pending
-                )
+                self._waits_for[thread] = earlier
+                try:
+                    self._wakes[thread].wait_for(
+                        lambda earlier=earlier: (
+                            self._closed or self._failure is not None or earlier not in self._pending
+                        )
+                    )
+                finally:
+                    del self._waits_for[thread]
                 if step.lane == "compute":
                     self.stalled_s[lane] += time.perf_counter() - started
                 self._check()
@@ -160,6 +176,10 @@ class Lanes:
             raise self._failure
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
-            self._changed.notify_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for wake in (*self._wakes.values(), self._drained):
+            wake.notify_all()
