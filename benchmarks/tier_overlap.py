@@ -1,6 +1,9 @@
 """Overlap: an emulated accelerator whose link is throttled so that copies take about as long as compute; overlapped against
 serial, and both against the simulator, which reads the same Steps.
 
+Every sweep has about the same number of tokens, prefilled or decoded, so that copies and compute are about equal in each
+sweep and not just in sum.
+
     python benchmarks/tier_overlap.py --work-dir DIR
 """
 
@@ -15,6 +18,7 @@ from tier_runs import model_in, prompts, run, write
 
 from batchgen.device import Device
 from batchgen.emulated_profile import emulated_profile
+from batchgen.loading import process_bytes
 from batchgen.model_files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
@@ -22,14 +26,14 @@ from batchgen.simulation import simulate_job
 from batchgen.workload import Workload
 
 GIB = 1 << 30
-PROMPT, OUTPUT = 64, 32
+PROMPT, OUTPUT = 16, 64
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the model")
-    parser.add_argument("--rows", type=int, default=96)
-    parser.add_argument("--block", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--block", type=int, default=256, help="and most tokens of a sweep")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = model_in(args.work_dir)
@@ -44,10 +48,12 @@ def main() -> None:
     def planned(rate: float):
         device = Device("emulated", 2 * GIB, rate, rate)
         hardware = emulated_profile(profile, device)
-        request = PlanRequest("model", "bfloat16", config.max_position, process_bytes=700 << 20, share_prefixes=False)
+        request = PlanRequest(
+            "model", "bfloat16", config.max_position, process_bytes=process_bytes(), share_prefixes=False
+        )
         problem = problem_of(hardware, config, Workload.uniform(args.rows, PROMPT, OUTPUT), request)
         problem = replace(problem, allowed=Allowed(("cpu",), ("gpu",)), block_size=args.block, num_gpu_batches=1,
-                          max_num_batched_tokens=1024)  # fmt: skip
+                          max_num_batched_tokens=args.block)  # fmt: skip
         return device, hardware, plan_job(problem, request, startup_s=0, loading_s=0, output_len_known=True)
 
     def measured(device, plan, serial: bool):

@@ -1,7 +1,6 @@
 """What the product promises: killed at any moment nothing is lost, and memory does not grow with the rows."""
 
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -12,8 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from batchgen import cli
+from processes import batchgen, start_batchgen
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(sys.executable).with_name("batchgen")
@@ -44,38 +42,18 @@ def finished(run_directory):
     return sum(pq.read_metadata(p).num_rows for p in (run_directory / "parts").glob("part-*.parquet"))
 
 
-def run_job(arguments):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.argv = ["batchgen", *arguments]
-    cli.main()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Processes that have all imports behind them: twenty times, these would be most of the test."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "batchgen.job", "batchgen.runtime.executor"])
-    return context
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_kill_9_at_twenty_moments(job, processes, tmp_path):
-    whole, killed = tmp_path / "whole.parquet", tmp_path / "killed.parquet"
-
-    def start(output):
-        process = processes.Process(target=run_job, args=(job(output)[1:],))
-        process.start()
-        return process
-
-    start(tmp_path / "first.parquet").join()  # the fork server begins with it
+def test_kill_9_at_twenty_moments(job, tmp_path):
+    whole, killed, log = tmp_path / "whole.parquet", tmp_path / "killed.parquet", tmp_path / "log"
+    assert batchgen(job(tmp_path / "first.parquet")[1:], log) == 0  # the fork server begins with it
     started = time.monotonic()
-    start(whole).join()
+    assert batchgen(job(whole)[1:], log) == 0
     seconds = time.monotonic() - started
     rng = random.Random(20)
     safe, kills = [], 0
     while kills < 20:
-        process = start(killed)
+        process = start_batchgen(job(killed)[1:], log)
         process.join(timeout=rng.uniform(0.1, 1.0) * seconds * (0.6 if kills < 15 else 1.0))
         if process.is_alive():
             process.kill()
@@ -83,7 +61,7 @@ def test_kill_9_at_twenty_moments(job, processes, tmp_path):
             kills += 1
             safe.append(finished(tmp_path / "killed.parquet.batchgen"))
             continue
-        assert process.exitcode == 0
+        assert process.exitcode == 0, log.read_text()
         assert pq.read_table(killed).equals(pq.read_table(whole))
         # Done before its twentieth kill: once more from the start.
         killed.unlink()
@@ -91,9 +69,7 @@ def test_kill_9_at_twenty_moments(job, processes, tmp_path):
             if path.is_file():
                 path.unlink()
     assert max(safe) > 0, "no kill came after the first part"
-    last = start(killed)
-    last.join()
-    assert last.exitcode == 0
+    assert batchgen(job(killed)[1:], log) == 0
     assert killed.read_bytes() == whole.read_bytes()
 
 

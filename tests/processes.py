@@ -1,0 +1,36 @@
+"""`batchgen` in processes that have all imports behind them: these would be most of a test that starts many."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "transformers", "batchgen.job", "batchgen.runtime.executor"])
+
+
+def start_batchgen(arguments: list, log: Path) -> multiprocessing.Process:
+    """The command `batchgen *arguments` in a process of its own; what it says goes to `log`."""
+    process = _CONTEXT.Process(target=_main, args=([str(a) for a in arguments], str(log)))
+    process.start()
+    return process
+
+
+def batchgen(arguments: list, log: Path) -> int:
+    """Runs it to its end; its exit code."""
+    process = start_batchgen(arguments, log)
+    process.join()
+    return process.exitcode
+
+
+def _main(arguments: list[str], log: str) -> None:
+    from batchgen import cli
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv = ["batchgen", *arguments]
+    cli.main()

@@ -1,0 +1,172 @@
+"""Whole jobs whose weights and KV are on disk: stopped, killed, without room, and within their budgets."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from processes import batchgen, start_batchgen
+from tiny_models import make_tiny_model
+
+from batchgen.convert import find_or_convert
+from batchgen.model_files import resolve_model
+
+MIB = 1 << 20
+ROWS = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tiered")
+
+
+@pytest.fixture(scope="module")
+def job(tiny_models, folder):
+    """(output) -> arguments of a job that takes a second or two, fp32 so that batches change no token; with its weights and
+    half of its KV on disk."""
+    model, draw = tiny_models("llama")[0], random.Random(1)
+    words = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]
+    rows = [" ".join(draw.choices(words, k=draw.randrange(1, 30))) for _ in range(ROWS)]
+    pq.write_table(pa.table({"prompt": rows}), folder / "in.parquet")
+    common = ["-m", model, "-i", folder / "in.parquet", "--max-tokens", 24, "--dtype", "float32", "--progress", "none"]
+    plan = folder / "plan.json"
+    assert batchgen(["plan", *common, "--max-num-seqs", 16, "-o", plan], folder / "log") == 0, read(folder / "log")
+    planned = json.loads(plan.read_text())
+    policy = planned["policy"]
+    layers = sum(next(iter(policy["weight_layers"].values())))
+    policy["weight_layers"] = {group: [0, 1, layers - 1] for group in policy["weight_layers"]}
+    policy["kv_seqs"] = {"cpu": 8, "disk": 8}
+    plan.write_text(json.dumps(planned))
+    find_or_convert(resolve_model(str(model)), folder / "offload", "float32")
+
+    def arguments(output, plan=plan, offload_dir=folder / "offload"):
+        held = ["--plan", plan] if plan else []
+        own = ["-o", output, *held, "--offload-dir", offload_dir, "--flush-interval", "0.05s", "--cpu-memory", "2GiB"]
+        return ["run", *common, *own]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def whole(job, folder):
+    """The output with everything in memory."""
+    assert batchgen(job(folder / "whole.parquet", plan=None), folder / "log") == 0, read(folder / "log")
+    return pq.read_table(folder / "whole.parquet")
+
+
+def read(path: Path) -> str:
+    return path.read_text().strip()
+
+
+def timed(job, folder) -> float:
+    started = time.monotonic()
+    assert batchgen(job(folder / "timed.parquet"), folder / "log") == 0, read(folder / "log")
+    return time.monotonic() - started
+
+
+def test_the_job_is_what_it_is_in_memory(job, whole, folder):
+    report = folder / "report.json"
+    assert batchgen([*job(folder / "same.parquet"), "--report", report], folder / "log") == 0, read(folder / "log")
+    assert pq.read_table(folder / "same.parquet").equals(whole)
+    moved = json.loads(report.read_text())["bytes_moved"]
+    assert moved["disk_read"] > 0 and moved["disk_write"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_stopped_at_any_moment_it_goes_on(job, whole, folder, tmp_path, how):
+    draw = random.Random(int(how))
+    seconds = timed(job, tmp_path)
+    output = tmp_path / "out.parquet"
+    stops = 0
+    for _ in range(12):
+        process = start_batchgen(job(output), tmp_path / "log")
+        process.join(draw.uniform(0.05, 1.0) * seconds)
+        if not process.is_alive():
+            break
+        os.kill(process.pid, how)
+        process.join(30)
+        assert not process.is_alive(), "it hangs"
+        if how == signal.SIGKILL:
+            assert process.exitcode == -how
+        elif process.exitcode:  # else it was done at that moment
+            assert process.exitcode == 130 and "Traceback" not in read(tmp_path / "log"), read(tmp_path / "log")
+            stops += "the same command goes on" in read(tmp_path / "log")
+    assert batchgen(job(output), tmp_path / "log") == 0, read(tmp_path / "log")
+    assert pq.read_table(output).equals(whole)
+    assert how == signal.SIGKILL or stops, "no stop came while it ran"
+    assert [p.name for p in (folder / "offload").iterdir()] == ["stores"], "something was left on the disk"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(kilobytes) -> a filesystem of that size."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+
+    def mount(kilobytes):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_without_room_for_the_weights(job, whole, small_disk, tmp_path):
+    """One line that says what to do; with room the same command completes."""
+    disk, output, log = small_disk(200), tmp_path / "out.parquet", tmp_path / "log"
+    assert batchgen(job(output, offload_dir=disk), log) == 1
+    assert len(read(log).splitlines()[-1]) > 0 and "Traceback" not in read(log)
+    said = read(log).splitlines()[-1]
+    assert "free space" in said or "--offload-dir" in said, said
+    assert not output.exists()
+    small_disk(64 << 10)
+    assert batchgen(job(output, offload_dir=disk), log) == 0, read(log)
+    assert pq.read_table(output).equals(whole)
+
+
+PEAK = """
+import resource, sys
+from batchgen import cli
+try:
+    cli.main()
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory):
+    """A model of 205 MB, in fp32."""
+    path = tmp_path_factory.mktemp("heavy")
+    make_tiny_model("llama", path, hidden_size=512, intermediate_size=1408, num_hidden_layers=16)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cpu_memory", "streams"), [(700, True), (1000, False)])
+def test_the_peak_is_within_the_budget(heavy, job, folder, tmp_path, cpu_memory, streams):
+    report = tmp_path / "report.json"
+    arguments = [
+        "run", "-m", heavy, "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--dtype", "float32",
+        "--progress", "none", "--cpu-memory", f"{cpu_memory}MiB", "--offload-dir", folder / "offload", "--report", report,
+    ]  # fmt: skip
+    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1])
+    values = json.loads(report.read_text())
+    assert peak <= cpu_memory * MIB
+    assert peak >= values["peak_bytes"]["cpu"] > 0
+    assert (values["bytes_moved"]["disk_read"] > 0) == streams
