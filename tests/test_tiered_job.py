@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,23 +86,27 @@ def test_stopped_at_any_moment_it_goes_on(job, whole, folder, tmp_path, how):
     draw = random.Random(int(how))
     seconds = timed(job, tmp_path)
     output = tmp_path / "out.parquet"
-    stops = 0
-    for _ in range(12):
+    seen = set()
+    for _ in range(6):
         process = start_batchgen(job(output), tmp_path / "log")
-        process.join(draw.uniform(0.05, 1.0) * seconds)
-        if not process.is_alive():
-            break
-        os.kill(process.pid, how)
-        process.join(30)
-        assert not process.is_alive(), "it hangs"
-        if how == signal.SIGKILL:
-            assert process.exitcode == -how
-        elif process.exitcode:  # else it was done at that moment
-            assert process.exitcode == 130 and "Traceback" not in read(tmp_path / "log"), read(tmp_path / "log")
-            stops += "the same command goes on" in read(tmp_path / "log")
+        process.join(0.2 + draw.uniform(0.0, 0.7) * seconds)
+        if process.is_alive():
+            os.kill(process.pid, how)
+            process.join(30)
+            assert not process.is_alive(), "it hangs"
+        said = read(tmp_path / "log")
+        seen.add(process.exitcode)
+        if process.exitcode == 130:
+            assert "the same command goes on" in said and "Traceback" not in said, said
+        elif process.exitcode == 0:  # from the start again
+            assert pq.read_table(output).equals(whole)
+            output.unlink()
+            shutil.rmtree(tmp_path / "out.parquet.batchgen")
+        else:
+            assert how == signal.SIGKILL and process.exitcode == -how, said
+    assert seen - {0}, "no stop came while it ran"
     assert batchgen(job(output), tmp_path / "log") == 0, read(tmp_path / "log")
     assert pq.read_table(output).equals(whole)
-    assert how == signal.SIGKILL or stops, "no stop came while it ran"
     assert [p.name for p in (folder / "offload").iterdir()] == ["stores"], "something was left on the disk"
 
 
@@ -148,25 +153,23 @@ finally:
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory):
-    """A model of 205 MB, in fp32."""
+    """A model of 380 MB, in fp32."""
     path = tmp_path_factory.mktemp("heavy")
-    make_tiny_model("llama", path, hidden_size=512, intermediate_size=1408, num_hidden_layers=16)
+    make_tiny_model("llama", path, hidden_size=512, intermediate_size=1408, num_hidden_layers=32)
     return path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cpu_memory", "streams"), [(700, True), (1000, False)])
+@pytest.mark.parametrize(("cpu_memory", "streams"), [(800, True), (1500, False)])
 def test_the_peak_is_within_the_budget(heavy, job, folder, tmp_path, cpu_memory, streams):
     report = tmp_path / "report.json"
     arguments = [
-        "run", "-m", heavy, "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--dtype", "float32",
+        "run", "-m", heavy, "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 60, "--dtype", "float32",
         "--progress", "none", "--cpu-memory", f"{cpu_memory}MiB", "--offload-dir", folder / "offload", "--report", report,
     ]  # fmt: skip
     command = [sys.executable, "-c", PEAK, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    peak = int(done.stdout.split()[-1])
     values = json.loads(report.read_text())
-    assert peak <= cpu_memory * MIB
-    assert peak >= values["peak_bytes"]["cpu"] > 0
+    assert max(int(done.stdout.split()[-1]), values["peak_bytes"]["cpu"]) <= cpu_memory * MIB
     assert (values["bytes_moved"]["disk_read"] > 0) == streams
