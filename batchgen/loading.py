@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -240,30 +241,34 @@ def load_parts(
         expanded_slots=2 if device.accelerated and policy.kv_seqs.get("cpu") else 1,
         on_layer=on_load,
     )
-    kv_cache = KVCache(
-        config,
-        kv_shape(config, policy.kv_block_size, policy.kv_format),
-        memory.kv_blocks,
-        compute_home=compute_home,
-        staging_blocks=memory.staging_blocks,
-        arenas=arenas,
-        links=links,
-        offload_dir=offload_dir,
-    )
-    executor = Executor(
-        config,
-        weights,
-        kv_cache,
-        context,
-        compute_home=compute_home,
-        links=links,
-        batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
-        chunk_tokens=chunk_tokens(config, torch_dtype.itemsize),
-        logit_rows=logit_rows(config, torch_dtype.itemsize),
-        serial=serial,
-        shared_cores=device.accelerated,
-        on_step=on_step,
-    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(weights.close)
+        kv_cache = KVCache(
+            config,
+            kv_shape(config, policy.kv_block_size, policy.kv_format),
+            memory.kv_blocks,
+            compute_home=compute_home,
+            staging_blocks=memory.staging_blocks,
+            arenas=arenas,
+            links=links,
+            offload_dir=offload_dir,
+        )
+        undo.callback(kv_cache.close)
+        executor = Executor(
+            config,
+            weights,
+            kv_cache,
+            context,
+            compute_home=compute_home,
+            links=links,
+            batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
+            chunk_tokens=chunk_tokens(config, torch_dtype.itemsize),
+            logit_rows=logit_rows(config, torch_dtype.itemsize),
+            serial=serial,
+            shared_cores=device.accelerated,
+            on_step=on_step,
+        )
+        undo.pop_all()
     return EngineParts(
         config=config,
         tokenizer=tokenizer,

@@ -28,3 +28,14 @@ def tiny_models(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Lanes have a thread each; torch's own would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

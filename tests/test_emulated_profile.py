@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from planner_cases import GIB, cpu_box
 from tiered import CPU, make_parts, make_policy, make_requests
 
@@ -21,6 +20,8 @@ from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Problem, predicted_s, search, settings
 from batchgen.planner.setting import NO_OVERLAP
 from batchgen.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP32 = "float32"
 EMULATED = Device("emulated", GIB)
@@ -216,11 +217,3 @@ def test_int4_costs_what_it_was_measured_to_cost(llama):
     without = replace(packed, cpu=replace(packed.cpu, **{t: {FP32: getattr(packed.cpu, t)[FP32]} for t in tables}))
     assert compute_s(FP32, INT4, without) == pytest.approx(plain)
     assert compute_s(FP32, INT4) > plain * 1.01
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

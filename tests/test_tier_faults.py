@@ -10,7 +10,6 @@ import threading
 import time
 
 import pytest
-import torch
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
 
 from batchgen.convert import find_or_convert
@@ -20,7 +19,7 @@ from batchgen.model_files import resolve_model
 from batchgen.request import Request, SamplingParams
 from batchgen.runtime.store import open_store
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
 ON_AN_ACCELERATOR = (
     "embed", "read_weight", "load_weight", "expand_weight", "load_hidden", "pre", "send_qkv", "cpu_attention",
@@ -32,14 +31,6 @@ ON_THE_CPU = ("embed", "read_weight", "expand_weight", "pre", "read_cache", "att
 
 class Trouble(Exception):
     """Nothing that batchgen knows of."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +277,21 @@ def test_a_store_file_is_truncated_in_the_midst_of_a_job(engine_of, damaged):
             )
         )
     assert str(path) in str(found.value)
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_file_open(engine_of, stores, tmp_path):
+    """Weights are there when KV finds no place."""
+    folder = tmp_path / "offload"
+    shutil.copytree(stores, folder)
+    (store,) = (open_store(path) for path in (folder / "stores").iterdir() if "int4" not in path.name)
+    with pytest.raises(BatchgenError, match="does not take"):
+        engine_of(CPU, store=store, weight_format="float32", offload_dir=tmp_path / "nowhere")
+    opened = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    assert not [path for path in opened if str(folder) in path]
 
 
 @pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
@@ -15,6 +14,8 @@ from batchgen.errors import BatchgenError, InputError
 from batchgen.machine import resident_bytes
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.units import parse_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIB = 1 << 20
 # Of the workspace, which is there for attention's gathers and tiles of scores, these small models need no more.
@@ -28,14 +29,6 @@ WIDE = {
     "llama": SHAPE | {"intermediate_size": 1408, "num_key_value_heads": 2},
 }
 BATCH_TOKENS = 1500
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts_of(count, length, seed=0):

@@ -5,7 +5,6 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiered import (
@@ -24,6 +23,8 @@ from tiered import (
 from batchgen.engine import Engine
 from batchgen.request import Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_PROMPTS, OUTPUT_LEN, CONTEXT = 24, 12, 80
 FP32, INT4 = "float32", "int4"
 FORMATS = [(FP32, FP32), (INT4, FP32), (FP32, INT4), (INT4, INT4)]  # of weights, of KV
@@ -38,15 +39,6 @@ LLAMA = [
     ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "num_hidden_layers": 2}),
     ("mistral", {"sliding_window": 20}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Lanes have a thread each; torch's own would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
