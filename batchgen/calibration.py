@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
 from batchgen.machine import keep_freed_memory
 from batchgen.model_config import ModelConfig
@@ -122,10 +123,14 @@ def at_this_moment(profile: HardwareProfile, dtype: str) -> HardwareProfile:
 
 
 def disk_at_this_moment(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
-    """A profile measured with this directory, its disk's rates corrected in the same way. Takes a second. Raises InputError."""
+    """A profile measured with this directory, its disk's rates corrected in the same way; left alone where the disk has no
+    room to measure in. Takes a second."""
     if profile.measured.get("offload_dir") != str(offload_dir.resolve()):
         return profile
-    now = disk_rates(offload_dir, _DISK_PULSE)
+    try:
+        now = disk_rates(offload_dir, _DISK_PULSE)
+    except InputError:
+        return profile
 
     def factor(now: float, then: float) -> float:
         return min(_MOST_SLOWER_DISK, max(1 / _MOST_SLOWER_DISK, (now / then) ** 0.5))

@@ -9,6 +9,7 @@ from planner_cases import cpu_box
 
 from batchgen import calibration
 from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
+from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile_transfer import DiskRates
@@ -173,6 +174,14 @@ class TestTheDiskAtThisMoment:
 
     def test_within_limits(self, monkeypatch):
         assert self.now(monkeypatch, 0.01, 100) == pytest.approx((0.5, 2))
+
+    def test_a_full_disk_says_nothing(self, monkeypatch):
+        def full(directory, effort):
+            raise InputError("no room")
+
+        monkeypatch.setattr(calibration, "disk_rates", full)
+        profile = cpu_box(measured={"offload_dir": "/offload"})
+        assert disk_at_this_moment(profile, Path("/offload")) == profile
 
     def test_another_disk_says_nothing(self, monkeypatch):
         assert self.now(monkeypatch, 0.5, 0.5, measured_with="/elsewhere") == (1, 1)
