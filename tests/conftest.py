@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: threads of several
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs in tests are planned with fixed rates; measuring the machine is tested by itself.
 os.environ.setdefault("BATCHGEN_HARDWARE", "zen4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Engines collect garbage when they are made: a quarter of a second each, with all that tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_stopped_at_any_moment_it_goes_on(job, whole, folder, tmp_path, how):
     seconds = timed(job, tmp_path)
     output = tmp_path / "out.parquet"
     seen = set()
-    for _ in range(6):
+    for _ in range(5):
         process = start_batchgen(job(output), tmp_path / "log")
         process.join(0.2 + draw.uniform(0.0, 0.7) * seconds)
         if process.is_alive():
@@ -142,12 +142,12 @@ def test_a_disk_without_room_for_the_weights(job, whole, small_disk, tmp_path):
 
 
 PEAK = """
-import resource, sys
+from pathlib import Path
 from batchgen import cli
 try:
     cli.main()
 finally:
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print("peak", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
@@ -164,12 +164,13 @@ def heavy(tmp_path_factory):
 def test_the_peak_is_within_the_budget(heavy, job, folder, tmp_path, cpu_memory, streams):
     report = tmp_path / "report.json"
     arguments = [
-        "run", "-m", heavy, "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 60, "--dtype", "float32",
+        "run", "-m", heavy, "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 32, "--dtype", "float32",
         "--progress", "none", "--cpu-memory", f"{cpu_memory}MiB", "--offload-dir", folder / "offload", "--report", report,
     ]  # fmt: skip
     command = [sys.executable, "-c", PEAK, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     values = json.loads(report.read_text())
-    assert max(int(done.stdout.split()[-1]), values["peak_bytes"]["cpu"]) <= cpu_memory * MIB
+    peak = int(done.stdout.split()[-1]) * 1024
+    assert 0.5 * cpu_memory * MIB < peak <= cpu_memory * MIB
     assert (values["bytes_moved"]["disk_read"] > 0) == streams
