@@ -38,7 +38,7 @@ _LONGEST_S = 0.6  # sweeps expected to take longer are left out
 # Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
 _PRIOR = 0.05
 _PULSE_S, _MOST_SLOWER = 0.5, 1.5
-# A disk that others use too may be three times as slow for a while.
+# Disks that others use too differ more from one moment to another than cores do.
 _DISK_PULSE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
 
@@ -118,7 +118,7 @@ def at_this_moment(profile: HardwareProfile, dtype: str) -> HardwareProfile:
     then = profile.measured.get("pulse_s", {}).get(dtype)
     if then is None:
         return profile
-    slower = min(_MOST_SLOWER, max(1 / _MOST_SLOWER, (pulse_s(dtype) / then) ** 0.5))
+    slower = _half_of(pulse_s(dtype) / then, _MOST_SLOWER)
     return profile.scaled(**dict.fromkeys((*_FACTORS, "sampling_logits_per_s"), 1 / slower))
 
 
@@ -132,13 +132,15 @@ def disk_at_this_moment(profile: HardwareProfile, offload_dir: Path) -> Hardware
     except InputError:
         return profile
 
-    def factor(now: float, then: float) -> float:
-        return min(_MOST_SLOWER_DISK, max(1 / _MOST_SLOWER_DISK, (now / then) ** 0.5))
-
     return profile.scaled(
-        disk_read_bytes_per_s=factor(now.read_bytes_per_s, profile.disk_read_bytes_per_s),
-        disk_write_bytes_per_s=factor(now.write_bytes_per_s, profile.disk_write_bytes_per_s),
+        disk_read_bytes_per_s=_half_of(now.read_bytes_per_s / profile.disk_read_bytes_per_s, _MOST_SLOWER_DISK),
+        disk_write_bytes_per_s=_half_of(now.write_bytes_per_s / profile.disk_write_bytes_per_s, _MOST_SLOWER_DISK),
     )
+
+
+def _half_of(ratio: float, most: float) -> float:
+    """The half of a difference that lasts, at most `most` times either way."""
+    return min(most, max(1 / most, ratio**0.5))
 
 
 def fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:

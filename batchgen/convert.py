@@ -321,8 +321,8 @@ def _without_checksums(file: StoreFile) -> StoreFile:
 
 
 def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
-    """Writes and syncs one file, 4-bit matrices by the importance of their columns; takes the tensors out of `tensors` as it goes. Its name is on stable storage when the
-    next manifest is. Raises OSError."""
+    """Writes and syncs one file, 4-bit matrices by the importance of their columns; takes the tensors out of `tensors` as it
+    goes. Its name is on stable storage when the next manifest is. Raises OSError."""
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary) as out:
         out.write(planned.header)

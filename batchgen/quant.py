@@ -86,7 +86,8 @@ def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.d
 
 
 def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x fp32 [rows, groups, size], importance [groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)], table fp16 [rows, groups, 2]."""
+    """x fp32 [rows, groups, size], importance [groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)],
+    table fp16 [rows, groups, 2]."""
     size = x.shape[-1]
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
     minimum = low.half()

@@ -118,7 +118,7 @@ class Lanes:
                 return
 
     def _await_and_run(self, step: Step, thread: str) -> None:
-        """thread: the lane whose thread this is: with `serial`, compute's for all Steps."""
+        """thread: the lane whose thread this is; with `serial`, compute's for all Steps."""
         self._await(step, thread)
         with self._turn(step.lane):
             self._check()

@@ -18,9 +18,8 @@ from batchgen.errors import BatchgenError
 from batchgen.formats import INT4
 from batchgen.model_config import ModelConfig
 from batchgen.policy import HEAD_PIECES
-from batchgen.quant import dequantize, quantize, row_bytes
+from batchgen.quant import dequantize, row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
-from batchgen.runtime.importance import ChannelImportance, random_tokens
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.runtime.store_format import layer_groups
@@ -88,7 +87,7 @@ class Weights:
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
-        the result; store: that of `homes.weight_format`, needed for what is homed on disk, and used for all if given.
+        the result; store: that of `homes.weight_format`, needed for 4-bit weights and what is homed on disk, and used for all if given.
 
         expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each
         layer. Raises BatchgenError.
@@ -100,11 +99,8 @@ class Weights:
         self.arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
-        measured = None
-        if homes.weight_format == INT4 and store is None:
-            measured = ChannelImportance(config, checkpoint.load_embeddings(dtype), random_tokens(config))
         for j in range(config.num_layers):
-            self._load_layer(j, measured)
+            self._load_layer(j)
             if on_layer:
                 on_layer(j + 1, config.num_layers)
         self._make_slots()
@@ -176,7 +172,7 @@ class Weights:
 
     # Loading.
 
-    def _load_layer(self, layer: int, measured: ChannelImportance | None) -> None:
+    def _load_layer(self, layer: int) -> None:
         homes = self.homes.layers[layer]
         kept = {group: tier for group, tier in homes.items() if tier != "disk"}
         groups: dict[str, Tensors] = {}
@@ -185,9 +181,6 @@ class Weights:
             groups = {group: read_extent(file, file.extents[group]) for group in kept}
         elif kept:
             tensors = self._checkpoint.load_layer(layer, self.dtype)
-            if measured is not None:
-                importance = measured.next_layer(tensors)
-                tensors = {n: quantize(t, importance=importance[n]) if t.ndim == 2 else t for n, t in tensors.items()}
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}
