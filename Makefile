@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: install quickstart test lint bench clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e ".[test]"

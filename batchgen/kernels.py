@@ -1,0 +1,300 @@
+"""The C++ kernels (csrc/) on torch tensors of the CPU. `ops` chooses between these and the reference in torch.
+
+Tensors are taken as they lie, rows contiguous; results are new tensors where none is given. The instruction set is the
+machine's best, or what the environment's BATCHGEN_ISA names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen import _kernels, formats
+from batchgen.attention_plan import AttentionPlan
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4}
+MAX_HEAD_DIM = 256
+
+
+def instruction_sets() -> list[str]:
+    """Those that this machine can run, the fastest first."""
+    return _kernels.instruction_sets()
+
+
+def active() -> str:
+    """The instruction set in use. Raises ValueError where BATCHGEN_ISA names none that is there."""
+    return _kernels.active()
+
+
+@contextmanager
+def using(instruction_set: str) -> Iterator[None]:
+    """Another instruction set for a while, for tests: not while kernels run. What was packed before cannot be used."""
+    before = active()
+    _kernels.use(instruction_set)
+    try:
+        yield
+    finally:
+        _kernels.use(before)
+
+
+def supports_head_dim(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
+
+
+# Attention.
+
+
+def attention_plan(plan: AttentionPlan, kv_heads: int, group: int, block_size: int) -> _kernels.AttentionPlan:
+    """The plan's items as the kernels take them. group: query heads of a KV head."""
+    made = _kernels.AttentionPlan(kv_heads, group, block_size)
+    for part in plan.decode:
+        made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
+    for part in plan.prefill:
+        made.add_prefill(
+            part.start, part.stop, part.blocks.astype(np.int32, copy=False), part.query_offset, part.window or 0
+        )
+    for part in plan.shared:
+        made.add_shared(part.start, part.stop, part.blocks.astype(np.int32, copy=False))
+    made.finish()
+    return made
+
+
+def attention(q: Tensor, kv: Tensor, plan: _kernels.AttentionPlan) -> Tensor:
+    """As `ops.paged_attention`."""
+    out = torch.empty_like(q)
+    _kernels.attention(plan, *_attention_arguments(q, out, kv))
+    return out
+
+
+def _attention_arguments(q: Tensor, out: Tensor, kv: Tensor) -> tuple[int, ...]:
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv.is_contiguous()
+    return (
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        TYPES[q.dtype],
+        kv.data_ptr(),
+        TYPES[kv.dtype],
+        q.shape[2],
+    )
+
+
+class PendingAttention:
+    """Attention that the kernels' threads are at."""
+
+    def __init__(self, q: Tensor, kv: Tensor, plan: _kernels.AttentionPlan) -> None:
+        self._out = torch.empty_like(q)
+        self._inputs = q, kv  # alive until it is done
+        self._ticket = _kernels.submit_attention(plan, *_attention_arguments(q, self._out, kv))
+
+    def wait(self) -> Tensor:
+        """The result, as `attention` gives it."""
+        self._ticket.wait()
+        return self._out
+
+
+# Linear layers.
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear layer's weight [columns, depth] in the order in which the kernels read it."""
+
+    data: Tensor  # uint8
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    gated: bool
+    exact: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.columns, self.depth
+
+
+def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, exact: bool = False) -> int:
+    """Size of a packed weight: that of the weight itself, but for rounding up; of 16-bit numbers twice as much where the
+    instruction set multiplies them as 32-bit ones."""
+    return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated), not exact)
+
+
+def pack(weight: Tensor, *, gated: bool = False, exact: bool = False, out: Tensor | None = None) -> PackedWeight:
+    """gated: for `linear` with "silu_mul". exact: bf16 is multiplied as 32-bit numbers. out: uint8 [packed_bytes], 64-byte
+    aligned."""
+    columns, depth = weight.shape
+    assert weight.stride(1) == 1
+    if out is None:
+        out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated, exact=exact), dtype=torch.uint8)
+    _kernels.pack(
+        weight.data_ptr(),
+        weight.stride(0),
+        columns,
+        depth,
+        TYPES[weight.dtype],
+        _gate(gated),
+        not exact,
+        out.data_ptr(),
+    )
+    return PackedWeight(out, columns, depth, weight.dtype, gated, exact)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """activation(x weightᵀ + bias) + residual, for x [tokens, depth], weight [columns, depth].
+
+    With "silu_mul" the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
+    Sums are made in fp32, each in the same order whatever the number of tokens.
+    """
+    packed = isinstance(weight, PackedWeight)
+    columns, depth = weight.shape
+    made = columns // 2 if activation == "silu_mul" else columns
+    if out is None:
+        out = torch.empty(x.shape[0], made, dtype=out_dtype or x.dtype)
+    assert x.stride(1) == 1 and out.stride(1) == 1 and x.shape[1] == depth and weight.dtype == x.dtype
+    assert not packed or weight.gated == (activation == "silu_mul")
+    _kernels.linear(
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        weight.data.data_ptr() if packed else weight.data_ptr(),
+        depth if packed else weight.stride(0),
+        columns,
+        depth,
+        TYPES[x.dtype],
+        packed,
+        not (packed and weight.exact),
+        ACTIVATIONS[activation],
+        _address(bias),
+        _address(residual),
+        residual.stride(0) if residual is not None else 0,
+        out.data_ptr(),
+        out.stride(0),
+        TYPES[out.dtype],
+    )
+    return out
+
+
+# Around them.
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    columns = x.shape[-1]
+    _kernels.norm(
+        rows.data_ptr(),
+        rows.stride(0),
+        rows.shape[0],
+        columns,
+        weight.data_ptr(),
+        _address(bias),
+        eps,
+        TYPES[x.dtype],
+        out.data_ptr(),
+        columns,
+    )
+    return out
+
+
+def rotary_store(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    scale: float,
+    rope: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    rotation: Tensor | None = None,
+    kv: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `ops.rotary_store`. rotation: what queries and 4-bit keys are turned with, fp32 [head_dim, head_dim]."""
+    tokens = qkv.shape[0]
+    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
+    k = v = None
+    if kv is None:
+        k, v = (torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype) for _ in range(2))
+    assert qkv.stride(1) == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
+    cos, sin = rope if rope else (None, None)
+    q_norm, k_norm = norms if norms else (None, None)
+    _kernels.rotary_store(
+        qkv.data_ptr(),
+        qkv.stride(0),
+        tokens,
+        TYPES[qkv.dtype],
+        heads,
+        kv_heads,
+        head_dim,
+        _address(cos),
+        _address(sin),
+        _address(positions),
+        scale,
+        _address(q_norm),
+        _address(k_norm),
+        eps,
+        _address(rotation),
+        q.data_ptr(),
+        _address(kv),
+        TYPES[kv.dtype] if kv is not None else 0,
+        kv.shape[3] if kv is not None else 1,
+        _address(slots),
+        _address(k),
+        _address(v),
+    )
+    return q, k, v
+
+
+def quantize(x: Tensor) -> Tensor:
+    """As `quant.quantize` without importance."""
+    x = x.contiguous()
+    columns = x.shape[-1]
+    packed = torch.empty(*x.shape[:-1], formats.row_bytes(columns, formats.INT4), dtype=torch.uint8)
+    rows = packed.numel() // packed.shape[-1]
+    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), packed.shape[-1])
+    return packed
+
+
+def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
+    """As `quant.dequantize`. packed and out: contiguous."""
+    rows = packed.numel() // packed.shape[-1]
+    _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
+    return out
+
+
+def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of each row of fp32 logits [rows, columns]: the first of the largest, int64; its value; and the log of the sum of
+    exponentials."""
+    rows, columns = logits.shape
+    index, maximum = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    lse = torch.empty(rows) if want_lse else None
+    _kernels.argmax(
+        logits.data_ptr(), logits.stride(0), rows, columns, index.data_ptr(), maximum.data_ptr(), _address(lse)
+    )
+    return index, maximum, lse
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _gate(gated: bool) -> int:
+    return ACTIVATIONS["silu_mul" if gated else None]

@@ -1,0 +1,265 @@
+// What Python sees (batchgen/kernels.py): addresses and sizes in, nothing kept. The GIL is released while threads work.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "cpu.h"
+#include "plan.h"
+#include "pool.h"
+
+namespace py = pybind11;
+using namespace batchgen;
+
+namespace {
+
+using Address = uintptr_t;
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+template <class T = void>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+int bytes_of(Type type) { return type == Type::F32 ? 4 : 2; }
+
+KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
+    KV kv{};
+    kv.data = at<uint8_t>(data);
+    kv.type = Type(type);
+    kv.block_size = block_size, kv.kv_heads = kv_heads, kv.head_dim = head_dim;
+    kv.row_bytes = kv.type == Type::Int4 ? nibble_bytes(head_dim) + (head_dim + kGroup - 1) / kGroup * 4
+                                         : int64_t(head_dim) * bytes_of(kv.type);
+    kv.head_bytes = block_size * kv.row_bytes;
+    kv.value_offset = kv_heads * kv.head_bytes;
+    kv.block_bytes = 2 * kv.value_offset;
+    return kv;
+}
+
+// Rows are shared out in pieces large enough to be worth a thread's while.
+template <class F>
+void over_rows(int64_t rows, int64_t row_cost, F f) {
+    const int64_t piece = std::max<int64_t>({1, 16384 / std::max<int64_t>(1, row_cost), rows / (8 * num_threads())});
+    run((rows + piece - 1) / piece, [&](int64_t i) { f(i * piece, std::min(rows, (i + 1) * piece)); });
+}
+
+struct Attending {
+    const Kernels& kernels;
+    Attention args;
+    const AttentionPlan& plan;
+    std::vector<float> partial;
+    static constexpr int64_t kMergesAtOnce = 16;
+
+    Attending(const Attention& given, const AttentionPlan& plan) : kernels(active_kernels()), args(given), plan(plan) {
+        partial.resize(plan.partial_rows() * (args.kv.head_dim + 2));
+        args.partial = partial.data();
+    }
+    int64_t first_phase() const { return int64_t(plan.items().size()); }
+    int64_t count() const {
+        return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce;
+    }
+    void operator()(int64_t i) const {
+        if (i < first_phase()) {
+            kernels.attend(args, plan.items()[i], scratch(kernels.attention_scratch(args)));
+            return;
+        }
+        const int64_t first = (i - first_phase()) * kMergesAtOnce;
+        const int64_t stop = std::min(first + kMergesAtOnce, int64_t(plan.merges().size()));
+        for (int64_t m = first; m < stop; m++) kernels.merge(args, plan.merges()[m], plan.merge_rows().data());
+    }
+};
+
+Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
+                         Address kv, int kv_type, int head_dim) {
+    Attention args{};
+    args.q = at(q), args.out = at(out), args.q_stride = q_stride, args.out_stride = out_stride;
+    args.type = Type(type);
+    args.heads = plan.kv_heads() * plan.group();
+    args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
+    return args;
+}
+
+// Attention under way, and what it must outlive.
+struct Ticket {
+    std::shared_ptr<Attending> work;
+    std::shared_ptr<Loop> loop;
+    py::object plan;
+
+    void wait() {
+        if (!loop) return;
+        {
+            py::gil_scoped_release release;
+            batchgen::wait(loop);
+        }
+        loop.reset();
+        work.reset();
+    }
+    ~Ticket() { wait(); }
+    Ticket(std::shared_ptr<Attending> work, std::shared_ptr<Loop> loop, py::object plan)
+        : work(std::move(work)), loop(std::move(loop)), plan(std::move(plan)) {}
+    Ticket(const Ticket&) = delete;
+};
+
+int64_t num_panels(const Kernels& kernels, const Linear& args) {
+    const bool gated = args.activation == Activation::SiluMul;
+    const int64_t columns = gated ? args.columns / 2 : args.columns, width = gated ? kernels.width : kernels.panel;
+    return (columns + width - 1) / width;
+}
+
+int64_t packed_depth(const Kernels& kernels, const Linear& args) {
+    const bool pairs = args.type == Type::BF16 && kernels.fast_bf16 && args.fast;
+    return pairs ? (args.depth + 1) / 2 : args.depth;
+}
+
+void run_linear(const Linear& args) {
+    const Kernels& kernels = active_kernels();
+    const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args);
+    // As many rows at once as stay in a core's cache beside a panel: 384 KiB. Fewer where threads would have nothing to do.
+    const int64_t tile = kernels.row_tile, most = std::clamp<int64_t>(96 * 1024 / depth / tile * tile, 4 * tile, 40 * tile);
+    int64_t blocks = (args.rows + most - 1) / most;
+    while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
+    const int64_t block = ((args.rows + blocks - 1) / blocks + tile - 1) / tile * tile;
+    blocks = (args.rows + block - 1) / block;
+    // Pieces of at least a microsecond or two.
+    const int64_t panel_cost = std::min(args.rows, block) * depth * kernels.panel;
+    int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), 1, panels);
+    piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
+    const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block);
+    run(blocks * pieces, [&](int64_t i) {
+        const int64_t row = i / pieces * block, panel = i % pieces * piece;
+        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), scratch(bytes));
+    });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, m) {
+    m.doc() = "Compute kernels on the CPU. Use batchgen.kernels.";
+
+    m.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : usable_kernels()) names.push_back(kernels->name);
+        return names;
+    });
+    m.def("active", [] { return std::string(active_kernels().name); });
+    m.def("use", &use_kernels);
+    m.def("fast_bf16", [] { return active_kernels().fast_bf16; });
+    m.def("num_threads", &num_threads);
+    m.def("set_num_threads", &set_num_threads);
+    m.def("set_alone", &set_alone);
+
+    py::class_<AttentionPlan>(m, "AttentionPlan")
+        .def(py::init<int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"))
+        .def("add_decode",
+             [](AttentionPlan& plan, int start, const Array<int32_t>& blocks, const Array<int64_t>& num_keys,
+                const Array<int64_t>& first_key) {
+                 plan.add_decode(start, int(blocks.shape(0)), blocks.data(), int(blocks.shape(1)), num_keys.data(),
+                                 first_key.data());
+             })
+        .def("add_prefill",
+             [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks, int offset, int window) {
+                 plan.add_prefill(start, stop, blocks.data(), int(blocks.size()), offset, window);
+             })
+        .def("add_shared", [](AttentionPlan& plan, int start, int stop,
+                              const Array<int32_t>& blocks) { plan.add_shared(start, stop, blocks.data(), int(blocks.size())); })
+        .def("finish", &AttentionPlan::finish);
+
+    py::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait);
+
+    m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
+                          Address kv, int kv_type, int head_dim) {
+        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim), plan);
+        py::gil_scoped_release release;
+        run(work.count(), std::cref(work), work.first_phase());
+    });
+    m.def("submit_attention", [](py::object plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
+                                 Address kv, int kv_type, int head_dim) {
+        const auto& given = plan.cast<const AttentionPlan&>();
+        auto work = std::make_shared<Attending>(
+            attention_args(given, q, q_stride, out, out_stride, type, kv, kv_type, head_dim), given);
+        auto loop = std::make_shared<Loop>(work->count(), std::cref(*work), work->first_phase());
+        submit(loop);
+        return std::make_unique<Ticket>(work, loop, plan);
+    });
+
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, int activation, bool fast) {
+        Linear args{};
+        args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
+        args.fast = fast;
+        const Kernels& kernels = active_kernels();
+        return num_panels(kernels, args) * packed_depth(kernels, args) * kernels.panel * 4;
+    });
+    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, int activation, bool fast, Address out) {
+        Linear args{};
+        args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.activation = Activation(activation), args.fast = fast;
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(num_panels(kernels, args), depth * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at<uint32_t>(out)); });
+    });
+    m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
+                       int type, bool packed, bool fast, int activation, Address bias, Address residual,
+                       int64_t residual_stride, Address out, int64_t out_stride, int out_type) {
+        Linear args{};
+        args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
+        args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
+        args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
+        args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
+        args.packed = packed, args.fast = fast;
+        py::gil_scoped_release release;
+        run_linear(args);
+    });
+
+    m.def("norm", [](Address x, int64_t x_stride, int64_t rows, int64_t columns, Address weight, Address bias, float eps,
+                     int type, Address out, int64_t out_stride) {
+        const Norm args{at(x), at(weight), at(bias), at(out), x_stride, out_stride, columns, Type(type), eps};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.norm(args, row, stop); });
+    });
+
+    m.def("rotary_store", [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads, int head_dim,
+                             Address cos, Address sin, Address positions, float scale, Address q_norm, Address k_norm,
+                             float eps, Address rotation, Address q_out, Address kv, int kv_type, int block_size,
+                             Address slots, Address k_out, Address v_out) {
+        RotaryStore args{};
+        args.qkv = at(qkv), args.qkv_stride = qkv_stride, args.type = Type(type), args.heads = heads;
+        args.cos = at<float>(cos), args.sin = at<float>(sin), args.positions = at<int64_t>(positions);
+        args.scale = scale, args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps;
+        args.rotation = at<float>(rotation), args.q_out = at(q_out), args.slots = at<int64_t>(slots);
+        args.k_out = at(k_out), args.v_out = at(v_out);
+        args.kv = make_kv(kv, kv_type, block_size, kv_heads, head_dim);
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
+                  [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
+    });
+
+    m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int64_t row_bytes) {
+        Quant args{};
+        args.x = at(x), args.packed = at<uint8_t>(packed), args.columns = columns, args.row_bytes = row_bytes;
+        args.type = Type(type);
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns * 4, [&](int64_t row, int64_t stop) { kernels.quantize(args, row, stop); });
+    });
+    m.def("dequantize", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int type, Address out) {
+        Quant args{};
+        args.packed = at<uint8_t>(packed), args.out = at(out), args.columns = columns, args.row_bytes = row_bytes;
+        args.type = Type(type);
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.dequantize(args, row, stop); });
+    });
+
+    m.def("argmax", [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum,
+                       Address lse) {
+        const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
+    });
+}

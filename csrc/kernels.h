@@ -1,0 +1,164 @@
+// What a kernel is given, and the table of kernels that each instruction set fills in. Plain data: this header is shared by
+// translation units compiled with different flags, so it includes nothing that has inline functions.
+#pragma once
+#include <stdint.h>
+
+namespace batchgen {
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+// Numbered as in batchgen/kernels.py. Int4: rows packed in groups of 64 as batchgen/quant.py describes them.
+enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int4 = 3 };
+
+enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4 };
+
+constexpr int kGroup = 64;  // values of a 4-bit group
+constexpr int kMaxHeadDim = 256;
+constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
+constexpr int kNoWindow = INT32_MAX;
+
+// Bytes of the nibbles of a packed row of n values; its table of (scale, minimum) follows.
+inline int nibble_bytes(int n) { return n / kGroup * (kGroup / 2) + (n % kGroup + 1) / 2; }
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+// KV of one layer, [blocks, 2, kv_heads, block_size, row], K before V.
+struct KV {
+    uint8_t* data;
+    Type type;
+    int64_t block_bytes, head_bytes, value_offset, row_bytes;
+    int block_size, kv_heads, head_dim;
+};
+
+struct Attention {
+    const void* q;  // [tokens, heads, head_dim], scaled
+    void* out;      // [tokens, heads, head_dim], of q's type
+    int64_t q_stride, out_stride;  // values from token to token
+    Type type;
+    int heads;
+    KV kv;
+    float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of shares
+};
+
+// Some query tokens of one KV head, and a range of their keys. Token i (from first_token) sees the keys k of
+// [first_key, last_key) with k <= causal + i and k > causal + i - window.
+struct AttentionItem {
+    int32_t first_token, num_tokens, kv_head;
+    int32_t first_key, last_key, causal, window;
+    const int32_t* blocks;
+    int64_t partial_row;  // of its first token, or -1: these are all of the tokens' keys
+};
+
+// A query head of a token whose keys were attended to in several parts: rows of `partial` to put together.
+struct Merge {
+    int32_t token, head, first, count;  // rows[first .. first + count)
+};
+
+// ---- linear --------------------------------------------------------------------------------------------------------
+
+// out = activation(x wᵀ + bias) + residual; with SiluMul w has the gate's rows before the other half's.
+struct Linear {
+    const void* x;  // [rows, depth]
+    const void* w;  // [columns, depth], or packed in panels (pack_panel)
+    const void* bias;      // [columns] or null
+    const void* residual;  // [rows, columns of out] or null
+    void* out;
+    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row
+    int64_t rows, columns, depth;
+    Type type, out_type;  // of x, w, bias and residual; of out
+    Activation activation;
+    bool packed;
+    bool fast;  // bf16 products in pairs, where the instruction set has them
+};
+
+// ---- around them ---------------------------------------------------------------------------------------------------
+
+struct Norm {
+    const void* x;
+    const void* weight;
+    const void* bias;  // null: RMSNorm
+    void* out;
+    int64_t x_stride, out_stride;
+    int64_t columns;
+    Type type;
+    float eps;
+};
+
+// Rotary embedding of fused QKV, K and V to their places in the KV.
+struct RotaryStore {
+    const void* qkv;  // [tokens, heads + 2 kv_heads, head_dim]
+    void* q_out;      // [tokens, heads, head_dim], scaled
+    const float* cos;  // [positions, head_dim / 2] or null
+    const float* sin;
+    const int64_t* positions;  // [tokens]
+    const int64_t* slots;      // [tokens], block * block_size + offset
+    const void* q_norm;        // [head_dim] weights of an RMSNorm over each head, or null
+    const void* k_norm;
+    const float* rotation;  // [head_dim, head_dim] that queries and keys are turned with before 4-bit packing, or null
+    int64_t qkv_stride;
+    Type type;
+    int heads;
+    float scale, eps;
+    KV kv;  // data null: K and V go to k_out, v_out [tokens, kv_heads, head_dim]
+    void* k_out;
+    void* v_out;
+};
+
+struct Quant {
+    const void* x;    // [rows, columns]
+    uint8_t* packed;  // [rows, row_bytes]
+    void* out;
+    int64_t columns, row_bytes;
+    Type type;
+};
+
+struct Gather {
+    const void* table;  // [entries, columns]
+    const int64_t* ids;
+    void* out;  // [rows, columns]
+    int64_t columns;
+    Type type;
+};
+
+struct Argmax {
+    const float* logits;
+    int64_t stride, columns;
+    int64_t* index;  // [rows], the first of the largest
+    float* maximum;  // [rows]
+    float* lse;      // [rows] log of the sum of exponentials, or null
+};
+
+struct Kernels {
+    const char* name;
+    int width;        // floats of a vector
+    bool fast_bf16;   // has products of bf16 pairs
+    int panel;        // columns of a packed panel
+    int row_tile;     // rows that a tile of Linear works on at once
+    // Scratch that a call may use, in bytes, aligned to 64.
+    int64_t (*attention_scratch)(const Attention&);
+    int64_t (*linear_scratch)(const Linear&, int64_t block_rows);
+    void (*attend)(const Attention&, const AttentionItem&, void* scratch);
+    void (*merge)(const Attention&, const Merge&, const int64_t* rows);
+    // Rows [row, row_stop) of the panels [panel, panel_stop).
+    void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, void* scratch);
+    void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, uint32_t* out);
+    void (*norm)(const Norm&, int64_t row, int64_t stop);
+    void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
+    void (*quantize)(const Quant&, int64_t row, int64_t stop);
+    void (*dequantize)(const Quant&, int64_t row, int64_t stop);
+    void (*argmax)(const Argmax&, int64_t row, int64_t stop);
+};
+
+// One of these is there for each instruction set that the library was built with.
+const Kernels& scalar_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512_bf16_kernels();
+const Kernels& neon_kernels();
+
+}  // namespace batchgen

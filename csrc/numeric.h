@@ -1,0 +1,100 @@
+// Numbers: rows of any type as vectors, and the functions that activations and softmax need.
+
+template <class T>
+inline vf load_part(const T* p, int n) {
+    if (n >= W) return load(p);
+    T part[W] = {};
+    memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+
+template <class T>
+inline void store_part(T* p, vf a, int n) {
+    if (n >= W) return store(p, a);
+    T part[W];
+    store(part, a);
+    memcpy(p, part, n * sizeof(T));
+}
+
+template <class T>
+inline float value_of(const T* p) {
+    float all[W];
+    store(all, load_part(p, 1));
+    return all[0];
+}
+
+// Calls f with a null pointer of the type.
+template <class F>
+inline auto with_type(Type type, F f) {
+    switch (type) {
+        case Type::BF16: return f((bf16*)nullptr);
+        case Type::F16: return f((f16*)nullptr);
+        default: return f((float*)nullptr);
+    }
+}
+
+// Within 2 units in the last place; 0 below 2^-126, of -inf too.
+inline vf exp(vf x) {
+    vf n = round_even(mul(max(min(x, set1(88.7f)), set1(-87.4f)), set1(1.44269504f)));
+    n = max(min(n, set1(127)), set1(-126));
+    vf r = fma(n, set1(-0.693359375f), max(min(x, set1(88.7f)), set1(-87.4f)));
+    r = fma(n, set1(2.12194440e-4f), r);
+    // Taylor's polynomial of degree 7: |r| <= ln(2) / 2.
+    vf p = set1(1.0f / 5040);
+    p = fma(p, r, set1(1.0f / 720));
+    p = fma(p, r, set1(1.0f / 120));
+    p = fma(p, r, set1(1.0f / 24));
+    p = fma(p, r, set1(1.0f / 6));
+    p = fma(p, r, set1(0.5f));
+    p = fma(p, r, set1(1));
+    p = fma(p, r, set1(1));
+    return select_less(x, set1(-87.3f), zero(), mul(p, pow2(n)));
+}
+
+inline vf sigmoid(vf x) { return div(set1(1), add(set1(1), exp(sub(zero(), x)))); }
+
+inline vf tanh(vf x) {  // 2 sigmoid(2x) - 1
+    return fma(set1(2), sigmoid(add(x, x)), set1(-1));
+}
+
+// The error function: Abramowitz and Stegun 7.1.26, within 1.5e-7.
+inline vf erf(vf x) {
+    vf negative = select_less(x, zero(), set1(-1), set1(1)), a = mul(x, negative);
+    vf t = div(set1(1), fma(set1(0.3275911f), a, set1(1)));
+    vf p = set1(1.061405429f);
+    p = fma(p, t, set1(-1.453152027f));
+    p = fma(p, t, set1(1.421413741f));
+    p = fma(p, t, set1(-0.284496736f));
+    p = fma(p, t, set1(0.254829592f));
+    vf y = sub(set1(1), mul(mul(p, t), exp(sub(zero(), mul(a, a)))));
+    return mul(y, negative);
+}
+
+inline vf activate(Activation activation, vf x) {
+    switch (activation) {
+        case Activation::Relu: return max(zero(), x);
+        case Activation::Gelu: return mul(mul(set1(0.5f), x), add(set1(1), erf(mul(x, set1(0.70710678f)))));
+        case Activation::GeluTanh: {
+            vf inner = mul(set1(0.79788456f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+            return mul(mul(set1(0.5f), x), add(set1(1), tanh(inner)));
+        }
+        default: return x;
+    }
+}
+
+inline vf silu(vf x) { return mul(x, sigmoid(x)); }
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Pieces of one allocation, each at a multiple of 64 bytes. With a null base it only counts.
+struct Carve {
+    uint8_t* base;
+    int64_t used = 0;
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = base ? (T*)(base + used) : nullptr;
+        used += round_up(count * int64_t(sizeof(T)), 64);
+        return piece;
+    }
+};

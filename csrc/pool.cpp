@@ -1,0 +1,219 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace batchgen {
+namespace {
+
+// How long a thread looks for work, or for others to be done, before it sleeps: about the time between two kernels of a
+// layer, so that a sweep finds its threads awake.
+constexpr int kSpins = 2000;
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+std::vector<int> own_cpus() {
+    std::vector<int> cpus;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+            if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    if (cpus.empty()) cpus.push_back(0);
+    return cpus;
+}
+
+thread_local bool alone = false;
+
+class Pool {
+  public:
+    explicit Pool(std::vector<int> cpus) : cpus_(std::move(cpus)) {}
+
+    void grow(int workers) {
+        std::lock_guard lock(mutex_);
+        while (started_ < workers) {
+            // The caller most likely is on the first core.
+            const int cpu = cpus_[(started_ + 1) % cpus_.size()];
+            std::thread(&Pool::work, this, cpu).detach();
+            started_++;
+        }
+    }
+
+    void add(Loop* loop) {
+        {
+            std::lock_guard lock(mutex_);
+            loops_.push_back(loop);
+            changes_.fetch_add(1, std::memory_order_release);
+        }
+        if (sleeping_.load(std::memory_order_seq_cst)) wake_.notify_all();
+    }
+
+    // After this no worker begins with it; waits for those that are at it.
+    void take_back(Loop* loop) {
+        {
+            std::lock_guard lock(mutex_);
+            loops_.erase(std::remove(loops_.begin(), loops_.end(), loop), loops_.end());
+        }
+        wait_for_users(loop);
+    }
+
+    void wait_until_done(Loop* loop) {
+        for (int64_t done; (done = loop->done.load(std::memory_order_acquire)) < loop->count;) {
+            for (int i = 0; i < kSpins && loop->done.load(std::memory_order_acquire) == done; i++) pause();
+            loop->done.wait(done, std::memory_order_acquire);
+        }
+        take_back(loop);
+    }
+
+  private:
+    static void wait_for_users(Loop* loop) {
+        for (int i = 0; loop->users.load(std::memory_order_acquire); i++) {
+            if (i < kSpins) pause();
+            else std::this_thread::yield();
+        }
+    }
+
+    Loop* begin() {
+        std::lock_guard lock(mutex_);
+        for (Loop* loop : loops_)
+            if (loop->next.load(std::memory_order_relaxed) < loop->count) {
+                loop->users.fetch_add(1, std::memory_order_relaxed);
+                return loop;
+            }
+        return nullptr;
+    }
+
+    void work(int cpu) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(cpu, &set);
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+        for (;;) {
+            const uint64_t seen = changes_.load(std::memory_order_acquire);
+            if (Loop* loop = begin()) {
+                loop->help();
+                loop->users.fetch_sub(1, std::memory_order_release);
+                continue;
+            }
+            int spins = 0;
+            while (spins < kSpins && changes_.load(std::memory_order_acquire) == seen) spins++, pause();
+            if (spins < kSpins) continue;
+            std::unique_lock lock(mutex_);
+            sleeping_.fetch_add(1, std::memory_order_seq_cst);
+            wake_.wait(lock, [&] { return changes_.load(std::memory_order_relaxed) != seen; });
+            sleeping_.fetch_sub(1, std::memory_order_relaxed);
+        }
+    }
+
+    std::vector<int> cpus_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::deque<Loop*> loops_;
+    std::atomic<uint64_t> changes_{0};
+    std::atomic<int> sleeping_{0};
+    int started_ = 0;
+};
+
+int default_threads() {
+    for (const char* name : {"BATCHGEN_NUM_THREADS", "OMP_NUM_THREADS"})
+        if (const char* text = std::getenv(name))
+            if (int count = std::atoi(text); count > 0) return count;
+    return int(own_cpus().size());
+}
+
+std::atomic<Pool*> the_pool{nullptr};
+std::atomic<int> thread_count{0};
+
+Pool& pool() {
+    Pool* found = the_pool.load(std::memory_order_acquire);
+    if (!found) {
+        static std::once_flag forked;
+        // Threads do not come along into a forked process: it makes its own.
+        std::call_once(forked, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
+        Pool* made = new Pool(own_cpus());  // never deleted: its threads may outlast the end of main
+        if (the_pool.compare_exchange_strong(found, made)) return *made;
+        delete made;
+    }
+    return *found;
+}
+
+}  // namespace
+
+void Loop::help() {
+    for (;;) {
+        const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= count) return;
+        if (i >= first_phase)
+            while (done.load(std::memory_order_acquire) < first_phase) pause();
+        item(i);
+        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_all();
+    }
+}
+
+int num_threads() {
+    int count = thread_count.load(std::memory_order_relaxed);
+    if (!count) thread_count.store(count = default_threads(), std::memory_order_relaxed);
+    return count;
+}
+
+void set_num_threads(int count) { thread_count.store(std::max(1, count), std::memory_order_relaxed); }
+
+void set_alone(bool value) { alone = value; }
+
+void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_phase) {
+    const int threads = alone ? 1 : num_threads();
+    if (threads == 1 || count <= 1) {
+        for (int64_t i = 0; i < count; i++) item(i);
+        return;
+    }
+    Loop loop(count, item, first_phase);
+    Pool& shared = pool();
+    shared.grow(threads - 1);
+    shared.add(&loop);
+    loop.help();
+    shared.take_back(&loop);
+}
+
+void submit(const std::shared_ptr<Loop>& loop) {
+    Pool& shared = pool();
+    shared.grow(num_threads());
+    shared.add(loop.get());
+}
+
+void wait(const std::shared_ptr<Loop>& loop) { pool().wait_until_done(loop.get()); }
+
+void* scratch(int64_t bytes) {
+    struct Buffer {
+        void* data = nullptr;
+        int64_t size = 0;
+        ~Buffer() { std::free(data); }
+    };
+    static thread_local Buffer buffer;
+    if (buffer.size < bytes) {
+        std::free(buffer.data);
+        buffer.size = (bytes + 4095) / 4096 * 4096;
+        buffer.data = std::aligned_alloc(64, buffer.size);
+        if (!buffer.data) {
+            buffer.size = 0;
+            throw std::bad_alloc();
+        }
+    }
+    return buffer.data;
+}
+
+}  // namespace batchgen

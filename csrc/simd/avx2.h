@@ -1,0 +1,89 @@
+// AVX2 with FMA and F16C.
+
+constexpr int W = 8;
+using vf = __m256;
+using vi = __m256i;
+
+inline vf zero() { return _mm256_setzero_ps(); }
+inline vf set1(float x) { return _mm256_set1_ps(x); }
+inline vi set1_int(uint32_t x) { return _mm256_set1_epi32(int(x)); }
+inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vf round_even(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf select_less(vf a, vf b, vf then, vf otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+inline vf pow2(vf n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline float sum(vf a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float largest(vf a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+inline vf load(const float* p) { return _mm256_loadu_ps(p); }
+inline vf load(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline vf load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store(float* p, vf a) { _mm256_storeu_ps(p, a); }
+inline void store(f16* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+// The low 16 bits of each lane.
+inline __m128i narrow(vi a) {
+    return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
+inline void store(bf16* p, vf a) {
+    vi bits = _mm256_castps_si256(a), lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+    vi nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+    _mm_storeu_si128((__m128i*)p, narrow(_mm256_srli_epi32(rounded, 16)));
+}
+
+inline vi load_int(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+// The first n, 0 < n <= W; zero beyond.
+inline vi load_int_part(const uint32_t* p, int n) {
+    uint32_t part[W] = {};
+    memcpy(part, p, n * sizeof *p);
+    return load_int(part);
+}
+inline void store_int(uint32_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
+inline vi as_int(vf a) { return _mm256_castps_si256(a); }
+inline vf as_float(vi a) { return _mm256_castsi256_ps(a); }
+inline vi load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
+inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
+inline void store_nibbles(uint8_t* p, vf low, vf high) {
+    vi both = _mm256_or_si256(_mm256_cvtps_epi32(low), _mm256_slli_epi32(_mm256_cvtps_epi32(high), 4));
+    __m128i words = narrow(both);
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
+}
+
+inline void transpose(vi* r) {
+    __m256 t[8], s[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(as_float(r[2 * i]), as_float(r[2 * i + 1]));
+        t[2 * i + 1] = _mm256_unpackhi_ps(as_float(r[2 * i]), as_float(r[2 * i + 1]));
+    }
+    for (int i = 0; i < 2; i++) {
+        s[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        s[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        s[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        s[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int c = 0; c < 4; c++) {
+        r[c] = as_int(_mm256_permute2f128_ps(s[c], s[4 + c], 0x20));
+        r[4 + c] = as_int(_mm256_permute2f128_ps(s[c], s[4 + c], 0x31));
+    }
+}

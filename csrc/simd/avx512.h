@@ -1,0 +1,114 @@
+// AVX-512 (F, BW, VL, DQ), and with BATCHGEN_FAST_BF16 its products of bf16 pairs.
+
+constexpr int W = 16;
+using vf = __m512;
+using vi = __m512i;
+
+inline vf zero() { return _mm512_setzero_ps(); }
+inline vf set1(float x) { return _mm512_set1_ps(x); }
+inline vi set1_int(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+// Of two numbers the second where one is no number.
+inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf round_even(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf select_less(vf a, vf b, vf then, vf otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
+}
+// 2 to an integer n in [-126, 127].
+inline vf pow2(vf n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+inline float sum(vf a) { return _mm512_reduce_add_ps(a); }
+inline float largest(vf a) { return _mm512_reduce_max_ps(a); }
+
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline vf load(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store(float* p, vf a) { _mm512_storeu_ps(p, a); }
+inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+inline void store(bf16* p, vf a) {
+#ifdef BATCHGEN_FAST_BF16
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a));
+#else
+    __m512i bits = _mm512_castps_si512(a), lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+#endif
+}
+
+inline vi load_int(const uint32_t* p) { return _mm512_loadu_si512(p); }
+// The first n, 0 < n <= W; zero beyond.
+inline vi load_int_part(const uint32_t* p, int n) { return _mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), p); }
+inline void store_int(uint32_t* p, vi a) { _mm512_storeu_si512(p, a); }
+inline vi as_int(vf a) { return _mm512_castps_si512(a); }
+inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
+// W bytes as integers; their low and high halves as floats.
+inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
+inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
+// Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
+inline void store_nibbles(uint8_t* p, vf low, vf high) {
+    vi both = _mm512_or_si512(_mm512_cvtps_epi32(low), _mm512_slli_epi32(_mm512_cvtps_epi32(high), 4));
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(both));
+}
+
+inline void transpose(vi* r) {
+    vi t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // r[4i + c]: column c of every four, rows 4i .. 4i + 3
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        vi a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+        vi d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_i32x4(a, d, 0x88);
+        t[4 + c] = _mm512_shuffle_i32x4(b, e, 0x88);
+        t[8 + c] = _mm512_shuffle_i32x4(a, d, 0xdd);
+        t[12 + c] = _mm512_shuffle_i32x4(b, e, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+#ifdef BATCHGEN_FAST_BF16
+inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+// The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
+inline void interleave(vi a, vi b, vi& first, vi& second) {
+    const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                    36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    first = _mm512_permutex2var_epi16(a, low, b);
+    second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+}
+// The integers in the low four bits of each 16, as bf16. What is in bit 4 does not matter.
+inline vi nibbles_to_bf16(vi a) {
+    const vi table = _mm512_set_epi16(
+        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000,
+        0x3f80, 0, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080,
+        0x4040, 0x4000, 0x3f80, 0);
+    return _mm512_permutexvar_epi16(a, table);
+}
+template <int N>
+inline vi shift_right_16(vi a) {
+    return _mm512_srli_epi16(a, N);
+}
+// Bytes of a in the low, of b in the high half of each lane.
+inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b, 16)); }
+#endif

@@ -1,0 +1,60 @@
+// Advanced SIMD of 64-bit Arm.
+
+constexpr int W = 4;
+using vf = float32x4_t;
+using vi = uint32x4_t;
+
+inline vf zero() { return vdupq_n_f32(0); }
+inline vf set1(float x) { return vdupq_n_f32(x); }
+inline vi set1_int(uint32_t x) { return vdupq_n_u32(x); }
+inline vf add(vf a, vf b) { return vaddq_f32(a, b); }
+inline vf sub(vf a, vf b) { return vsubq_f32(a, b); }
+inline vf mul(vf a, vf b) { return vmulq_f32(a, b); }
+inline vf div(vf a, vf b) { return vdivq_f32(a, b); }
+inline vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+inline vf max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline vf min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+inline vf round_even(vf a) { return vrndnq_f32(a); }
+inline vf select_less(vf a, vf b, vf then, vf otherwise) { return vbslq_f32(vcltq_f32(a, b), then, otherwise); }
+inline vf pow2(vf n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23)); }
+inline float sum(vf a) { return vaddvq_f32(a); }
+inline float largest(vf a) { return vmaxvq_f32(a); }
+
+inline vf load(const float* p) { return vld1q_f32(p); }
+inline vf load(const bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
+inline vf load(const f16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline void store(float* p, vf a) { vst1q_f32(p, a); }
+inline void store(f16* p, vf a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+inline void store(bf16* p, vf a) {
+    vi bits = vreinterpretq_u32_f32(a), lsb = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    vi rounded = vaddq_u32(bits, vaddq_u32(lsb, vdupq_n_u32(0x7fff)));
+    rounded = vbslq_u32(vceqq_f32(a, a), rounded, vdupq_n_u32(0x7fc00000));
+    vst1_u16(&p->bits, vshrn_n_u32(rounded, 16));
+}
+
+inline vi load_int(const uint32_t* p) { return vld1q_u32(p); }
+// The first n, 0 < n <= W; zero beyond.
+inline vi load_int_part(const uint32_t* p, int n) {
+    uint32_t part[W] = {};
+    memcpy(part, p, n * sizeof *p);
+    return load_int(part);
+}
+inline void store_int(uint32_t* p, vi a) { vst1q_u32(p, a); }
+inline vi as_int(vf a) { return vreinterpretq_u32_f32(a); }
+inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
+inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
+inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
+inline void store_nibbles(uint8_t* p, vf low, vf high) {
+    vi both = vorrq_u32(vcvtnq_u32_f32(low), vshlq_n_u32(vcvtnq_u32_f32(high), 4));
+    p[0] = uint8_t(vgetq_lane_u32(both, 0)), p[1] = uint8_t(vgetq_lane_u32(both, 1));
+    p[2] = uint8_t(vgetq_lane_u32(both, 2)), p[3] = uint8_t(vgetq_lane_u32(both, 3));
+}
+
+inline void transpose(vi* r) {
+    uint32x4x2_t a = vtrnq_u32(r[0], r[1]), b = vtrnq_u32(r[2], r[3]);
+    r[0] = vcombine_u32(vget_low_u32(a.val[0]), vget_low_u32(b.val[0]));
+    r[1] = vcombine_u32(vget_low_u32(a.val[1]), vget_low_u32(b.val[1]));
+    r[2] = vcombine_u32(vget_high_u32(a.val[0]), vget_high_u32(b.val[0]));
+    r[3] = vcombine_u32(vget_high_u32(a.val[1]), vget_high_u32(b.val[1]));
+}

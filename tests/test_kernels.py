@@ -1,0 +1,439 @@
+"""Every kernel on every instruction set that this machine has, against float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen import kernels, quant
+from batchgen.attention_plan import (
+    AttentionPlan,
+    DecodeGroup,
+    PrefillItem,
+    SequenceSlice,
+    SharedGroup,
+    SharedItem,
+    find_shared_groups,
+    order_sequences,
+    plan_attention,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Largest error of a result of size 1, for products made in fp32 and rounded to the type once.
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(params=kernels.instruction_sets(), autouse=True, scope="module")
+def instruction_set(request):
+    with kernels.using(request.param):
+        yield request.param
+
+
+def random(seed, *shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+# Attention.
+
+
+@st.composite
+def sweeps(draw):
+    """Sequences (queries, cached tokens, shared with the common prefix?), the prefix's blocks, and shapes."""
+    prefix_blocks = draw(st.sampled_from([0, 0, 5, 9]))
+    sequences = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([1, 1, 1, 1, 2, 7, 24, 130]),
+                st.one_of(st.sampled_from([0, 15, 16, 17, 63, 64]), st.integers(0, 300)),
+                st.booleans() if prefix_blocks else st.just(False),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    kv_heads = draw(st.integers(1, 3))
+    group = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16]))
+    return (
+        prefix_blocks,
+        sequences,
+        draw(st.sampled_from([None, None, None, 1, 20, 100])),
+        (kv_heads * group, kv_heads),
+        draw(st.sampled_from([8, 32, 40, 64, 80, 96, 128, 256])),
+        draw(st.sampled_from([16, 16, 16, 8, 32])),
+        draw(st.integers(0, 2**20)),
+    )
+
+
+def laid_out(prefix_blocks, sequences, block_size, seed):
+    """Sequences in packing order with random blocks; groups; blocks there are."""
+    rng = np.random.default_rng(seed)
+    total = prefix_blocks + sum(-(-(q + c) // block_size) for q, c, _ in sequences)
+    numbers = list(rng.permutation(total + 2))
+    prefix = [numbers.pop() for _ in range(prefix_blocks)]
+    slices, matched = [], []
+    for queries, cached, shares in sequences:
+        own = [numbers.pop() for _ in range(-(-(queries + cached) // block_size))]
+        table = np.array(prefix + own if shares else own, dtype=np.int32)
+        slices.append(SequenceSlice(queries, cached + (prefix_blocks * block_size if shares else 0), table))
+        matched.append(prefix_blocks if shares else 0)
+    groups = find_shared_groups(slices, matched, block_size)
+    order = order_sequences(slices, groups)
+    place = {i: p for p, i in enumerate(order)}
+    groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
+    return [slices[i] for i in order], groups, total + 2
+
+
+def attended(q, kv, slices, window):
+    """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, block_size, head_dim]."""
+    out, row = [], 0
+    for s in slices:
+        k, v = (
+            part[torch.from_numpy(s.blocks.astype(np.int64))].transpose(1, 2).flatten(0, 1)[: s.num_keys].double()
+            for part in kv.unbind(1)
+        )
+        queries = q[row : row + s.num_queries].double()
+        row += s.num_queries
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", queries, k.repeat_interleave(group, 1))
+        distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
+        hidden = (distance < 0) | (distance >= (window or 10**9))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
+    return torch.cat(out)
+
+
+def paged(kv, kv_format):
+    """KV as the kernels read it, and in fp32 what that stands for. Blocks that nobody owns hold no numbers."""
+    if kv_format == "int4":
+        packed = quant.quantize(kv)
+        return packed, quant.dequantize(packed, kv.shape[-1])
+    stored = kv.to(getattr(torch, kv_format))
+    return stored, stored.float()
+
+
+def check_attention(case, dtype, kv_format, tolerance):
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, seed = case
+    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, block_size, seed)
+    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
+    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, block_size, head_dim), kv_format)
+    spare = torch.ones(num_blocks, dtype=torch.bool)
+    for s in slices:
+        spare[torch.from_numpy(s.blocks.astype(np.int64))] = False
+        tail = s.num_keys % block_size
+        if tail and stored.dtype != torch.uint8:
+            stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = float("nan")
+    stored[spare] = 255 if stored.dtype == torch.uint8 else float("nan")
+    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size)
+    got = kernels.attention(q, stored, made)
+    expected = attended(q, meant.nan_to_num(), slices, window)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(kernels.PendingAttention(q, stored, made).wait(), got)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sweeps())
+def test_attention_fp32(case):
+    check_attention(case, torch.float32, "float32", 2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sweeps())
+def test_attention_bf16(case):
+    # Shares of keys are rounded to bf16 where pairs are multiplied, and so is the result.
+    check_attention(case, torch.bfloat16, "bfloat16", 0.015)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sweeps())
+def test_attention_fp16(case):
+    check_attention(case, torch.float16, "float16", 2e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sweeps())
+def test_attention_over_4_bit_kv_in_fp32(case):
+    check_attention(case, torch.float32, "int4", 5e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sweeps())
+def test_attention_over_4_bit_kv_in_bf16(case):
+    # Levels are exact; shares times scales are rounded to bf16, and minimums come on top in fp32.
+    check_attention(case, torch.bfloat16, "int4", 0.03)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4"])
+def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
+    dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
+    case = (0, [(1, 5000, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 3)
+    check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
+
+
+def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
+    """Bit by bit: what a resumed job computes is what it would have computed."""
+    slices, _, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (90, 300, False)], 16, 5)
+    kv = random(1, num_blocks, 2, 2, 16, 64, dtype=torch.bfloat16)
+    q = random(2, 92, 8, 64, dtype=torch.bfloat16)
+
+    def attention(chosen, queries):
+        plan = plan_attention(chosen, [], block_size=16, key_bytes=256)
+        return kernels.attention(queries, kv, kernels.attention_plan(plan, 2, 4, 16))
+
+    together = attention(slices, q)
+    before = kernels._kernels.num_threads()
+    try:
+        for threads in (1, 2, 3):
+            kernels._kernels.set_num_threads(threads)
+            assert torch.equal(attention(slices, q), together)
+            row = 0
+            for s in slices:
+                queries = q[row : row + s.num_queries]
+                assert torch.equal(attention([s], queries), together[row : row + s.num_queries])
+                row += s.num_queries
+    finally:
+        kernels._kernels.set_num_threads(before)
+
+
+def test_no_key_in_sight_gives_zeros():
+    plan = AttentionPlan(
+        (), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ()
+    )
+    kv = random(0, 1, 2, 1, 16, 32)
+    got = kernels.attention(random(1, 1, 1, 32), kv, kernels.attention_plan(plan, 1, 1, 16))
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_very_large_scores():
+    """The softmax carries its maximum along: one key takes all."""
+    kv = random(0, 8, 2, 1, 16, 64)
+    q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
+    plan = plan_attention([SequenceSlice(1, 127, np.arange(8, dtype=np.int32))], [], block_size=16, key_bytes=256)
+    got = kernels.attention(q, kv, kernels.attention_plan(plan, 1, 1, 16))
+    torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
+
+
+def test_queries_may_be_a_view():
+    kv = random(0, 2, 2, 2, 16, 32)
+    whole = random(1, 20, 6, 32)
+    plan = AttentionPlan((), (), (PrefillItem(0, 20, np.arange(2, dtype=np.int32), 4),))
+    made = kernels.attention_plan(plan, 2, 2, 16)
+    assert torch.equal(kernels.attention(whole[:, :4], kv, made), kernels.attention(whole[:, :4].clone(), kv, made))
+
+
+def test_a_shared_prefix_with_many_rows():
+    blocks = np.arange(6, dtype=np.int32)
+    tail = np.arange(6, 9, dtype=np.int32)[:, None]
+    plan = AttentionPlan(
+        (SharedItem(0, 3, blocks),),
+        (DecodeGroup(0, 3, tail, np.array([1, 16, 5]), np.zeros(3, np.int64)),),
+        (),
+    )
+    kv = random(0, 9, 2, 1, 16, 64)
+    q = random(1, 3, 16, 64, scale=0.2)
+    got = kernels.attention(q, kv, kernels.attention_plan(plan, 1, 16, 16))
+    slices = [SequenceSlice(1, 96 + n - 1, np.append(blocks, t)) for n, t in zip((1, 16, 5), tail[:, 0], strict=True)]
+    torch.testing.assert_close(got.double(), attended(q, kv, slices, None), atol=2e-5, rtol=2e-5)
+
+
+# Linear layers.
+
+linear_shapes = st.tuples(
+    st.one_of(st.integers(1, 30), st.sampled_from([64, 97, 600])),
+    st.one_of(st.sampled_from([1, 31, 32, 33, 64, 200]), st.integers(1, 130)),
+    st.one_of(st.sampled_from([1, 31, 32, 64, 576, 2100]), st.integers(1, 200)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    linear_shapes,
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["plain", "packed", "exact"]),
+    st.integers(0, 2**20),
+)
+def test_linear(shape, dtype, activation, with_bias, with_residual, packing, seed):
+    rows, columns, depth = shape
+    out_columns = columns
+    if activation == "silu_mul":
+        columns *= 2
+    x = random(seed, rows, depth, dtype=dtype)
+    w = random(seed + 1, columns, depth, dtype=dtype, scale=depth**-0.5)
+    bias = random(seed + 2, columns, dtype=dtype) if with_bias else None
+    residual = random(seed + 3, rows, out_columns, dtype=dtype) if with_residual else None
+    expected = x.double() @ w.double().T
+    if with_bias:
+        expected += bias.double()
+    if activation == "silu_mul":
+        expected = F.silu(expected[:, :out_columns]) * expected[:, out_columns:]
+    elif activation:
+        expected = {
+            "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        }[activation](expected)  # fmt: skip
+    if with_residual:
+        expected += residual.double()
+    weight = w if packing == "plain" else kernels.pack(w, gated=activation == "silu_mul", exact=packing == "exact")
+    got = kernels.linear(x, weight, bias, activation=activation, residual=residual)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+
+
+def test_linear_of_views_into_views():
+    x, w = random(0, 9, 100)[:, 10:74], random(1, 50, 80)[:, 5:69]
+    out = torch.full((9, 70), 7.0)
+    kernels.linear(x, w, out=out[:, 3:53])
+    torch.testing.assert_close(out[:, 3:53].double(), x.double() @ w.double().T, atol=1e-4, rtol=1e-5)
+    assert (out[:, :3] == 7).all() and (out[:, 53:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_those_beside_it(dtype):
+    x, w = random(0, 300, 576, dtype=dtype), random(1, 130, 576, dtype=dtype)
+    packed = kernels.pack(w)
+    whole = kernels.linear(x, packed)
+    for rows in (slice(0, 1), slice(7, 12), slice(100, 230)):
+        assert torch.equal(kernels.linear(x[rows], packed), whole[rows])
+        assert torch.equal(kernels.linear(x[rows], w), whole[rows])
+
+
+def test_logits_are_fp32():
+    x, w = random(0, 5, 64, dtype=torch.bfloat16), random(1, 1000, 64, dtype=torch.bfloat16)
+    got = kernels.linear(x, w, out_dtype=torch.float32)
+    torch.testing.assert_close(got.double(), x.double() @ w.double().T, atol=1e-4, rtol=1e-5)
+
+
+# Around them.
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 40), st.one_of(st.integers(1, 70), st.just(576)), st.sampled_from(DTYPES), st.booleans(),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_norms(rows, columns, dtype, layer_norm, seed):
+    x, weight = random(seed, rows, columns, dtype=dtype, scale=3) + 1, random(seed + 1, columns, dtype=dtype)
+    bias = random(seed + 2, columns, dtype=dtype) if layer_norm else None
+    got = kernels.norm(x, weight, bias, 1e-5)
+    wide = x.double()
+    if layer_norm:
+        expected = F.layer_norm(wide, (columns,), weight.double(), bias.double(), 1e-5)
+    else:
+        expected = F.rms_norm(wide, (columns,), weight.double(), 1e-5)
+    # One column has a variance of zero: what is left of the mean is multiplied by 1 / sqrt(eps).
+    slack = 3e-4 if layer_norm and columns < 4 else 4e-6
+    torch.testing.assert_close(got.double(), expected, atol=2 * ROUNDING[dtype] + slack, rtol=2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
+@pytest.mark.parametrize("kv_format", ["own", "int4", "none"])
+@pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
+def test_rotary_and_store(dtype, head_dim, kv_format, family):
+    tokens, heads, kv_heads, block_size, scale = 21, 6, 2, 16, head_dim**-0.5
+    qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)[:, :-3]
+    positions = torch.from_numpy(np.random.default_rng(0).integers(0, 50, tokens))
+    angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
+    rope = None if family == "learned" else (angles.cos(), angles.sin())
+    norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
+    rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if kv_format == "int4" else None
+    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
+    kv = None
+    if kv_format == "own":
+        kv = torch.zeros(4, 2, kv_heads, block_size, head_dim, dtype=dtype)
+    elif kv_format == "int4":
+        kv = torch.zeros(4, 2, kv_heads, block_size, quant.row_bytes(head_dim), dtype=torch.uint8)
+    q, k, v = kernels.rotary_store(
+        qkv, heads, kv_heads, head_dim, scale=scale, rope=rope, positions=positions, norms=norms, eps=1e-6,
+        rotation=rotation, kv=kv, slots=slots,
+    )  # fmt: skip
+
+    wide = qkv.double().view(tokens, -1, head_dim) if qkv.is_contiguous() else qkv.double().reshape(tokens, -1, head_dim)
+    parts = list(wide.split((heads, kv_heads, kv_heads), 1))
+    for i in range(2):
+        if norms:
+            parts[i] = F.rms_norm(parts[i], (head_dim,), norms[i].double(), 1e-6)
+        if rope:
+            cos, sin = (t.double()[positions][:, None] for t in rope)
+            a, b = parts[i].chunk(2, -1)
+            parts[i] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        if rotation is not None:
+            parts[i] = parts[i] @ rotation.double()
+    parts[0] = parts[0] * scale
+    tolerance = {"atol": 4 * ROUNDING[dtype], "rtol": 2 * ROUNDING[dtype]}
+    torch.testing.assert_close(q.double(), parts[0], **tolerance)
+    if kv is not None:
+        k, v = kv.transpose(2, 3).flatten(0, 1)[0:0], None
+        stored = kv.transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
+        k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
+        assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
+    if kv_format == "int4":
+        for got, meant in ((k, parts[1]), (v, parts[2])):
+            groups = meant.split(64, -1)
+            bound = torch.cat([(g.amax(-1, True) - g.amin(-1, True)).expand_as(g) / 30 for g in groups], -1)
+            assert ((quant.dequantize(got.contiguous(), head_dim).double() - meant).abs() <= bound * 1.05 + 0.01).all()
+    else:
+        torch.testing.assert_close(k.double(), parts[1], **tolerance)
+        assert torch.equal(v.double(), parts[2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
+    x = random(seed, rows, n)
+    x = {"normal": x, "tiny": x * 1e-6, "huge": x * 1e5, "flat": torch.full_like(x, 0.37)}[kind].to(dtype)
+    packed, expected = kernels.quantize(x), quant.quantize(x)
+    # A level halfway between two may fall to either side.
+    same = (packed != expected).float().mean() < 0.02 or (packed != expected).sum() <= 2
+    assert same
+    for out_dtype in DTYPES:
+        got = kernels.dequantize(packed, n, torch.empty(rows, n, dtype=out_dtype))
+        torch.testing.assert_close(got, quant.dequantize(packed, n, dtype=out_dtype), atol=1e-7, rtol=ROUNDING[out_dtype])
+    back = kernels.dequantize(packed, n, torch.empty(rows, n)).double()
+    meant = x.double().clamp(-65504, 65504)
+    for group, b in zip(meant.split(64, -1), back.split(64, -1), strict=True):
+        low, high = group.amin(-1, True), group.amax(-1, True)
+        bound = (high - low) / 30 + low.abs() * 2**-10 + (high - low) * 2**-10 + 16 * 2**-25
+        assert ((b - group).abs() <= bound * 1.001).all()
+
+
+def test_a_nan_spoils_its_group_and_nothing_else():
+    x = random(0, 2, 200)
+    x[1, 70] = float("nan")
+    back = kernels.dequantize(kernels.quantize(x), 200, torch.empty(2, 200))
+    assert back[1, 64:128].isnan().all()
+    assert back[0].isfinite().all() and back[1, :64].isfinite().all() and back[1, 128:].isfinite().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.one_of(st.integers(1, 100), st.just(49152)), st.integers(0, 2**20))
+def test_argmax(rows, columns, seed):
+    logits = random(seed, rows, columns, scale=4)
+    logits[0] = logits[0].round()  # ties: the first counts
+    index, maximum, lse = kernels.argmax(logits, want_lse=True)
+    assert torch.equal(index, logits.numpy().argmax(1).__class__ and torch.from_numpy(logits.numpy().argmax(1)))
+    assert torch.equal(maximum, logits.amax(1))
+    torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-8, 6e-8, 6.1e-5, 65504.0, 65519.0, 65520.0, 1e9, math.inf, -math.inf, 1 / 3])
+def test_conversions_to_16_bits(value):
+    """Through a linear layer of one number."""
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.tensor([[value]]).to(dtype)
+        got = kernels.linear(x, torch.ones(1, 1, dtype=dtype))
+        assert got.item() == x.item() or math.isnan(x.item())
+        wide = kernels.norm(torch.tensor([[value]]).to(dtype), torch.ones(1, dtype=dtype), None, 1.0)
+        assert wide.dtype == dtype
