@@ -50,9 +50,11 @@ def supports_head_dim(head_dim: int) -> bool:
 # Attention.
 
 
-def attention_plan(plan: AttentionPlan, kv_heads: int, group: int, block_size: int) -> _kernels.AttentionPlan:
-    """The plan's items as the kernels take them. group: query heads of a KV head."""
-    made = _kernels.AttentionPlan(kv_heads, group, block_size)
+def attention_plan(
+    plan: AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int
+) -> _kernels.AttentionPlan:
+    """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head."""
+    made = _kernels.AttentionPlan(kv_heads, group, block_size, row_bytes)
     for part in plan.decode:
         made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
     for part in plan.prefill:

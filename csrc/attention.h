@@ -5,7 +5,6 @@
 // Of 4-bit KV the levels themselves are multiplied. With k = scale * level + minimum for each key,
 //   q.k = scale * (q.level) + minimum * sum(q),   sum p v = sum (p scale) level + sum (p minimum).
 
-constexpr int kRows = 6 * kRowTile > 48 ? 6 * kRowTile : 48;
 constexpr int kKeys = 64;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
@@ -23,18 +22,18 @@ struct AttentionScratch {
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
         depth = round_up(args.kv.head_dim, W * M::kPair) / M::kPair;
-        a = carve.take<uint32_t>(kRows * depth);
-        p = carve.take<uint32_t>(kRows * kKeys / M::kPair);
+        a = carve.take<uint32_t>(kTileRows * depth);
+        p = carve.take<uint32_t>(kTileRows * kKeys / M::kPair);
         k = carve.take<uint32_t>(depth * kKeys);
         v = carve.take<uint32_t>(kKeys / M::kPair * columns + 2 * W);
-        s = carve.take<float>(kRows * kKeys);
-        t = carve.take<float>(kRows * kKeys);
-        acc = carve.take<float>(kRows * columns);
-        highest = carve.take<float>(kRows);
-        total = carve.take<float>(kRows);
-        change = carve.take<float>(kRows);
-        query_sum = carve.take<float>(kRows * kGroups);
-        least = carve.take<float>(kRows * kGroups);
+        s = carve.take<float>(kTileRows * kKeys);
+        t = carve.take<float>(kTileRows * kKeys);
+        acc = carve.take<float>(kTileRows * columns);
+        highest = carve.take<float>(kTileRows);
+        total = carve.take<float>(kTileRows);
+        change = carve.take<float>(kTileRows);
+        query_sum = carve.take<float>(kTileRows * kGroups);
+        least = carve.take<float>(kTileRows * kGroups);
         k_scale = carve.take<float>(kGroups * kKeys);
         k_minimum = carve.take<float>(kGroups * kKeys);
         v_scale = carve.take<float>(kGroups * kKeys);
@@ -72,9 +71,35 @@ struct Packed4 {
 };
 inline void expand_row(const Packed4* row, int n, float* out) { expand_levels(&row->byte, n, out); }
 
+// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
+// are to overlap with.
+struct Ahead {
+    struct Run {
+        const uint8_t *start, *stop;
+    };
+    Run runs[2 * kKeys * kTileRows];
+    int count, at;
+    int64_t lines, each;
+
+    void clear() { count = at = 0, lines = each = 0; }
+    void add(const uint8_t* start, int64_t bytes) {
+        runs[count++] = {start, start + bytes};
+        lines += (bytes + 63) / 64;
+    }
+    // In so many calls to come, the share of all that is left.
+    void spread(int64_t calls) { each = (lines + calls - 1) / calls; }
+    void fetch() {
+        for (int64_t i = 0; i < each && at < count; i++) {
+            __builtin_prefetch(runs[at].start, 0, 2);
+            lines--;
+            if ((runs[at].start += 64) >= runs[at].stop) at++;
+        }
+    }
+};
+
 // W keys as columns of K's tile at `out` [depth, kKeys].
 template <class T>
-inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out) {
+inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < W; i++) {
         expand_row((const T*)rows[i], n, s.expanded + i * s.expanded_stride);
         for (int64_t j = n; j < s.columns; j++) s.expanded[i * s.expanded_stride + j] = 0;
@@ -83,14 +108,15 @@ inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratc
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)s.expanded + i * s.expanded_stride + d);
         transpose(r);
+        ahead.fetch();
         for (int i = 0; i < W; i++) store_int(out + (d + i) * kKeys, r[i]);
     }
 }
 
 // All keys of V's tile: a row for each, values in their order.
 template <class T>
-inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s) {
-    for (int i = 0; i < keys; i++) expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
+inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s, Ahead& ahead) {
+    for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
 // Which values of a row are the pair at each depth of a 4-bit K tile: four pairs from each 32 bits.
@@ -108,7 +134,7 @@ inline void level_order(const bf16* q, int n, bf16* out) {
 
 #ifdef BATCHGEN_FAST_BF16
 template <class T>
-inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>&, uint32_t* out) {
+inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>&, uint32_t* out, Ahead& ahead) {
     constexpr bool levels = sizeof(T) == sizeof(Packed4);
     const int words = levels ? n / 8 : n / 2;  // of 32 bits, of a row
     for (int d = 0; d < words; d += W) {
@@ -116,6 +142,7 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
         transpose(r);
+        ahead.fetch();
         if constexpr (levels) {  // in the order of `level_order`
             for (int i = 0; i < count; i++, out += 4 * kKeys) {
                 store_int(out, nibbles_to_bf16(r[i]));
@@ -130,8 +157,9 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
 }
 
 template <class T>
-inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, AttentionScratch<Pairs>& s) {
+inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, AttentionScratch<Pairs>& s, Ahead& ahead) {
     for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
         uint32_t* out = s.v + i / 2 * s.columns;
         const uint8_t *a = rows[i], *b = rows[i + 1];
         if constexpr (sizeof(T) == sizeof(Packed4)) {
@@ -176,7 +204,7 @@ inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scal
     }
 }
 
-// Addresses of K's rows of keys [key, key + kKeys); from `last` on that of the last one.
+// Addresses of the first head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
 inline void key_rows(const KV& kv, const AttentionItem& item, int key, const uint8_t** rows) {
     const uint8_t* row = nullptr;
     for (int i = 0; i < kKeys;) {
@@ -187,7 +215,7 @@ inline void key_rows(const KV& kv, const AttentionItem& item, int key, const uin
         }
         int offset = at % kv.block_size;
         int count = int(smaller(smaller(kv.block_size - offset, item.last_key - at), kKeys - i));
-        row = kv.data + int64_t(item.blocks[at / kv.block_size]) * kv.block_bytes + item.kv_head * kv.head_bytes +
+        row = kv.data + int64_t(item.blocks[at / kv.block_size]) * kv.block_bytes + item.first_head * kv.head_bytes +
               offset * kv.row_bytes;
         for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
         row -= kv.row_bytes;
@@ -198,65 +226,99 @@ template <class M, class T>
 struct Attend {
     static constexpr bool kLevels = sizeof(T) == sizeof(Packed4);
     const Attention& args;
-    const AttentionItem& item;
     AttentionScratch<M> s;
     const int n, group, groups;
+    AttentionItem item;
+    // The rows under way: [start, start + count) of each head, row r being head r % group of token r / group. What is
+    // carried along is kept for all heads, one after the other.
+    int start, count;
+    Ahead ahead;
 
-    Attend(const Attention& args, const AttentionItem& item, Carve carve)
-        : args(args), item(item), s(args, carve), n(args.kv.head_dim), group(args.heads / args.kv.kv_heads),
+    Attend(const Attention& args, Carve carve)
+        : args(args), s(args, carve), n(args.kv.head_dim), group(args.heads / args.kv.kv_heads),
           groups((args.kv.head_dim + kGroup - 1) / kGroup) {}
 
-    void run() {
-        for (int row = 0, all = item.num_tokens * group; row < all; row += kRows) rows(row, int(smaller(kRows, all - row)));
+    int first_token() const { return start / group; }
+    int last_token() const { return (start + count - 1) / group; }
+
+    void run(const AttentionItem& given, const AttentionItem* next) {
+        item = given;
+        for (int all = item.num_tokens * group, row = 0; row < all; row += kTileRows) {
+            start = row, count = int(smaller(kTileRows, all - row));
+            rows(row + kTileRows < all ? nullptr : next);
+        }
     }
 
-    // Rows [start, start + count): row r is head r % group of token r / group.
-    void rows(int start, int count) {
-        load_queries(start, count);
-        for (int r = 0; r < count; r++) s.highest[r] = kLowest, s.total[r] = 0;
-        memset(s.acc, 0, count * s.columns * sizeof(float));
-        if (kLevels) memset(s.least, 0, count * kGroups * sizeof(float));
-        const int first_token = start / group, last_token = (start + count - 1) / group;
+    void rows(const AttentionItem* next) {
+        const int held = item.num_heads * count;
+        load_queries();
+        for (int r = 0; r < held; r++) s.highest[r] = kLowest, s.total[r] = 0;
+        memset(s.acc, 0, held * s.columns * sizeof(float));
+        if (kLevels) memset(s.least, 0, held * kGroups * sizeof(float));
         // What the last row sees last, and the first row first.
-        const int64_t last = smaller(item.last_key, int64_t(item.causal) + last_token + 1);
-        int64_t first = int64_t(item.causal) + first_token - item.window + 1;
+        const int64_t last = smaller(item.last_key, int64_t(item.causal) + last_token() + 1);
+        int64_t first = int64_t(item.causal) + first_token() - item.window + 1;
         first = first > item.first_key ? first : item.first_key;
-        const uint8_t *now[kKeys], *next[kKeys], *values[kKeys];
+        const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
         if (first < last) key_rows(args.kv, item, int(first), now);
         for (int64_t key = first; key < last; key += kKeys) {
-            const int count_keys = int(smaller(kKeys, last - key)), keys = int(round_up(count_keys, W));
-            const bool more = key + kKeys < last;
-            if (more) key_rows(args.kv, item, int(key) + kKeys, next);
-            for (int i = 0; i < keys; i++) values[i] = now[i] + args.kv.value_offset;
-            for (int i = 0; i < keys; i += W) {
-                if (more) fetch(next + i, 0);
-                pack_keys<T>(M(), now + i, n, s, s.k + i);
+            const int count_keys = int(smaller(kKeys, last - key)), whole = int(round_up(count_keys, W));
+            ahead.clear();
+            if (key + kKeys < last) {
+                key_rows(args.kv, item, int(key) + kKeys, coming);
+                look_ahead(coming, int(smaller(kKeys, last - key - kKeys)), item.num_heads);
+            } else if (next && next->first_key < next->last_key) {
+                key_rows(args.kv, *next, next->first_key, coming);
+                look_ahead(coming, int(smaller(kKeys, next->last_key - next->first_key)), next->num_heads);
             }
-            scores(count, keys, now);
-            mask(start, count, int(key), count_keys, keys);
-            softmax(count, keys);
-            for (int i = 0; more && i < keys; i += W) fetch(next + i, args.kv.value_offset);
-            pack_values<T>(M(), values, keys, n, s);
-            add_values(count, keys, values);
-            if (more) memcpy(now, next, sizeof now);
+            for (int h = 0; h < item.num_heads; h++) {
+                for (int i = 0; i < whole; i++) {
+                    keys[i] = now[i] + h * args.kv.head_bytes;
+                    values[i] = keys[i] + args.kv.value_offset;
+                }
+                const int held_row = h * count, left = 2 * (item.num_heads - h);
+                const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
+                ahead.spread(left * transposes);
+                for (int i = 0; i < whole; i += W) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
+                scores(held_row, whole, keys);
+                mask(int(key), count_keys, whole);
+                softmax(held_row, whole);
+                ahead.spread((left - 1) * steps);
+                pack_values<T>(M(), values, whole, n, s, ahead);
+                add_values(held_row, whole, values);
+            }
+            memcpy(now, coming, sizeof now);
         }
-        if (item.partial_row < 0) write(start, count);
-        else write_partial(start, count);
+        for (int h = 0; h < item.num_heads; h++) {
+            if (item.partial_row < 0) write(h);
+            else write_partial(h);
+        }
     }
 
-    void fetch(const uint8_t** rows, int64_t offset) {
-        for (int i = 0; i < W; i++)
-            for (int64_t b = 0; b < args.kv.row_bytes; b += 64) __builtin_prefetch(rows[i] + offset + b);
-    }
-
-    void load_queries(int start, int count) {
-        with_type(args.type, [&](auto* type) {
-            for (int r = 0; r < count; r++) {
-                const int64_t token = item.first_token + (start + r) / group, head = item.kv_head * group + (start + r) % group;
-                load_query((decltype(type))args.q + token * args.q_stride + head * n, r);
+    // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are heads.
+    void look_ahead(const uint8_t* const* rows, int count, int num_heads) {
+        for (int i = 0, stop; i < count; i = stop) {
+            for (stop = i + 1; stop < count && rows[stop] == rows[stop - 1] + args.kv.row_bytes;) stop++;
+            const int64_t bytes = (stop - i) * args.kv.row_bytes;
+            for (int half = 0; half < 2; half++) {
+                const uint8_t* first = rows[i] + half * args.kv.value_offset;
+                if (bytes == args.kv.head_bytes) ahead.add(first, num_heads * bytes);
+                else
+                    for (int h = 0; h < num_heads; h++) ahead.add(first + h * args.kv.head_bytes, bytes);
             }
+        }
+    }
+
+    void load_queries() {
+        with_type(args.type, [&](auto* type) {
+            for (int h = 0; h < item.num_heads; h++)
+                for (int r = 0; r < count; r++)
+                    load_query((decltype(type))args.q + (item.first_token + (start + r) / group) * args.q_stride + head(h, r) * n,
+                               h * count + r);
         });
     }
+    int64_t head(int h, int r) const { return int64_t(item.first_head + h) * group + (start + r) % group; }
+
     template <class Q>
     void load_query(const Q* q, int r) {
         uint32_t* a = s.a + r * s.depth;
@@ -278,16 +340,18 @@ struct Attend {
         }
     }
 
-    void scores(int count, int keys, const uint8_t* const* rows) {
+    // Of one head's rows, held from held_row on.
+    void scores(int held_row, int keys, const uint8_t* const* rows) {
+        const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kLevels) {
-            product<M>(s.a, s.depth, count, s.k, kKeys, keys, s.depth, s.s, kKeys, nullptr);
+            product<M>(a, s.depth, count, s.k, kKeys, keys, s.depth, s.s, kKeys, nullptr);
         } else {
             read_tables(rows, keys, n, s.k_scale, s.k_minimum);
             for (int g = 0; g < groups; g++) {
                 const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(s.a + from, s.depth, count, s.k + from * kKeys, kKeys, keys, depth, s.t, kKeys, nullptr);
+                product<M>(a + from, s.depth, count, s.k + from * kKeys, kKeys, keys, depth, s.t, kKeys, nullptr);
                 for (int r = 0; r < count; r++) {
-                    const vf all = set1(s.query_sum[r * kGroups + g]);
+                    const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
                         vf score = mul(load(s.k_minimum + g * kKeys + i), all);
                         score = fma(load(s.k_scale + g * kKeys + i), load(s.t + r * kKeys + i), score);
@@ -300,10 +364,9 @@ struct Attend {
     }
 
     // Keys that a row does not see.
-    void mask(int start, int count, int key, int count_keys, int keys) {
-        const int first_token = start / group, last_token = (start + count - 1) / group;
-        const bool whole = key + count_keys - 1 <= int64_t(item.causal) + first_token &&
-                           key > int64_t(item.causal) + last_token - item.window;
+    void mask(int key, int count_keys, int keys) {
+        const bool whole = key + count_keys - 1 <= int64_t(item.causal) + first_token() &&
+                           key > int64_t(item.causal) + last_token() - item.window;
         if (whole && count_keys == keys) return;
         for (int r = 0; r < count; r++) {
             const int64_t own = int64_t(item.causal) + (start + r) / group;
@@ -314,15 +377,15 @@ struct Attend {
         }
     }
 
-    void softmax(int count, int keys) {
+    void softmax(int held_row, int keys) {
         for (int r = 0; r < count; r++) {
-            float* row = s.s + r * kKeys;
-            vf highest = set1(s.highest[r]);
+            float *row = s.s + r * kKeys, *highest_so_far = s.highest + held_row + r, *total = s.total + held_row + r;
+            vf highest = set1(*highest_so_far);
             for (int i = 0; i < keys; i += W) highest = max(load(row + i), highest);
             const float now = largest(highest);
-            float scale[W];
-            store(scale, exp(set1(s.highest[r] - now)));
-            s.change[r] = scale[0], s.highest[r] = now;
+            float change[W];
+            store(change, exp(set1(*highest_so_far - now)));
+            s.change[r] = change[0], *highest_so_far = now;
             vf all = zero();
             typename M::Value* p = (typename M::Value*)s.p + r * kKeys;
             for (int i = 0; i < keys; i += W) {
@@ -331,14 +394,15 @@ struct Attend {
                 if (kLevels) store(row + i, share);
                 else store(p + i, share);
             }
-            s.total[r] = s.total[r] * s.change[r] + sum(all);
+            *total = *total * change[0] + sum(all);
         }
     }
 
-    void add_values(int count, int keys, const uint8_t* const* values) {
+    void add_values(int held_row, int keys, const uint8_t* const* values) {
         const int64_t stride = kKeys / M::kPair, depth = keys / M::kPair;
+        float* acc = s.acc + held_row * s.columns;
         if constexpr (!kLevels) {
-            product<M>(s.p, stride, count, s.v, s.columns, s.columns, depth, s.acc, s.columns, s.change);
+            product<M>(s.p, stride, count, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
         } else {
             read_tables(values, keys, n, s.v_scale, s.v_minimum);
             for (int g = 0; g < groups; g++) {
@@ -350,36 +414,38 @@ struct Attend {
                         all = fma(share, load(s.v_minimum + g * kKeys + i), all);
                         store(p + i, mul(share, load(s.v_scale + g * kKeys + i)));
                     }
-                    float* least = s.least + r * kGroups + g;
+                    float* least = s.least + (held_row + r) * kGroups + g;
                     *least = *least * s.change[r] + sum(all);
                 }
                 const int64_t from = g * kGroup, columns = round_up(smaller(kGroup, n - from), W);
-                product<M>(s.p, stride, count, s.v + from, s.columns, columns, depth, s.acc + from, s.columns, s.change);
+                product<M>(s.p, stride, count, s.v + from, s.columns, columns, depth, acc + from, s.columns, s.change);
             }
         }
     }
 
-    float least(int r, int column) const { return kLevels ? s.least[r * kGroups + column / kGroup] : 0.0f; }
+    vf result(int held_row, int column) const {
+        vf x = load(s.acc + held_row * s.columns + column);
+        return kLevels ? add(x, set1(s.least[held_row * kGroups + column / kGroup])) : x;
+    }
 
-    void write(int start, int count) {
+    void write(int h) {
         with_type(args.type, [&](auto* type) {
             for (int r = 0; r < count; r++) {
-                auto* out = (decltype(type))args.out + (item.first_token + (start + r) / group) * args.out_stride +
-                            int64_t(item.kv_head * group + (start + r) % group) * n;
+                auto* out = (decltype(type))args.out + (item.first_token + (start + r) / group) * args.out_stride + head(h, r) * n;
+                const int held_row = h * count + r;
                 // A row that sees nothing is zero, not 0 / 0.
-                const vf scale = set1(s.total[r] > 0 ? 1 / s.total[r] : 0);
-                for (int i = 0; i < n; i += W)
-                    store_part(out + i, mul(add(load(s.acc + r * s.columns + i), set1(least(r, i))), scale), n - i);
+                const vf scale = set1(s.total[held_row] > 0 ? 1 / s.total[held_row] : 0);
+                for (int i = 0; i < n; i += W) store_part(out + i, mul(result(held_row, i), scale), n - i);
             }
         });
     }
 
-    void write_partial(int start, int count) {
+    void write_partial(int h) {
         for (int r = 0; r < count; r++) {
-            float* out = args.partial + (item.partial_row + start + r) * (n + 2);
-            for (int i = 0; i < n; i += W)
-                store_part(out + i, add(load(s.acc + r * s.columns + i), set1(least(r, i))), n - i);
-            out[n] = s.highest[r], out[n + 1] = s.total[r];
+            float* out = args.partial + (item.partial_row + h * item.num_tokens * group + start + r) * (n + 2);
+            const int held_row = h * count + r;
+            for (int i = 0; i < n; i += W) store_part(out + i, result(held_row, i), n - i);
+            out[n] = s.highest[held_row], out[n + 1] = s.total[held_row];
         }
     }
 };
@@ -407,8 +473,12 @@ inline int64_t attention_scratch(const Attention& args) {
     });
 }
 
-inline void attend(const Attention& args, const AttentionItem& item, void* scratch) {
-    with_attention(args, [&]<class M, class T>() { Attend<M, T>(args, item, Carve{(uint8_t*)scratch}).run(); });
+// Items one after the other: while one ends, the next one's KV comes in.
+inline void attend(const Attention& args, const AttentionItem* items, int64_t count, void* scratch) {
+    with_attention(args, [&]<class M, class T>() {
+        Attend<M, T> attend(args, Carve{(uint8_t*)scratch});
+        for (int64_t i = 0; i < count; i++) attend.run(items[i], i + 1 < count ? items + i + 1 : nullptr);
+    });
 }
 
 // Puts the parts of one row together, in their order.

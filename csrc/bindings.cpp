@@ -45,30 +45,43 @@ void over_rows(int64_t rows, int64_t row_cost, F f) {
     run((rows + piece - 1) / piece, [&](int64_t i) { f(i * piece, std::min(rows, (i + 1) * piece)); });
 }
 
+// Attention of one layer as a loop: pieces of the plan's items, then merges.
 struct Attending {
     const Kernels& kernels;
     Attention args;
     const AttentionPlan& plan;
     std::vector<float> partial;
+    std::vector<int64_t> pieces;  // where each begins among the items, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
     Attending(const Attention& given, const AttentionPlan& plan) : kernels(active_kernels()), args(given), plan(plan) {
         partial.resize(plan.partial_rows() * (args.kv.head_dim + 2));
         args.partial = partial.data();
+        // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in already.
+        const int64_t most = std::min<int64_t>(plan.cost() / (16 * num_threads()), kPieceCost);
+        int64_t cost = most;
+        for (size_t i = 0; i < plan.items().size(); i++) {
+            if (cost >= most) pieces.push_back(i), cost = 0;
+            cost += batchgen::cost(plan.items()[i]);
+        }
+        pieces.push_back(plan.items().size());
     }
-    int64_t first_phase() const { return int64_t(plan.items().size()); }
+    int64_t first_phase() const { return int64_t(pieces.size()) - 1; }
     int64_t count() const {
         return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce;
     }
     void operator()(int64_t i) const {
         if (i < first_phase()) {
-            kernels.attend(args, plan.items()[i], scratch(kernels.attention_scratch(args)));
+            kernels.attend(args, plan.items().data() + pieces[i], pieces[i + 1] - pieces[i],
+                           scratch(kernels.attention_scratch(args)));
             return;
         }
         const int64_t first = (i - first_phase()) * kMergesAtOnce;
         const int64_t stop = std::min(first + kMergesAtOnce, int64_t(plan.merges().size()));
         for (int64_t m = first; m < stop; m++) kernels.merge(args, plan.merges()[m], plan.merge_rows().data());
     }
+
+    static constexpr int64_t kPieceCost = 5 * 32768;  // of decode items: so many keys and heads, some megabytes
 };
 
 Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
@@ -151,7 +164,8 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_alone", &set_alone);
 
     py::class_<AttentionPlan>(m, "AttentionPlan")
-        .def(py::init<int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"))
+        .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"),
+             py::arg("row_bytes"))
         .def("add_decode",
              [](AttentionPlan& plan, int start, const Array<int32_t>& blocks, const Array<int64_t>& num_keys,
                 const Array<int64_t>& first_key) {

@@ -19,6 +19,7 @@ enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMu
 
 constexpr int kGroup = 64;  // values of a 4-bit group
 constexpr int kMaxHeadDim = 256;
+constexpr int kTileRows = 72;  // rows of queries that attention works on at once: whole tiles of 12 or 6
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
 constexpr int kNoWindow = INT32_MAX;
 
@@ -45,13 +46,13 @@ struct Attention {
     float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of shares
 };
 
-// Some query tokens of one KV head, and a range of their keys. Token i (from first_token) sees the keys k of
-// [first_key, last_key) with k <= causal + i and k > causal + i - window.
+// Some query tokens, some KV heads and a range of keys. Token i (from first_token) sees the keys k of [first_key, last_key)
+// with k <= causal + i and k > causal + i - window. With several heads all rows are in one tile (kTileRows).
 struct AttentionItem {
-    int32_t first_token, num_tokens, kv_head;
+    int32_t first_token, num_tokens, first_head, num_heads;
     int32_t first_key, last_key, causal, window;
     const int32_t* blocks;
-    int64_t partial_row;  // of its first token, or -1: these are all of the tokens' keys
+    int64_t partial_row;  // of [heads, tokens, group] rows, or -1: these are all of the tokens' keys
 };
 
 // A query head of a token whose keys were attended to in several parts: rows of `partial` to put together.
@@ -142,7 +143,7 @@ struct Kernels {
     // Scratch that a call may use, in bytes, aligned to 64.
     int64_t (*attention_scratch)(const Attention&);
     int64_t (*linear_scratch)(const Linear&, int64_t block_rows);
-    void (*attend)(const Attention&, const AttentionItem&, void* scratch);
+    void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
     // Rows [row, row_stop) of the panels [panel, panel_stop).
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, void* scratch);

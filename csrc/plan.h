@@ -8,11 +8,15 @@
 
 namespace batchgen {
 
+// What an item takes, in some unit.
+int64_t cost(const AttentionItem& item);
+
 // Tokens are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal size. Neither
 // depends on what else is in the batch, or on the number of threads: nor does the result.
 class AttentionPlan {
   public:
-    AttentionPlan(int kv_heads, int group, int block_size) : kv_heads_(kv_heads), group_(group), block_size_(block_size) {}
+    // row_bytes: of K of one token and KV head.
+    AttentionPlan(int kv_heads, int group, int block_size, int row_bytes);
 
     // Sequences of one query each: token start + i sees keys [first_key[i], num_keys[i]) of blocks[i * stride ...].
     void add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
@@ -28,6 +32,7 @@ class AttentionPlan {
     int group() const { return group_; }
     int block_size() const { return block_size_; }
     int num_tokens() const { return num_tokens_; }
+    int64_t cost() const { return cost_; }
     int64_t partial_rows() const { return partial_rows_; }
     const std::vector<AttentionItem>& items() const { return items_; }
     const std::vector<Merge>& merges() const { return merges_; }
@@ -38,8 +43,8 @@ class AttentionPlan {
              const int32_t* blocks);
     const int32_t* keep(const int32_t* blocks, int count);
 
-    int kv_heads_, group_, block_size_, num_tokens_ = 0;
-    int64_t partial_rows_ = 0;
+    int kv_heads_, group_, block_size_, most_heads_, num_tokens_ = 0;
+    int64_t partial_rows_ = 0, cost_ = 0;
     std::vector<std::unique_ptr<int32_t[]>> blocks_;
     std::vector<AttentionItem> items_;
     std::vector<Merge> merges_;
