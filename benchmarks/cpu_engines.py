@@ -86,11 +86,7 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
         "llama.cpp": Setup(
             "run_llama_cpp.py",
             lambda source, folder: write_gguf(source, folder / "demo-bfloat16.gguf"),
-            {
-                "sequences": args.llama_sequences,
-                "batch_tokens": args.llama_batch_tokens,
-                "kv_unified": args.llama_kv_unified,
-            },
+            {"sequences": args.llama_sequences, "batch_tokens": args.llama_batch_tokens},
         ),
         "transformers": Setup(
             "run_transformers.py",
@@ -108,7 +104,7 @@ class Engine:
         try:
             self._python = sys.executable if name == BATCHGEN else str(python_of(name, args.work_dir))
         except (subprocess.CalledProcessError, OSError) as error:
-            raise EngineFailed(f"cannot be installed: {error}".replace(str(args.work_dir), "...")) from error
+            raise EngineFailed("its packages cannot be installed") from error
         self._model = setup.model(source, args.work_dir)
 
     def run(self, workload: Workload, warm_up: list) -> dict[str, Any]:
@@ -231,7 +227,6 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-gb", type=int, default=4, help="KV cache of OpenVINO and vLLM")
     parser.add_argument("--llama-sequences", type=int, default=64, help="rows that llama.cpp has in flight")
     parser.add_argument("--llama-batch-tokens", type=int, default=512)
-    parser.add_argument("--llama-kv-unified", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--transformers-batch", type=int, default=16)
     parser.add_argument("--work-dir", type=Path, default=cache, help="for the peers' environments and models")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_engines.json")

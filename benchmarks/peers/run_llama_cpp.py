@@ -1,7 +1,7 @@
 """The job by llama.cpp's batched decoding: next tokens of all sequences, and pieces of prompts in the room they leave.
 
 Where prompts begin alike, what they share is computed once, in a sequence of its own that the others copy, as its
-example `parallel` does. Settings: sequences, batch_tokens, kv_unified.
+example `parallel` does: without copying, as all sequences then have one cache. Settings: sequences, batch_tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load(job: Job) -> tuple[Generate, dict]:
     batch_tokens = max(job.settings["batch_tokens"], sequences)
     shared, shared_sequence = job.common_prefix, sequences
     context = Context(
-        job.model, sequences + bool(shared), job.longest, batch_tokens, job.threads, job.settings["kv_unified"]
+        job.model, sequences + bool(shared), job.longest, batch_tokens, job.threads, kv_unified=bool(shared)
     )
 
     def generate(rows: list[Row]) -> list[list[int]]:
@@ -76,6 +76,7 @@ def load(job: Job) -> tuple[Generate, dict]:
         "batch_tokens": batch_tokens,
         "weights": "bfloat16 GGUF",
         "kv_cache": "float16",
+        "kv_unified": bool(shared),
         "flash_attention": True,
         "shared_prefix": shared,
         "system": llama_cpp.llama_print_system_info().decode(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import resource
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +68,12 @@ def main(load: Callable[[Job], tuple[Generate, dict[str, Any]]], packages: list[
         "wall_s": done - ready,
         "generated": [list(map(int, ids)) for ids in generated],
         "settings": settings,
-        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_resident_bytes": _peak_resident_bytes(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def _peak_resident_bytes() -> int:
+    """Of this process alone: what getrusage tells may be its parent's."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
