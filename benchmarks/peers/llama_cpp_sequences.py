@@ -21,15 +21,22 @@ _LEAST_DECODES = 2
 
 
 @llama_cpp.llama_log_callback
-def _log_errors(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+def log_errors(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    """For llama_log_set: errors only."""
     if level == _LOG_LEVEL_ERROR:
         sys.stderr.write(text.decode(errors="replace"))
 
 
 class Context:
-    """A model and its KV cache for `sequences` rows of `row_tokens` tokens each."""
+    """A model and its KV cache for `sequences` rows of `row_tokens` tokens each.
 
-    def __init__(self, path: str, sequences: int, row_tokens: int, batch_tokens: int, threads: int) -> None:
+    kv_unified: one cache for all sequences. A cache of its own for each is rounded up to 256 tokens, which may be
+    several times what rows need, but attention then looks at no others.
+    """
+
+    def __init__(
+        self, path: str, sequences: int, row_tokens: int, batch_tokens: int, threads: int, kv_unified: bool = True
+    ) -> None:
         model_params = llama_cpp.llama_model_default_params()
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         model_params.n_gpu_layers = 0
@@ -43,8 +50,7 @@ class Context:
         params.n_outputs_max = sequences  # room for logits of one token a sequence
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        # A cache of its own for each sequence would be rounded up to 256 tokens, several times what rows need here.
-        params.kv_unified = True
+        params.kv_unified = kv_unified
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
             raise SystemExit("llama.cpp cannot make a context of this size")
@@ -67,6 +73,10 @@ class Context:
             raise SystemExit(f"llama_decode failed with {code}")
         wanted = [i for i, token in enumerate(tokens) if token[3]]
         return [int(self._logits(i).argmax()) for i in wanted]
+
+    def copy(self, source: int, sequence: int) -> None:
+        """Lets a sequence go on from where another one is."""
+        llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
 
     def forget(self, sequence: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
@@ -128,7 +138,7 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.prompts) as file:
         prompts = json.load(file)
-    llama_cpp.llama_log_set(_log_errors, None)
+    llama_cpp.llama_log_set(log_errors, None)
     started = time.perf_counter()
     row_tokens = max(map(len, prompts)) + args.max_new_tokens
     batch_tokens = max(args.batch_tokens, args.sequences)
