@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from batchgen import _kernels, formats
-from batchgen.attention_plan import AttentionPlan
+from batchgen import attention_plan as plans
+
+AttentionPlan = _kernels.AttentionPlan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4}
@@ -43,6 +45,11 @@ def using(instruction_set: str) -> Iterator[None]:
         _kernels.use(before)
 
 
+def run_alone() -> None:
+    """Loops of the calling thread are run by it alone from now on."""
+    _kernels.set_alone(True)
+
+
 def supports_head_dim(head_dim: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
@@ -51,10 +58,10 @@ def supports_head_dim(head_dim: int) -> bool:
 
 
 def attention_plan(
-    plan: AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int
-) -> _kernels.AttentionPlan:
+    plan: plans.AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int
+) -> AttentionPlan:
     """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head."""
-    made = _kernels.AttentionPlan(kv_heads, group, block_size, row_bytes)
+    made = AttentionPlan(kv_heads, group, block_size, row_bytes)
     for part in plan.decode:
         made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
     for part in plan.prefill:
@@ -67,7 +74,7 @@ def attention_plan(
     return made
 
 
-def attention(q: Tensor, kv: Tensor, plan: _kernels.AttentionPlan) -> Tensor:
+def attention(q: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
     """As `ops.paged_attention`."""
     out = torch.empty_like(q)
     _kernels.attention(plan, *_attention_arguments(q, out, kv))
@@ -91,7 +98,7 @@ def _attention_arguments(q: Tensor, out: Tensor, kv: Tensor) -> tuple[int, ...]:
 class PendingAttention:
     """Attention that the kernels' threads are at."""
 
-    def __init__(self, q: Tensor, kv: Tensor, plan: _kernels.AttentionPlan) -> None:
+    def __init__(self, q: Tensor, kv: Tensor, plan: AttentionPlan) -> None:
         self._out = torch.empty_like(q)
         self._inputs = q, kv  # alive until it is done
         self._ticket = _kernels.submit_attention(plan, *_attention_arguments(q, self._out, kv))
@@ -125,6 +132,11 @@ def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = 
     """Size of a packed weight: that of the weight itself, but for rounding up; of 16-bit numbers twice as much where the
     instruction set multiplies them as 32-bit ones."""
     return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated), not exact)
+
+
+def packed_grows(dtype: torch.dtype) -> bool:
+    """Whether packed weights take twice as much memory."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16())
 
 
 def pack(weight: Tensor, *, gated: bool = False, exact: bool = False, out: Tensor | None = None) -> PackedWeight:

@@ -70,7 +70,9 @@ class Decode:
     def __init__(self, pool: torch.Tensor, group: int, head_dim: int, context: int, kv_format: str) -> None:
         kv_heads = 8
         shape = (2, kv_heads, BLOCK, head_dim)
-        kv = pool[: pool.numel() // (2 * kv_heads * BLOCK * head_dim) * 2 * kv_heads * BLOCK * head_dim].view(-1, *shape)
+        kv = pool[: pool.numel() // (2 * kv_heads * BLOCK * head_dim) * 2 * kv_heads * BLOCK * head_dim].view(
+            -1, *shape
+        )
         self.sequences = len(kv) // (context // BLOCK)
         used = self.sequences * (context // BLOCK)
         self.kv = kv[:used]

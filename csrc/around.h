@@ -210,6 +210,7 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             const int head = key ? h : h - kv.kv_heads;
             const T* row = qkv + (args.heads + h) * n;
             if (key) rotate_head(args, row, (const T*)args.k_norm, cos, sin, 1.0f, b);
+            if (key && args.rotation) turn(args.rotation, n, b);
             if (!kv.data) {
                 T* out = (T*)(key ? args.k_out : args.v_out) + (token * kv.kv_heads + head) * n;
                 if (key) write_head(b.x, n, out);
@@ -226,7 +227,6 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             }
             if (!key)
                 for (int i = 0; i < n; i += W) store(b.x + i, load_part(row + i, n - i));
-            else if (args.rotation) turn(args.rotation, n, b);
             quantize_row(b.x, n, out);
         }
     }

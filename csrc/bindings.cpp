@@ -127,6 +127,7 @@ int64_t packed_depth(const Kernels& kernels, const Linear& args) {
 }
 
 void run_linear(const Linear& args) {
+    if (!args.rows) return;
     const Kernels& kernels = active_kernels();
     const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args);
     // As many rows at once as stay in a core's cache beside a panel: 384 KiB. Fewer where threads would have nothing to do.

@@ -100,7 +100,7 @@ struct RotaryStore {
     const int64_t* slots;      // [tokens], block * block_size + offset
     const void* q_norm;        // [head_dim] weights of an RMSNorm over each head, or null
     const void* k_norm;
-    const float* rotation;  // [head_dim, head_dim] that queries and keys are turned with before 4-bit packing, or null
+    const float* rotation;  // [head_dim, head_dim] that queries and keys are turned with, or null
     int64_t qkv_stride;
     Type type;
     int heads;

@@ -1,4 +1,5 @@
-"""Paged attention against a float64 reference, for random mixes of prefill, decode, shared prefixes and windows."""
+"""Paged attention in torch (`reference`) against float64, for random mixes of prefill, decode, shared prefixes and
+windows; what both it and the kernels (test_kernels.py) rest on."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import ops
+from batchgen import ops, reference
 from batchgen.attention_plan import (
     SequenceSlice,
     SharedGroup,
@@ -53,7 +54,7 @@ def build(prefix_blocks, sequences, seed):
     return slices, matched, total + 3
 
 
-def reference(q, kv, slices, window):
+def attended(q, kv, slices, window):
     """Plain attention in float64, one sequence at a time."""
     k_cache, v_cache = kv.unbind(1)
     kv_heads = k_cache.shape[1]
@@ -86,8 +87,8 @@ def run(case, dtype, head_dim=32):
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
     kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
-    got = ops.paged_attention(q, kv, ops.prepare_attention(plan, kv_heads, BLOCK, dtype))
-    return got.double(), reference(q, kv, slices, window), plan
+    got = reference.paged_attention(q, kv, reference.prepare_attention(plan, kv_heads, BLOCK, dtype))
+    return got.flatten(1).double(), attended(q, kv, slices, window), plan
 
 
 @settings(max_examples=120, deadline=None)
@@ -123,22 +124,30 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
     """Large channels are what keys of real models have; they must not take the levels of all others."""
     draw = torch.Generator().manual_seed(7)
     tokens, heads = 64, 2
-    k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(2))
+    q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
     k[..., 3] += 40
-    q = torch.randn(1, heads, head_dim, generator=draw) * head_dim**-0.5
     kv = torch.zeros(4, 2, heads, BLOCK, row_bytes(head_dim), dtype=torch.uint8)
-    ops.write_kv(kv, ops.kv_rows(np.arange(tokens), heads, BLOCK), k, v)
+    qkv = torch.cat((q, k, v), 1).flatten(1)
+    scale = head_dim**-0.5
+    turned = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
     plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
-    out = ops.paged_attention(q, kv, ops.prepare_attention(plan, heads, BLOCK, torch.float32)).view(heads, head_dim)
+    for prepared in (
+        ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, torch.uint8),
+        reference.prepare_attention(plan, heads, BLOCK, torch.float32),
+    ):
+        out = ops.paged_attention(turned[-1:], kv, prepared).view(heads, head_dim)
+        check_close_to_exact(out, q[-1] * scale, k, v)
 
+
+def check_close_to_exact(out, q, k, v):
     def attended(keys):
-        weights = torch.einsum("hd,thd->ht", q[0], keys).softmax(-1)
-        return torch.einsum("ht,thd->hd", weights, dequantize(quantize(v), head_dim))
+        weights = torch.einsum("hd,thd->ht", q, keys).softmax(-1)
+        return torch.einsum("ht,thd->hd", weights, dequantize(quantize(v), v.shape[-1]))
 
     exact = attended(k)
     error = (out - exact).square().mean().sqrt()
-    assert 0 < error < 0.5 * (attended(dequantize(quantize(k), head_dim)) - exact).square().mean().sqrt()
+    assert 0 < error < 0.5 * (attended(dequantize(quantize(k), k.shape[-1])) - exact).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("num_slots", [1, 37])
@@ -147,7 +156,7 @@ def test_write_kv_round_trip(num_slots):
     slots = rng.permutation(8 * BLOCK)[:num_slots]
     kv = torch.zeros(8, 2, 3, BLOCK, 4)
     k, v = torch.randn(num_slots, 3, 4), torch.randn(num_slots, 3, 4)
-    ops.write_kv(kv, ops.kv_rows(slots, 3, BLOCK), k, v)
+    ops.write_kv(kv, torch.from_numpy(slots), k, v)
     for i, slot in enumerate(slots):
         assert torch.equal(kv[slot // BLOCK, 0, :, slot % BLOCK], k[i])
         assert torch.equal(kv[slot // BLOCK, 1, :, slot % BLOCK], v[i])

@@ -204,9 +204,7 @@ def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
 
 
 def test_no_key_in_sight_gives_zeros():
-    plan = AttentionPlan(
-        (), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ()
-    )
+    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ())
     kv = random(0, 1, 2, 1, 16, 32)
     got = kernels.attention(random(1, 1, 1, 32), kv, kernels.attention_plan(plan, 1, 1, 16, 128))
     assert torch.equal(got, torch.zeros_like(got))
@@ -307,6 +305,13 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(kernels.linear(x[rows], w), whole[rows])
 
 
+def test_nothing_to_do():
+    w = kernels.pack(random(0, 8, 16))
+    assert kernels.linear(torch.empty(0, 16), w).shape == (0, 8)
+    assert kernels.norm(torch.empty(0, 16), torch.ones(16), None, 1e-5).shape == (0, 16)
+    assert kernels.argmax(torch.empty(0, 16))[0].shape == (0,)
+
+
 def test_logits_are_fp32():
     x, w = random(0, 5, 64, dtype=torch.bfloat16), random(1, 1000, 64, dtype=torch.bfloat16)
     got = kernels.linear(x, w, out_dtype=torch.float32)
@@ -337,7 +342,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
-@pytest.mark.parametrize("kv_format", ["own", "int4", "none"])
+@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, turned"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, block_size, scale = 21, 6, 2, 16, head_dim**-0.5
@@ -346,7 +351,8 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if kv_format == "int4" else None
+    turned = kv_format in ("int4", "none, turned")
+    rotation = torch.linalg.qr(random(9, head_dim, head_dim))[0].contiguous() if turned else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
     kv = None
     if kv_format == "own":
@@ -358,7 +364,9 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
         rotation=rotation, kv=kv, slots=slots,
     )  # fmt: skip
 
-    wide = qkv.double().view(tokens, -1, head_dim) if qkv.is_contiguous() else qkv.double().reshape(tokens, -1, head_dim)
+    wide = (
+        qkv.double().view(tokens, -1, head_dim) if qkv.is_contiguous() else qkv.double().reshape(tokens, -1, head_dim)
+    )
     parts = list(wide.split((heads, kv_heads, kv_heads), 1))
     for i in range(2):
         if norms:
@@ -373,7 +381,6 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tolerance = {"atol": 4 * ROUNDING[dtype], "rtol": 2 * ROUNDING[dtype]}
     torch.testing.assert_close(q.double(), parts[0], **tolerance)
     if kv is not None:
-        k, v = kv.transpose(2, 3).flatten(0, 1)[0:0], None
         stored = kv.transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
         k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
         assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
@@ -401,7 +408,9 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
     assert same
     for out_dtype in DTYPES:
         got = kernels.dequantize(packed, n, torch.empty(rows, n, dtype=out_dtype))
-        torch.testing.assert_close(got, quant.dequantize(packed, n, dtype=out_dtype), atol=1e-7, rtol=ROUNDING[out_dtype])
+        torch.testing.assert_close(
+            got, quant.dequantize(packed, n, dtype=out_dtype), atol=1e-7, rtol=ROUNDING[out_dtype]
+        )
     back = kernels.dequantize(packed, n, torch.empty(rows, n)).double()
     meant = x.double().clamp(-65504, 65504)
     for group, b in zip(meant.split(64, -1), back.split(64, -1), strict=True):
@@ -424,12 +433,14 @@ def test_argmax(rows, columns, seed):
     logits = random(seed, rows, columns, scale=4)
     logits[0] = logits[0].round()  # ties: the first counts
     index, maximum, lse = kernels.argmax(logits, want_lse=True)
-    assert torch.equal(index, logits.numpy().argmax(1).__class__ and torch.from_numpy(logits.numpy().argmax(1)))
+    assert torch.equal(index, torch.from_numpy(logits.numpy().argmax(1)))
     assert torch.equal(maximum, logits.amax(1))
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-8, 6e-8, 6.1e-5, 65504.0, 65519.0, 65520.0, 1e9, math.inf, -math.inf, 1 / 3])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 1e-8, 6e-8, 6.1e-5, 65504.0, 65519.0, 65520.0, 1e9, math.inf, -math.inf, 1 / 3]
+)
 def test_conversions_to_16_bits(value):
     """Through a linear layer of one number."""
     for dtype in (torch.float16, torch.bfloat16):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen import ops, quant
+from batchgen import ops
 from batchgen.attention_plan import SequenceSlice, plan_attention
 from batchgen.formats import INT4
 from batchgen.hardware import ComputeRates, Rates
@@ -108,18 +108,19 @@ def expand_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort
     packed, targets = [], []
     for rows, columns in model.layer_matrices.values():
         rows = min(rows, pool.numel() // columns)
-        packed.append(quant.quantize(pool[: rows * columns].view(rows, columns)))
+        packed.append(ops.quantize(pool[: rows * columns].view(rows, columns)))
         targets.append(torch.empty(rows, columns, dtype=pool.dtype, device=pool.device))
 
     def run(i: int) -> None:
         for source, target in zip(packed, targets, strict=True):
-            quant.dequantize(source, target.shape[1], out=target)
+            ops.dequantize(source, target)
 
     return device.rate(Trial(sum(target.nbytes for target in targets), run), effort)
 
 
 def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
-    """FLOP/s over width and tokens, of the matrix products of a layer, each model's in turn."""
+    """FLOP/s over width and tokens, of the matrix products of a layer, each model's in turn; the activation and the residual
+    adds go with them."""
 
     def trial(model: ModelConfig, tokens: int) -> Trial:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -129,14 +130,20 @@ def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effo
         # A layer larger than the pool is larger than any cache.
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
-            [part.view(shape) for part, shape in zip(layer.split(sizes), shapes, strict=True)]
+            [
+                ops.pack_weight(part.view(shape), gated=model.gated_mlp and i == 2)
+                for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
+            ]
             for layer in pieces(large, sum(sizes))
         ]
         inputs = {n: torch.randn(tokens, n, device=pool.device).to(pool.dtype) for n in {width, attention, inner}}
 
         def run(i: int) -> None:
-            for weight in layers[i % len(layers)]:
-                F.linear(inputs[weight.shape[1]], weight)
+            qkv, out, up, down = layers[i % len(layers)]
+            ops.linear(inputs[width], qkv)
+            ops.linear(inputs[attention], out, residual=inputs[width])
+            ops.linear(inputs[width], up, activation="silu_mul" if model.gated_mlp else "relu")
+            ops.linear(inputs[inner], down, residual=inputs[width])
 
         return Trial(2 * tokens * sum(sizes), run)
 
@@ -207,7 +214,7 @@ def _paged_attention(
         ]
         key_bytes = heads * model.head_dim * dtype.itemsize
         plan = plan_attention(slices, [], block_size=size, key_bytes=key_bytes)
-        plans.append(ops.prepare_attention(plan, heads, size, dtype))
+        plans.append(ops.prepare_attention(plan, model.num_heads, heads, model.head_dim, size, dtype, kv.dtype))
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim).to(dtype) * model.head_dim**-0.5
     return lambda i: ops.paged_attention(q, kv, plans[i % len(plans)])
@@ -218,7 +225,7 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
     block = (2, model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
-    return quant.quantize(kv) if kv_format == INT4 else kv
+    return ops.quantize(kv) if kv_format == INT4 else kv
 
 
 # Until `ops` has CUDA kernels, a GPU's attention is measured on contiguous KV with torch's own function: the two
@@ -256,7 +263,8 @@ def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
     """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
-    matrix products and attention, over tokens: many leave the caches between one operation and the next."""
+    matrix products and attention, over tokens: many leave the caches between one operation and the next. What goes with
+    the products counts among the bytes, but takes its time there."""
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
     kv = _paged_kv(pool, model, kv_format)
@@ -268,26 +276,19 @@ def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> T
     from the pool."""
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
-    qkvs = pieces(pool, tokens, heads + 2 * kv_heads, config.head_dim)
-    mlps = pieces(pool, tokens, 2 * config.intermediate_size)
+    qkvs = pieces(pool, tokens, config.qkv_size)
     hiddens = pieces(pool, tokens, width)
     turns = max(1, len(kv) * _KV_BLOCK_TOKENS // tokens)
-    slots = np.arange(turns * tokens) % (len(kv) * _KV_BLOCK_TOKENS)
-    rows = [ops.kv_rows(part, kv_heads, _KV_BLOCK_TOKENS).to(pool.device) for part in np.split(slots, turns)]
-    angles = torch.rand(tokens, 1, config.head_dim // 2, device=pool.device)
-    cos, sin = angles.cos(), angles.sin()
+    slots = torch.arange(turns * tokens, device=pool.device) % (len(kv) * _KV_BLOCK_TOKENS)
+    angles = torch.rand(tokens, config.head_dim // 2, device=pool.device)
+    rope, positions = (angles.cos(), angles.sin()), torch.arange(tokens, device=pool.device)
     weight = torch.ones(width, dtype=pool.dtype, device=pool.device)
 
     def layer(i: int) -> Tensor:
-        hidden = hiddens[3 * i % len(hiddens)]
-        ops.rms_norm(hidden, weight, config.norm_eps)
-        q, k, v = qkvs[i % len(qkvs)].split((heads, kv_heads, kv_heads), dim=1)
-        ops.apply_rope(q, cos, sin)
-        ops.write_kv(kv, rows[i % turns], ops.apply_rope(k, cos, sin), v)
-        hidden = hidden + hiddens[(3 * i + 1) % len(hiddens)]
-        ops.rms_norm(hidden, weight, config.norm_eps)
-        ops.silu_and_mul(mlps[i % len(mlps)])
-        return hidden + hiddens[(3 * i + 2) % len(hiddens)]
+        ops.norm(hiddens[2 * i % len(hiddens)], weight, None, config.norm_eps)
+        part = slots[i % turns * tokens :][:tokens]
+        ops.rotary_store(qkvs[i % len(qkvs)], heads, kv, part, scale=1.0, rope=rope, positions=positions)
+        return ops.norm(hiddens[(2 * i + 1) % len(hiddens)], weight, None, config.norm_eps)
 
     return Trial(tokens * config.elementwise_bytes_per_token(pool.dtype.itemsize), layer)
 

@@ -6,13 +6,14 @@ device's memory all Steps are in one lane, and this is the plain serial order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from batchgen import ops
+from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
 from batchgen.runtime import layers
@@ -69,6 +70,10 @@ class Executor:
     @torch.inference_mode()
     def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
         """Computes one sweep: the batches' KV, and their logits."""
+        with _kernels_alone():
+            self._run(batches, on_logits)
+
+    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
         first_on_host = len(batches) - self._batches_on_host
         prepared = [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
         self._on_logits = on_logits
@@ -106,21 +111,24 @@ class Executor:
 
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
         """What all layers need of a batch, as tensors."""
-        config, shape = self.config, self.kv_cache.shape
-        positions = torch.from_numpy(packed.positions)
-        cos = sin = None
-        if self._rope:
-            cos, sin = (table[positions].unsqueeze(1) for table in self._rope)
         parts = {}
         for segment in packed.segments:
-            rows = ops.kv_rows(segment.slots, config.num_kv_heads, shape.block_size)
-            plans = {window: self._device_plan(plan) for window, plan in segment.plans.items()}
-            parts[segment.place] = _Part(segment, rows, plans)
+            plans = {window: self._prepared(plan) for window, plan in segment.plans.items()}
+            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots), plans)
         moves = self.kv_cache.prepare(packed.staging) if packed.staging else None
-        return _Batch(packed, positions, cos, sin, parts, moves, on_host)
+        return _Batch(packed, torch.from_numpy(packed.positions), parts, moves, on_host)
 
-    def _device_plan(self, plan: AttentionPlan) -> ops.DeviceAttentionPlan:
-        return ops.prepare_attention(plan, self.config.num_kv_heads, self.kv_cache.shape.block_size, self.weights.dtype)
+    def _prepared(self, plan: AttentionPlan) -> ops.PreparedAttention:
+        config, shape = self.config, self.kv_cache.shape
+        return ops.prepare_attention(
+            plan,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            shape.block_size,
+            self.weights.dtype,
+            shape.dtype,
+        )
 
     def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
@@ -175,11 +183,10 @@ class Executor:
     def _pre(self, step: Step, b: _Batch) -> None:
         tensors = self.weights.layer(step.layer, step.slot)
 
-        def pre(tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-            rope = (b.cos[tokens], b.sin[tokens]) if self._rope else (None, None)
-            return layers.pre_attention(self.config, tensors, b.hidden[tokens], *rope)
+        def pre(tokens: slice) -> Tensor:
+            return layers.pre_attention(self.config, tensors, b.hidden[tokens])
 
-        b.q, b.k, b.v = self._in_chunks(pre, len(b.hidden))
+        b.qkv = self._in_chunks(pre, len(b.hidden))
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
@@ -189,18 +196,24 @@ class Executor:
             resident = place == "resident"
             kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.slot)
             tokens = slice(part.segment.start, part.segment.stop)
-            ops.write_kv(kv, part.rows, b.k[tokens], b.v[tokens])
-            b.attended[place] = ops.paged_attention(b.q[tokens], kv, part.plans[window])
+            q = ops.rotary_store(b.qkv[tokens], self.config.num_heads, kv, part.slots, **self._rotary(step, b, tokens))
+            b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
+
+    def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
+        tensors = self.weights.layer(step.layer, step.slot) if self.config.qk_norm else {}
+        return layers.rotary_options(self.config, tensors, self._rope, b.positions[tokens])
 
     def _send_qkv(self, step: Step, b: _Batch) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         part, d2h = b.parts["delegated"], self.links[1]
         tokens = slice(part.segment.start, part.segment.stop)
-        k, v = b.k[tokens], b.v[tokens]
-        if self.kv_cache.shape.dtype == torch.uint8:
-            k, v = ops.pack_kv(k, v)
-        b.sent_q = d2h.bring(b.q[tokens])
-        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.rows, d2h.bring(k), d2h.bring(v))
+        packed = self.kv_cache.shape.dtype == torch.uint8
+        heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
+        q, k, v = ops.rotary(b.qkv[tokens], *heads, turned=packed, **options)
+        if packed:
+            k, v = ops.quantize(k), ops.quantize(v)
+        b.sent_q = d2h.bring(q)
+        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.slots, d2h.bring(k), d2h.bring(v))
 
     def _cpu_attention(self, step: Step, b: _Batch) -> None:
         kv = self.kv_cache.pools["cpu"][step.layer]
@@ -211,7 +224,7 @@ class Executor:
         b.attended["delegated"] = self.links[0].bring(b.attended_on_cpu)
 
     def _post(self, step: Step, b: _Batch) -> None:
-        b.q = b.k = b.v = b.sent_q = b.attended_on_cpu = None  # memory for the other batches
+        b.qkv = b.sent_q = b.attended_on_cpu = None  # memory for the other batches
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
@@ -220,23 +233,23 @@ class Executor:
             attention, hidden = attention[sampled], hidden[sampled]
         tensors = self.weights.layer(step.layer, step.slot)
 
-        def post(tokens: slice) -> tuple[Tensor]:
-            return (layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens]),)
+        def post(tokens: slice) -> Tensor:
+            return layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens])
 
-        (b.hidden,) = self._in_chunks(post, len(hidden))
+        b.hidden = self._in_chunks(post, len(hidden))
 
-    def _in_chunks(self, compute: Callable[[slice], tuple[Tensor, ...]], num_tokens: int) -> tuple[Tensor, ...]:
+    def _in_chunks(self, compute: Callable[[slice], Tensor], num_tokens: int) -> Tensor:
         """compute(tokens) for all of them, a chunk at a time."""
         count = self._chunk_tokens or num_tokens
         if num_tokens <= count:
             return compute(slice(0, num_tokens))
-        whole: tuple[Tensor, ...] = ()
+        whole = None
         for start in range(0, num_tokens, count):
             tokens = slice(start, min(start + count, num_tokens))
             made = compute(tokens)
-            whole = whole or tuple(t.new_empty(num_tokens, *t.shape[1:]) for t in made)
-            for all_of, part in zip(whole, made, strict=True):
-                all_of[tokens] = part
+            if whole is None:
+                whole = made.new_empty(num_tokens, *made.shape[1:])
+            whole[tokens] = made
         return whole
 
     def _load_head(self, step: Step, b: _Batch) -> None:
@@ -249,15 +262,16 @@ class Executor:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.head_piece(step.layer, step.slot)
         sampled = b.packed.sampled
-        if len(rows) == self.config.vocab_size:
+        if rows.shape[0] == self.config.vocab_size:
             count = self._logit_rows or len(sampled)
             for i in range(0, len(sampled), count):
                 self._on_logits(sampled[i : i + count], layers.logits(b.hidden[i : i + count], rows))
         else:
             if start == 0:
                 b.logits = torch.empty(len(sampled), self.config.vocab_size)
-            b.logits[:, start : start + len(rows)] = layers.logits(b.hidden, rows)
-            if start + len(rows) < self.config.vocab_size:
+            stop = start + rows.shape[0]
+            b.logits[:, start:stop] = layers.logits(b.hidden, rows)
+            if stop < self.config.vocab_size:
                 return
             self._on_logits(sampled, b.logits)
         b.hidden = b.logits = None
@@ -265,8 +279,21 @@ class Executor:
 
 def _limit_threads(lane: str) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
-    if lane != "cpu_attention":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
+    if lane not in ("compute", "cpu_attention"):
+        kernels.run_alone()
+
+
+@contextlib.contextmanager
+def _kernels_alone() -> Iterator[None]:
+    """The kernels' threads have the cores for themselves: a team of torch's would go on looking for work, on the same
+    cores, for milliseconds after each of its operations."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -274,8 +301,8 @@ class _Part:
     """A segment of a batch, ready for attention."""
 
     segment: Segment
-    rows: Tensor
-    plans: Mapping[int | None, ops.DeviceAttentionPlan]
+    slots: Tensor
+    plans: Mapping[int | None, ops.PreparedAttention]
 
 
 @dataclass
@@ -285,15 +312,11 @@ class _Batch:
 
     packed: PackedBatch
     positions: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
     parts: Mapping[str, _Part]
     moves: Moves | None
     on_host: bool
     hidden: Tensor | None = None
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
+    qkv: Tensor | None = None
     sent_q: Tensor | None = None
     attended_on_cpu: Tensor | None = None
     attended: dict[str, Tensor] = field(default_factory=dict)

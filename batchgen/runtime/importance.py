@@ -7,15 +7,13 @@ measured on random tokens, which needs no text and serves any vocabulary, while 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from batchgen import ops
 from batchgen.model_config import ModelConfig
-from batchgen.runtime.layers import Weights, embed, post_attention, pre_attention, rope_table
+from batchgen.runtime.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
 # Of the mean: no channel is given up, as other text may use it.
@@ -35,41 +33,30 @@ class ChannelImportance:
         """embeddings: as `Checkpoint.load_embeddings` gives them. token_ids: int64 [seqs, tokens] to measure with."""
         self._config = config
         self._seqs, self._tokens = token_ids.shape
-        positions = torch.arange(self._tokens).repeat(self._seqs)
-        self._hidden = embed(config, embeddings, token_ids.view(-1), positions)
-        self._rope: tuple[Tensor | None, Tensor | None] = (None, None)
-        if config.rope is not None:
-            cos, sin = rope_table(config, self._tokens)
-            self._rope = cos[positions][:, None], sin[positions][:, None]
+        self._positions = torch.arange(self._tokens).repeat(self._seqs)
+        self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
+        self._rope = rope_table(config, self._tokens) if config.rope else None
 
     def next_layer(self, weights: Weights) -> dict[str, Tensor]:
         """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero. weights: as
         `Checkpoint.load_layer` gives them; all layers in turn."""
         config = self._config
-        matrices = {name: tensor for name, tensor in weights.items() if tensor.ndim == 2}
-        with torch.inference_mode(), _InputSquares(matrices.values()) as seen:
+        seen: dict[str, Tensor] = {}
+
+        def on_input(name: str, x: Tensor) -> None:
+            seen[name] = _bounded(x.float().square().mean(0))
+
+        with torch.inference_mode():
+            qkv = pre_attention(config, weights, self._hidden, on_input)
+            options = rotary_options(config, weights, self._rope, self._positions)
             q, k, v = (
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
-                for x in pre_attention(config, weights, self._hidden, *self._rope)
+                for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)
             )
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-            self._hidden = post_attention(config, weights, self._hidden, attended)
-        return {name: _bounded(seen.mean_squares[id(tensor)]) for name, tensor in matrices.items()}
-
-
-class _InputSquares(TorchFunctionMode):
-    """mean_squares: of what `F.linear` multiplies each of `matrices` with, by the matrix's id."""
-
-    def __init__(self, matrices: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._wanted = {id(matrix) for matrix in matrices}
-        self.mean_squares: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and id(args[1]) in self._wanted:
-            self.mean_squares[id(args[1])] = args[0].float().square().mean(0)
-        return func(*args, **(kwargs or {}))
+            self._hidden = post_attention(config, weights, self._hidden, attended, on_input)
+        return seen
 
 
 def _bounded(mean_squares: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """The pieces of a decoder layer, as functions of a ModelConfig and one layer's tensors.
 
-A layer is cut where attention happens: `pre_attention` (norm, QKV, rotary), then attention over paged KV,
-then `post_attention` (output projection, MLP). Families differ by flags of the configuration only. Tensor
-names are those of `checkpoint.py`.
+A layer is cut where attention happens: `pre_attention` (norm, QKV), then rotary embedding and
+attention over paged KV, then `post_attention` (output projection, MLP). Families differ by flags of the
+configuration only. Tensor names are those of `checkpoint.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +16,29 @@ from torch import Tensor
 from batchgen import ops
 from batchgen.model_config import ModelConfig
 
-Weights = Mapping[str, Tensor]
-
-_ACTIVATIONS = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+Weights = Mapping[str, ops.Weight]
+Rope = tuple[Tensor, Tensor]
+# (name of a matrix, what it is multiplied with [tokens, in])
+OnInput = Callable[[str, Tensor], None]
 
 
-def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """x @ weightᵀ (+ bias), for x [tokens, in] and weight [out, in]."""
-    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+# The matrix that is multiplied with "silu_mul".
+GATED = "gate_up.weight"
+
+
+def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
+    """x @ weightᵀ (+ bias), for x [tokens, in] and weight [out, in]. options: as `ops.linear`."""
+    if on_input:
+        on_input(f"{name}.weight", x)
+    return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
 
 
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
-    if config.norm == "rms":
-        return ops.rms_norm(x, weights[f"{name}.weight"], config.norm_eps)
-    return ops.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps)
+    bias = weights[f"{name}.bias"] if config.norm == "layer" else None
+    return ops.norm(x, weights[f"{name}.weight"], bias, config.norm_eps)
 
 
-def rope_table(config: ModelConfig, num_positions: int) -> tuple[Tensor, Tensor]:
+def rope_table(config: ModelConfig, num_positions: int) -> Rope:
     """cos and sin, fp32 [num_positions, head_dim / 2], with yarn's attention scaling in them."""
     inv_freq = torch.tensor(config.rope.inv_freq(config.head_dim), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
@@ -54,37 +56,36 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     return hidden
 
 
-def pre_attention(
-    config: ModelConfig, weights: Weights, hidden: Tensor, cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of hidden [tokens, hidden].
-
-    cos, sin: the tokens' rows of the rope table [tokens, 1, head_dim / 2]; None with learned positions.
-    """
+def pre_attention(config: ModelConfig, weights: Weights, hidden: Tensor, on_input: OnInput | None = None) -> Tensor:
+    """Fused queries, keys and values [tokens, qkv] of hidden [tokens, hidden]."""
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    qkv = linear(weights, "qkv", x).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    if config.qk_norm:
-        q, k = norm(config, weights, "q_norm", q), norm(config, weights, "k_norm", k)
-    scale = config.head_dim**-0.5
-    if cos is None:
-        return q * scale, k, v
-    # The softmax scale rides on q's rotation, which is computed in fp32 anyway.
-    return ops.apply_rope(q, cos * scale, sin * scale), ops.apply_rope(k, cos, sin), v
+    return linear(weights, "qkv", x, on_input)
 
 
-def post_attention(config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor) -> Tensor:
+def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict:
+    """What `ops.rotary` and `ops.rotary_store` are told of a layer. rope: of `rope_table`; None with learned positions."""
+    return {
+        "scale": config.head_dim**-0.5,
+        "rope": rope,
+        "positions": positions,
+        "norms": (weights["q_norm.weight"], weights["k_norm.weight"]) if config.qk_norm else None,
+        "eps": config.norm_eps,
+    }
+
+
+def post_attention(
+    config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor, on_input: OnInput | None = None
+) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim]."""
-    hidden = hidden + linear(weights, "out", attention)
+    hidden = linear(weights, "out", attention, on_input, residual=hidden)
     if not config.norm_first:
         hidden = norm(config, weights, "input_norm", hidden)
     x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
     if config.gated_mlp:
-        x = ops.silu_and_mul(linear(weights, "gate_up", x))
+        x = linear(weights, "gate_up", x, on_input, activation="silu_mul")
     else:
-        x = _ACTIVATIONS[config.activation](linear(weights, "up", x))
-    hidden = hidden + linear(weights, "down", x)
+        x = linear(weights, "up", x, on_input, activation=config.activation)
+    hidden = linear(weights, "down", x, on_input, residual=hidden)
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden)
 
 
@@ -94,6 +95,6 @@ def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tens
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
-def logits(x: Tensor, rows: Tensor) -> Tensor:
+def logits(x: Tensor, rows: ops.Weight) -> Tensor:
     """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix."""
-    return F.linear(x, rows).float()
+    return ops.linear(x, rows, out_dtype=torch.float32)

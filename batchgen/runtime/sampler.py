@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen import ops
 from batchgen.request import SamplingParams
 from batchgen.runtime.sequence import Sequence
 
@@ -49,7 +50,7 @@ def _sample_rows(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToke
     penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
     for i in penalised:
         _penalise(logits[i], sequences[i])
-    chosen = logits.argmax(-1)
+    chosen = ops.argmax(logits)
     drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
     if drawn:
         rows = torch.tensor(drawn)

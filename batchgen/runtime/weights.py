@@ -13,19 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen import ops
 from batchgen.direct_io import DirectFile, aligned
 from batchgen.errors import BatchgenError
 from batchgen.formats import INT4
 from batchgen.model_config import ModelConfig
 from batchgen.policy import HEAD_PIECES
-from batchgen.quant import dequantize, row_bytes
+from batchgen.quant import row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
+from batchgen.runtime.layers import GATED
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.runtime.store_format import layer_groups
 from batchgen.runtime.transfer import Arena, Link, as_buffer
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, ops.Weight]
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,14 @@ class Weights:
         self._make_disk_buffers()
         self._expanded = [self._expanded_buffers() for _ in range(expanded_slots if homes.weight_format == INT4 else 0)]
         self.embeddings, self.head = self._load_ends()
+        if self.homes.head == compute_home:
+            self.head = _packed(self.head)
 
     @property
     def num_bytes(self) -> int:
         """Bytes held in memory, all tiers together, without buffers."""
         parts = [self.embeddings, *self._resident, *self._on_host, self.head]
-        return sum(t.numel() * t.element_size() for part in parts for t in part.values())
+        return sum(map(_bytes_of, parts))
 
     def layer(self, layer: int, slot: int = 0) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there."""
@@ -151,14 +155,14 @@ class Weights:
         """4-bit matrices of a layer into the compute format."""
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
         for name, target in self._expanded[layer % len(self._expanded)].items():
-            dequantize(packed[name], target.shape[-1], out=target)
+            ops.dequantize(packed[name], target)
 
     def load_head(self, piece: int, slot: int) -> None:
         """A piece of the output matrix to the accelerator."""
         rows = self._output_matrix()[piece * self._piece_rows : (piece + 1) * self._piece_rows]
         self._h2d.copy(self._head_slots[slot][: len(rows)], rows)
 
-    def head_piece(self, piece: int, slot: int) -> tuple[int, Tensor]:
+    def head_piece(self, piece: int, slot: int) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
         if not self._head_slots:
             return 0, self._output_matrix()
@@ -187,7 +191,10 @@ class Weights:
         on_host: Tensors = {}
         for group, tensors in groups.items():
             self.arenas[kept[group]].take(_bytes_of(tensors), "the weights")
-            (resident if kept[group] == self._compute_home else on_host).update(tensors)
+            if kept[group] == self._compute_home:
+                resident |= _packed(tensors)
+            else:
+                on_host |= tensors
         self._resident.append(resident)
         self._on_host.append(on_host)
 
@@ -278,7 +285,7 @@ class Weights:
             ]
         return embeddings, head
 
-    def _output_matrix(self) -> Tensor:
+    def _output_matrix(self) -> ops.Weight:
         return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head["lm_head.weight"]
 
     # What has been brought over.
@@ -315,5 +322,13 @@ class Weights:
             start += extent.num_bytes
 
 
+def _packed(tensors: Tensors) -> Tensors:
+    """With matrices as products read them fastest; 4-bit ones are left as they are."""
+    return {
+        name: ops.pack_weight(t, gated=name == GATED) if t.ndim == 2 and t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+
+
 def _bytes_of(tensors: Tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(map(ops.weight_bytes, tensors.values()))

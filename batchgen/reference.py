@@ -1,0 +1,237 @@
+"""The operations of `ops` in torch, on any device: what kernels are held to, and what runs where there are none.
+
+KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is contiguous, so that it
+moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
+gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
+to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with 4-bit KV (uint8), the bytes of a
+packed row (`quant`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen import quant
+from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+
+# Scores of one product are tiled to this many bytes: large enough for an efficient product, small enough
+# that scores stay in cache between the product, the softmax and the second product.
+_SCORE_TILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class DeviceAttentionPlan:
+    """An AttentionPlan with its indices and masks as tensors, made once per sweep and used by every layer."""
+
+    shared: tuple[tuple[SharedItem, Tensor], ...]  # pages [kv_heads * blocks]
+    decode: tuple[tuple[DecodeGroup, Tensor, Tensor | None], ...]  # pages, mask [seqs, 1, 1, keys]
+    prefill: tuple[tuple[PrefillItem, Tensor], ...]
+
+
+def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype: torch.dtype) -> DeviceAttentionPlan:
+    """Turns block numbers into page numbers and lengths into additive masks. dtype: of queries."""
+
+    def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
+        return torch.from_numpy(
+            (blocks.astype(np.int64)[..., None, :] * 2 * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
+        )
+
+    decode = []
+    for group in plan.decode:
+        keys = np.arange(group.blocks.shape[1] * block_size)
+        hidden = (keys >= group.num_keys[:, None]) | (keys < group.first_key[:, None])
+        mask = None
+        if hidden.any():
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+            mask = mask[:, None, None, :]
+        decode.append((group, pages(group.blocks), mask))
+    return DeviceAttentionPlan(
+        shared=tuple((item, pages(item.blocks)) for item in plan.shared),
+        decode=tuple(decode),
+        prefill=tuple((item, pages(item.blocks)) for item in plan.prefill),
+    )
+
+
+def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan) -> Tensor:
+    """As `ops.paged_attention`."""
+    tokens, heads, _ = q.shape
+    out = torch.empty_like(q)
+    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
+    lse = torch.empty(tokens, heads) if plan.shared else None
+    for group, pages, mask in plan.decode:
+        _decode_group(q, kv, group, pages, mask, out, lse)
+    for item, pages in plan.prefill:
+        _prefill_item(q, kv, item, pages, out, lse)
+    for item, pages in plan.shared:
+        _shared_item(q, kv, item, pages, out, lse)
+    return out
+
+
+def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """The pages' K and V as [batch, keys, head_dim] in q's dtype, batch running over (sequence,) kv head."""
+    blocks, _, kv_heads, block_size, width = kv.shape
+    flat = kv.view(blocks * 2 * kv_heads, block_size * width)
+    gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
+    if kv.dtype == torch.uint8:
+        gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype) for packed in gathered)
+    return tuple(gathered)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """softmax(q kᵀ + mask) v for q [batch, rows, dim], k and v [batch, keys, dim]; and the log-sum-exp.
+
+    mask: additive [a, b, c, m] over scores seen as [a, ., c or broadcast, keys], for the last m keys.
+    """
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if mask is not None:
+        masked = scores.view(mask.shape[0], -1, mask.shape[2] if mask.shape[2] > 1 else q.shape[1], scores.shape[2])
+        masked[..., -mask.shape[3] :].add_(mask)
+    shares = torch.softmax(scores, -1)
+    lse = None
+    if want_lse:
+        # The likeliest key's share is exp(its score - lse): two maxima cost far less than torch.logsumexp.
+        lse = scores.amax(-1).float() - shares.amax(-1).float().log()
+    return torch.bmm(shares, v), lse
+
+
+def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse) -> None:
+    kv_heads, head_dim = kv.shape[2], q.shape[2]
+    n = group.stop - group.start
+    k, v = _gather(q, kv, pages, n * kv_heads)
+    rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
+    result, part = _attend(rows, k, v, mask, lse is not None)
+    out[group.start : group.stop] = result.view(n, -1, head_dim)
+    if lse is not None:
+        lse[group.start : group.stop] = part.view(n, -1)
+
+
+def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
+    """[tokens, heads, dim] -> [kv_heads, heads / kv_heads * tokens, dim]."""
+    tokens, _, head_dim = q.shape
+    return q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+
+
+def _by_token(x: Tensor, tokens: int) -> Tensor:
+    """The inverse of `_by_kv_head`, for [kv_heads, group * tokens, ...] results."""
+    return x.view(x.shape[0], -1, tokens, *x.shape[2:]).movedim(2, 0).flatten(1, 2)
+
+
+def _tile_rows(q: Tensor, num_keys: int) -> int:
+    return max(16, _SCORE_TILE_BYTES // (q.shape[1] * num_keys * q.element_size()))
+
+
+@lru_cache(maxsize=64)
+def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Mask [1, 1, queries, columns] for the last `queries` of `keys` positions asking; without a window only
+    the last `queries` columns, since all keys before the first query are visible."""
+    columns = queries if window is None else keys
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys - columns, keys)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
+    kv_heads = kv.shape[2]
+    k, v = _gather(q, kv, pages, kv_heads)
+    count = item.stop - item.start
+    step = _tile_rows(q, item.query_offset + count)
+    for a in range(0, count, step):
+        b = min(a + step, count)
+        last = item.query_offset + b
+        first = 0 if item.window is None else max(0, item.query_offset + a - item.window + 1)
+        mask = _causal_mask(b - a, last - first, item.window, q.dtype)
+        rows = _by_kv_head(q[item.start + a : item.start + b], kv_heads)
+        result, part = _attend(rows, k[:, first:last], v[:, first:last], mask, lse is not None)
+        out[item.start + a : item.start + b] = _by_token(result, b - a)
+        if lse is not None:
+            lse[item.start + a : item.start + b] = _by_token(part, b - a)
+
+
+def _shared_item(q, kv, item: SharedItem, pages, out, lse) -> None:
+    """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
+    kv_heads = kv.shape[2]
+    k, v = _gather(q, kv, pages, kv_heads)
+    step = _tile_rows(q, k.shape[1])
+    for a in range(item.start, item.stop, step):
+        b = min(a + step, item.stop)
+        result, part = _attend(_by_kv_head(q[a:b], kv_heads), k, v, None, True)
+        result, part = _by_token(result, b - a), _by_token(part, b - a)
+        # Merge the two softmaxes: weights are the shares of exp(lse), exact up to rounding.
+        weight = torch.sigmoid(part - lse[a:b])[..., None]
+        out[a:b] = torch.lerp(out[a:b].float(), result.float(), weight).to(out.dtype)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `ops.linear`."""
+    y = F.linear(x, weight, bias)
+    if activation == "silu_mul":
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate).mul_(up)
+    elif activation is not None:
+        y = _ACTIVATIONS[activation](y)
+    if residual is not None:
+        y = residual + y
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+_ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """As `ops.norm`."""
+    if bias is None:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def rotary(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    scale: float,
+    rope: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `ops.rotary`."""
+    q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        q, k = (norm(x, weight, None, eps) for x, weight in zip((q, k), norms, strict=True))
+    if rope is None:
+        q = q * scale
+    else:
+        # The softmax scale rides on q's rotation, which is computed in fp32 anyway.
+        cos, sin = (table[positions].unsqueeze(1) for table in rope)
+        q, k = _turned(q, cos * scale, sin * scale), _turned(k, cos, sin)
+    if rotation is not None:
+        q, k = (x @ rotation.to(x.dtype) for x in (q, k))
+    return q, k, v
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates halves (x1, x2) of the last dimension by the tokens' angles; x [tokens, heads, head_dim]."""
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
