@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from batchgen import formats, kernels, quant
 from batchgen.attention_plan import SequenceSlice, plan_attention
+from batchgen.machine import keep_freed_memory
 from batchgen.report import versions
 from batchgen.runtime.transfer import untouched
 
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels.json")
     args = parser.parse_args()
+    keep_freed_memory()  # as the engine does: results do not go to fresh pages
     measured = Measured()
     pool = None
     if args.only in (None, "decode"):  # huge pages, as the engine's pools have

@@ -5,7 +5,9 @@
 // Of 4-bit KV the levels themselves are multiplied. With k = scale * level + minimum for each key,
 //   q.k = scale * (q.level) + minimum * sum(q),   sum p v = sum (p scale) level + sum (p minimum).
 
-constexpr int kKeys = 64;
+constexpr int kKeys = 128;     // of a tile, at most: many rows share the work that there is for each of them
+constexpr int kFewKeys = 64;   // with few rows: the next tile's KV has to fit a cache beside this one's
+constexpr int kFewRows = 16;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
 
@@ -13,9 +15,11 @@ template <class M>
 struct AttentionScratch {
     int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
     uint32_t *a, *p, *k, *v;
-    float *s, *t, *acc, *highest, *total, *change;
+    float *s, *t, *acc, *highest, *change;
+    float* total;  // [rows, W], to be added up
     float *query_sum, *least;                        // [rows, groups]: sum of q, sum of p * minimum
     float *k_scale, *k_minimum, *v_scale, *v_minimum;  // [groups, keys]
+    int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
     int64_t expanded_stride;
 
@@ -30,8 +34,8 @@ struct AttentionScratch {
         t = carve.take<float>(kTileRows * kKeys);
         acc = carve.take<float>(kTileRows * columns);
         highest = carve.take<float>(kTileRows);
-        total = carve.take<float>(kTileRows);
-        change = carve.take<float>(kTileRows);
+        total = carve.take<float>(kTileRows * W);
+        change = carve.take<float>(kTileRows + W);
         query_sum = carve.take<float>(kTileRows * kGroups);
         least = carve.take<float>(kTileRows * kGroups);
         k_scale = carve.take<float>(kGroups * kKeys);
@@ -89,10 +93,14 @@ struct Ahead {
     // In so many calls to come, the share of all that is left.
     void spread(int64_t calls) { each = (lines + calls - 1) / calls; }
     void fetch() {
-        for (int64_t i = 0; i < each && at < count; i++) {
-            __builtin_prefetch(runs[at].start, 0, 2);
-            lines--;
-            if ((runs[at].start += 64) >= runs[at].stop) at++;
+        for (int64_t left = each; left > 0 && at < count;) {
+            Run& run = runs[at];
+            const uint8_t* stop = run.start + 64 * left < run.stop ? run.start + 64 * left : run.stop;
+            const int64_t n = (stop - run.start + 63) / 64;
+            for (const uint8_t* line = run.start; line < stop; line += 64) __builtin_prefetch(line, 0, 2);
+            left -= n, lines -= n;
+            run.start = stop;
+            if (stop == run.stop) at++;
         }
     }
 };
@@ -109,7 +117,7 @@ inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratc
         for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)s.expanded + i * s.expanded_stride + d);
         transpose(r);
         ahead.fetch();
-        for (int i = 0; i < W; i++) store_int(out + (d + i) * kKeys, r[i]);
+        for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
     }
 }
 
@@ -134,7 +142,7 @@ inline void level_order(const bf16* q, int n, bf16* out) {
 
 #ifdef BATCHGEN_FAST_BF16
 template <class T>
-inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>&, uint32_t* out, Ahead& ahead) {
+inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
     constexpr bool levels = sizeof(T) == sizeof(Packed4);
     const int words = levels ? n / 8 : n / 2;  // of 32 bits, of a row
     for (int d = 0; d < words; d += W) {
@@ -144,14 +152,14 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
         transpose(r);
         ahead.fetch();
         if constexpr (levels) {  // in the order of `level_order`
-            for (int i = 0; i < count; i++, out += 4 * kKeys) {
+            for (int i = 0; i < count; i++, out += 4 * s.tile) {
                 store_int(out, nibbles_to_bf16(r[i]));
-                store_int(out + kKeys, nibbles_to_bf16(shift_right_16<4>(r[i])));
-                store_int(out + 2 * kKeys, nibbles_to_bf16(shift_right_16<8>(r[i])));
-                store_int(out + 3 * kKeys, nibbles_to_bf16(shift_right_16<12>(r[i])));
+                store_int(out + s.tile, nibbles_to_bf16(shift_right_16<4>(r[i])));
+                store_int(out + 2 * s.tile, nibbles_to_bf16(shift_right_16<8>(r[i])));
+                store_int(out + 3 * s.tile, nibbles_to_bf16(shift_right_16<12>(r[i])));
             }
         } else {
-            for (int i = 0; i < W; i++) store_int(out + (d + i) * kKeys, r[i]);
+            for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }
     }
 }
@@ -252,7 +260,8 @@ struct Attend {
     void rows(const AttentionItem* next) {
         const int held = item.num_heads * count;
         load_queries();
-        for (int r = 0; r < held; r++) s.highest[r] = kLowest, s.total[r] = 0;
+        for (int r = 0; r < held; r++) s.highest[r] = kLowest;
+        memset(s.total, 0, held * W * sizeof(float));
         memset(s.acc, 0, held * s.columns * sizeof(float));
         if (kLevels) memset(s.least, 0, held * kGroups * sizeof(float));
         // What the last row sees last, and the first row first.
@@ -260,16 +269,17 @@ struct Attend {
         int64_t first = int64_t(item.causal) + first_token() - item.window + 1;
         first = first > item.first_key ? first : item.first_key;
         const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
+        s.tile = count > kFewRows ? kKeys : kFewKeys;
         if (first < last) key_rows(args.kv, item, int(first), now);
-        for (int64_t key = first; key < last; key += kKeys) {
-            const int count_keys = int(smaller(kKeys, last - key)), whole = int(round_up(count_keys, W));
+        for (int64_t key = first; key < last; key += s.tile) {
+            const int count_keys = int(smaller(s.tile, last - key)), whole = int(round_up(count_keys, W));
             ahead.clear();
-            if (key + kKeys < last) {
-                key_rows(args.kv, item, int(key) + kKeys, coming);
-                look_ahead(coming, int(smaller(kKeys, last - key - kKeys)), item.num_heads);
+            if (key + s.tile < last) {
+                key_rows(args.kv, item, int(key) + s.tile, coming);
+                look_ahead(coming, int(smaller(s.tile, last - key - s.tile)), item.num_heads);
             } else if (next && next->first_key < next->last_key) {
                 key_rows(args.kv, *next, next->first_key, coming);
-                look_ahead(coming, int(smaller(kKeys, next->last_key - next->first_key)), next->num_heads);
+                look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next->num_heads);
             }
             for (int h = 0; h < item.num_heads; h++) {
                 for (int i = 0; i < whole; i++) {
@@ -344,18 +354,18 @@ struct Attend {
     void scores(int held_row, int keys, const uint8_t* const* rows) {
         const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kLevels) {
-            product<M>(a, s.depth, count, s.k, kKeys, keys, s.depth, s.s, kKeys, nullptr);
+            product<M>(a, s.depth, count, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             read_tables(rows, keys, n, s.k_scale, s.k_minimum);
             for (int g = 0; g < groups; g++) {
                 const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(a + from, s.depth, count, s.k + from * kKeys, kKeys, keys, depth, s.t, kKeys, nullptr);
+                product<M>(a + from, s.depth, count, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
                 for (int r = 0; r < count; r++) {
                     const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
                         vf score = mul(load(s.k_minimum + g * kKeys + i), all);
-                        score = fma(load(s.k_scale + g * kKeys + i), load(s.t + r * kKeys + i), score);
-                        float* out = s.s + r * kKeys + i;
+                        score = fma(load(s.k_scale + g * kKeys + i), load(s.t + r * s.tile + i), score);
+                        float* out = s.s + r * s.tile + i;
                         store(out, g ? add(load(out), score) : score);
                     }
                 }
@@ -371,35 +381,39 @@ struct Attend {
         for (int r = 0; r < count; r++) {
             const int64_t own = int64_t(item.causal) + (start + r) / group;
             const int64_t stop = smaller(count_keys, own + 1 - key), from = own - item.window + 1 - key;
-            float* row = s.s + r * kKeys;
+            float* row = s.s + r * s.tile;
             for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = -__builtin_inff();
             for (int64_t i = 0; i < smaller(from, keys); i++) row[i] = -__builtin_inff();
         }
     }
 
     void softmax(int held_row, int keys) {
+        float *highest = s.highest + held_row, *totals = s.total + held_row * W;
         for (int r = 0; r < count; r++) {
-            float *row = s.s + r * kKeys, *highest_so_far = s.highest + held_row + r, *total = s.total + held_row + r;
-            vf highest = set1(*highest_so_far);
-            for (int i = 0; i < keys; i += W) highest = max(load(row + i), highest);
-            const float now = largest(highest);
-            float change[W];
-            store(change, exp(set1(*highest_so_far - now)));
-            s.change[r] = change[0], *highest_so_far = now;
-            vf all = zero();
-            typename M::Value* p = (typename M::Value*)s.p + r * kKeys;
+            vf most = set1(highest[r]);
+            for (int i = 0; i < keys; i += W) most = max(load(s.s + r * s.tile + i), most);
+            const float now = largest(most);
+            s.change[r] = highest[r] - now;
+            highest[r] = now;
+        }
+        for (int r = 0; r < count; r += W) store(s.change + r, exp(load(s.change + r)));
+        for (int r = 0; r < count; r++) {
+            float* row = s.s + r * s.tile;
+            typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
+            const vf now = set1(highest[r]);
+            vf all = mul(load(totals + r * W), set1(s.change[r]));
             for (int i = 0; i < keys; i += W) {
-                vf share = exp(sub(load(row + i), set1(now)));
+                vf share = exp(sub(load(row + i), now));
                 all = add(all, share);
                 if (kLevels) store(row + i, share);
                 else store(p + i, share);
             }
-            *total = *total * change[0] + sum(all);
+            store(totals + r * W, all);
         }
     }
 
     void add_values(int held_row, int keys, const uint8_t* const* values) {
-        const int64_t stride = kKeys / M::kPair, depth = keys / M::kPair;
+        const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kLevels) {
             product<M>(s.p, stride, count, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
@@ -407,10 +421,10 @@ struct Attend {
             read_tables(values, keys, n, s.v_scale, s.v_minimum);
             for (int g = 0; g < groups; g++) {
                 for (int r = 0; r < count; r++) {
-                    typename M::Value* p = (typename M::Value*)s.p + r * kKeys;
+                    typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
                     vf all = zero();
                     for (int i = 0; i < keys; i += W) {
-                        vf share = load(s.s + r * kKeys + i);
+                        vf share = load(s.s + r * s.tile + i);
                         all = fma(share, load(s.v_minimum + g * kKeys + i), all);
                         store(p + i, mul(share, load(s.v_scale + g * kKeys + i)));
                     }
@@ -434,7 +448,8 @@ struct Attend {
                 auto* out = (decltype(type))args.out + (item.first_token + (start + r) / group) * args.out_stride + head(h, r) * n;
                 const int held_row = h * count + r;
                 // A row that sees nothing is zero, not 0 / 0.
-                const vf scale = set1(s.total[held_row] > 0 ? 1 / s.total[held_row] : 0);
+                const float total = sum(load(s.total + held_row * W));
+                const vf scale = set1(total > 0 ? 1 / total : 0);
                 for (int i = 0; i < n; i += W) store_part(out + i, mul(result(held_row, i), scale), n - i);
             }
         });
@@ -445,7 +460,7 @@ struct Attend {
             float* out = args.partial + (item.partial_row + h * item.num_tokens * group + start + r) * (n + 2);
             const int held_row = h * count + r;
             for (int i = 0; i < n; i += W) store_part(out + i, result(held_row, i), n - i);
-            out[n] = s.highest[held_row], out[n + 1] = s.total[held_row];
+            out[n] = s.highest[held_row], out[n + 1] = sum(load(s.total + held_row * W));
         }
     }
 };

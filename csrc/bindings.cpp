@@ -130,8 +130,9 @@ void run_linear(const Linear& args) {
     if (!args.rows) return;
     const Kernels& kernels = active_kernels();
     const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args);
-    // As many rows at once as stay in a core's cache beside a panel: 384 KiB. Fewer where threads would have nothing to do.
-    const int64_t tile = kernels.row_tile, most = std::clamp<int64_t>(96 * 1024 / depth / tile * tile, 4 * tile, 40 * tile);
+    // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching. Fewer
+    // where threads would have nothing to do.
+    const int64_t tile = kernels.row_tile, most = std::clamp<int64_t>(96 * 1024 / depth / tile * tile, 192, 480);
     int64_t blocks = (args.rows + most - 1) / most;
     while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
     const int64_t block = ((args.rows + blocks - 1) / blocks + tile - 1) / tile * tile;
@@ -143,7 +144,9 @@ void run_linear(const Linear& args) {
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block);
     run(blocks * pieces, [&](int64_t i) {
         const int64_t row = i / pieces * block, panel = i % pieces * piece;
-        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), scratch(bytes));
+        // Threads take turns, so this one's next piece is as many further as there are threads.
+        const int64_t next = std::min(panels - 1, panel + piece * num_threads());
+        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), next, scratch(bytes));
     });
 }
 

@@ -145,8 +145,9 @@ struct Kernels {
     int64_t (*linear_scratch)(const Linear&, int64_t block_rows);
     void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
-    // Rows [row, row_stop) of the panels [panel, panel_stop).
-    void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, void* scratch);
+    // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
+    void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
+                   void* scratch);
     void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, uint32_t* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);

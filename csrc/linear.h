@@ -112,7 +112,8 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
 }
 
 template <class M, class T, class O>
-inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, void* scratch) {
+inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
+                         int64_t next_panel, void* scratch) {
     const int64_t depth = packed_depth<M>(args), rows = row_stop - row;
     Carve carve{(uint8_t*)scratch};
     LinearScratch s(depth, rows, carve);
@@ -140,11 +141,20 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
                 pack_panel<M, T>(args, panel, d, stop, s.b);
                 b = s.b;
             }
+            // The same depths of the panel after this one, a part with each tile of rows.
+            const uint8_t* ahead = nullptr;
+            if (args.packed) {
+                const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
+                ahead = (const uint8_t*)((const uint32_t*)args.w + (next * depth + d) * kPanel);
+            }
+            const int64_t ahead_bytes = (stop - d) * kPanel * 4;
             for (int64_t r = 0; r < rows; r += kRowTile) {
+                const int64_t fetched = r / kRowTile * 64 * (stop - d);
+                const uint8_t* fetch = ahead && fetched < ahead_bytes ? ahead + fetched : nullptr;
                 with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
                     static const float one[12] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
                     product_tile<M, MR, 2>(a + r * a_stride + d, a_stride, b, kPanel, stop - d, s.c + r * kPanel, kPanel,
-                                           d ? one : nullptr);
+                                           d ? one : nullptr, fetch);
                 });
             }
         }
@@ -152,9 +162,11 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     }
 }
 
-inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, void* scratch) {
+inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
+                   void* scratch) {
     with_products(args, [&]<class M, class T>() {
-        if (args.out_type == Type::F32) linear_block<M, T, float>(args, row, row_stop, panel, panel_stop, scratch);
-        else linear_block<M, T, T>(args, row, row_stop, panel, panel_stop, scratch);
+        if (args.out_type == Type::F32)
+            linear_block<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+        else linear_block<M, T, T>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     });
 }

@@ -9,7 +9,7 @@ namespace {
 constexpr int kPartKeys = 1024;
 constexpr int kTileKeys = 64;
 // K and V of a tile of keys, of all heads of an item: this much stays in a core's cache while the next comes in.
-constexpr int kTileBytes = 256 << 10;
+constexpr int kTileBytes = 128 << 10;
 
 }  // namespace
 

@@ -26,7 +26,8 @@ constexpr int kPanel = 2 * W;
 
 template <class M, int MR, int NR>
 __attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const uint32_t* a, int64_t a_stride,
-                                                      const uint32_t* b, int64_t b_stride, int64_t depth) {
+                                                      const uint32_t* b, int64_t b_stride, int64_t depth,
+                                                      const uint8_t* ahead) {
     // A pointer for every three rows: the others are within reach of an address's scaled index.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
@@ -43,15 +44,17 @@ __attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const u
             for (int n = 0; n < NR; n++) acc[r][n] = M::dot(value, columns[n], acc[r][n]);
         }
         b += b_stride;
+        if (ahead) __builtin_prefetch(ahead + 64 * d, 0, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < kPointers; i++) row[i]++;
     }
 }
 
-// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W.
+// c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what will be
+// read soon, 64 bytes for each depth, or null.
 template <class M, int MR, int NR>
 inline void product_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, float* c,
-                         int64_t c_stride, const float* scale) {
+                         int64_t c_stride, const float* scale, const uint8_t* ahead = nullptr) {
     vf acc[MR][NR];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
@@ -59,7 +62,7 @@ inline void product_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b,
         for (int n = 0; n < NR; n++)
             acc[r][n] = scale ? mul(load(c + r * c_stride + n * W), set1(scale[r])) : zero();
     }
-    accumulate<M, MR, NR>(acc, a, a_stride, b, b_stride, depth);
+    accumulate<M, MR, NR>(acc, a, a_stride, b, b_stride, depth, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
