@@ -97,7 +97,7 @@ struct Ahead {
             Run& run = runs[at];
             const uint8_t* stop = run.start + 64 * left < run.stop ? run.start + 64 * left : run.stop;
             const int64_t n = (stop - run.start + 63) / 64;
-            for (const uint8_t* line = run.start; line < stop; line += 64) __builtin_prefetch(line, 0, 2);
+            for (const uint8_t* line = run.start; line < stop; line += 64) __builtin_prefetch(line);
             left -= n, lines -= n;
             run.start = stop;
             if (stop == run.stop) at++;
@@ -196,6 +196,64 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 }
 #endif
 
+#ifdef BATCHGEN_FAST_BF16
+// With few query rows, packing would be most of the work: products straight from the rows of K and V. Head sizes are
+// multiples of 32 here.
+
+constexpr int kFewest = 4;
+
+// Scores of W keys for each row of a [rows, a_stride]: out [rows, out_stride].
+template <int Chunks>
+inline void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* const* keys, float* out,
+                       int64_t out_stride) {
+    for (int r = 0; r < rows; r++) {
+        vi q[Chunks];
+#pragma GCC unroll 8
+        for (int c = 0; c < Chunks; c++) q[c] = load_int(a + r * a_stride + c * W);
+        vf all[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            const uint32_t* key = (const uint32_t*)keys[i];
+            all[i] = zero();
+#pragma GCC unroll 8
+            for (int c = 0; c < Chunks; c++) all[i] = dot_pairs(q[c], load_int(key + c * W), all[i]);
+        }
+        store(out + r * out_stride, sums(all));
+    }
+}
+
+// acc [Rows, stride] * change + shares of `keys` rows of V, for Vectors vectors of columns from `column` on.
+template <int Rows, int Vectors>
+inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
+                       int64_t stride, const float* change, Ahead& ahead) {
+    vf all[Rows][Vectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) all[r][v] = mul(load(acc + r * stride + column + v * W), set1(change[r]));
+    }
+    for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
+        vi pairs[Vectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v += 2)
+            interleave(load_int((const uint32_t*)(values[i] + 2 * (column + v * W))),
+                       load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; r++) {
+            const vi share = set1_int(p[r * p_stride + i / 2]);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
+    }
+}
+#endif
+
 // Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
 inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
     const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
@@ -287,6 +345,10 @@ struct Attend {
                     values[i] = keys[i] + args.kv.value_offset;
                 }
                 const int held_row = h * count, left = 2 * (item.num_heads - h);
+                if (few()) {
+                    few_rows(held_row, int(key), count_keys, whole, keys, values, left);
+                    continue;
+                }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
                 for (int i = 0; i < whole; i += W) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
@@ -303,6 +365,45 @@ struct Attend {
             if (item.partial_row < 0) write(h);
             else write_partial(h);
         }
+    }
+
+    bool few() const {
+#ifdef BATCHGEN_FAST_BF16
+        return M::kPair == 2 && !kLevels && count <= kFewest && n % (2 * W) == 0;
+#else
+        return false;
+#endif
+    }
+
+    // A tile of one head with few rows.
+    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
+                  int left) {
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2) {
+            ahead.spread(left * (whole / W));
+            const uint32_t* a = s.a + held_row * s.depth;
+            for (int i = 0; i < whole; i += W) {
+                ahead.fetch();
+                with_count<kMaxHeadDim / 32>(n / 32, [&]<int Chunks>() {
+                    few_scores<Chunks>(a, s.depth, count, keys + i, s.s + i, s.tile);
+                });
+            }
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            ahead.spread((left - 1) * (whole / 2) * ((n + 63) / 64));
+            for (int column = 0; column < n; column += 4 * W) {
+                with_count<kFewest>(count, [&]<int Rows>() {
+                    float* acc = s.acc + held_row * s.columns;
+                    if (n - column >= 4 * W)
+                        few_values<Rows, 4>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
+                    else
+                        few_values<Rows, 2>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
+                });
+            }
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;
+#endif
     }
 
     // The lines of a tile in the order in which they lie in memory: rows of a block are next to each other, and so are heads.

@@ -88,6 +88,23 @@ inline void transpose(vi* r) {
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
+// Lane i: the sum of r[i].
+inline vf sums(const vf* r) {
+    vf fours[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const vf *a = r + 4 * i;
+        vf first = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+        vf second = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+        vf low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
+        vf high = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
+        fours[i] = add(low, high);  // in each quarter parts of the four sums
+    }
+    vf first = add(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    vf second = add(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+}
+
 #ifdef BATCHGEN_FAST_BF16
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
