@@ -40,6 +40,8 @@ BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this share is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
+# Of KV pools whose use is not known beforehand, what is provided ahead of it.
+_PREFAULT_BYTES = 1 << 30
 # What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
 # what they take later, for threads, compiled kernels and buffers.
 TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
@@ -229,20 +231,7 @@ def load_parts(
     if device.accelerated:
         arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
     links = (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)) if device.accelerated else None
-    weights = Weights(
-        config,
-        weight_homes(policy, config),
-        torch_dtype,
-        checkpoint=None if store else open_checkpoint(files),
-        store=store,
-        compute_home=compute_home,
-        arenas=arenas,
-        h2d=links and links[0],
-        expanded_slots=2 if device.accelerated and policy.kv_seqs.get("cpu") else 1,
-        on_layer=on_load,
-    )
     with contextlib.ExitStack() as undo:
-        undo.callback(weights.close)
         kv_cache = KVCache(
             config,
             kv_shape(config, policy.kv_block_size, policy.kv_format),
@@ -254,6 +243,21 @@ def load_parts(
             offload_dir=offload_dir,
         )
         undo.callback(kv_cache.close)
+        if not device.accelerated:
+            kv_cache.prefault(None if most_kv_tokens else _PREFAULT_BYTES)
+        weights = Weights(
+            config,
+            weight_homes(policy, config),
+            torch_dtype,
+            checkpoint=None if store else open_checkpoint(files),
+            store=store,
+            compute_home=compute_home,
+            arenas=arenas,
+            h2d=links and links[0],
+            expanded_slots=2 if device.accelerated and policy.kv_seqs.get("cpu") else 1,
+            on_layer=on_load,
+        )
+        undo.callback(weights.close)
         executor = Executor(
             config,
             weights,

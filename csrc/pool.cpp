@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
@@ -15,9 +16,9 @@
 namespace batchgen {
 namespace {
 
-// How long a thread looks for work, or for others to be done, before it sleeps: about the time between two kernels of a
-// layer, so that a sweep finds its threads awake.
-constexpr int kSpins = 2000;
+// How long a thread looks for work, or for others to be done, before it sleeps: longer than what is between two kernels of
+// a sweep, as waking up takes tens of microseconds.
+constexpr std::chrono::microseconds kAwake(200);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -25,6 +26,19 @@ inline void pause() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+// Looks until there is something or the time is over. Returns whether there is.
+template <class F>
+bool look_for(F there_is) {
+    const auto stop = std::chrono::steady_clock::now() + kAwake;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (there_is()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < stop);
+    return false;
 }
 
 std::vector<int> own_cpus() {
@@ -74,18 +88,15 @@ class Pool {
 
     void wait_until_done(Loop* loop) {
         for (int64_t done; (done = loop->done.load(std::memory_order_acquire)) < loop->count;) {
-            for (int i = 0; i < kSpins && loop->done.load(std::memory_order_acquire) == done; i++) pause();
-            loop->done.wait(done, std::memory_order_acquire);
+            if (!look_for([&] { return loop->done.load(std::memory_order_acquire) != done; }))
+                loop->done.wait(done, std::memory_order_acquire);
         }
         take_back(loop);
     }
 
   private:
     static void wait_for_users(Loop* loop) {
-        for (int i = 0; loop->users.load(std::memory_order_acquire); i++) {
-            if (i < kSpins) pause();
-            else std::this_thread::yield();
-        }
+        while (!look_for([&] { return loop->users.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
     }
 
     Loop* begin() {
@@ -110,9 +121,7 @@ class Pool {
                 loop->users.fetch_sub(1, std::memory_order_release);
                 continue;
             }
-            int spins = 0;
-            while (spins < kSpins && changes_.load(std::memory_order_acquire) == seen) spins++, pause();
-            if (spins < kSpins) continue;
+            if (look_for([&] { return changes_.load(std::memory_order_acquire) != seen; })) continue;
             std::unique_lock lock(mutex_);
             sleeping_.fetch_add(1, std::memory_order_seq_cst);
             wake_.wait(lock, [&] { return changes_.load(std::memory_order_relaxed) != seen; });

@@ -1,5 +1,7 @@
 """Memory with a budget, and links that keep to their rate."""
 
+import ctypes
+import mmap
 import threading
 import time
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from batchgen.errors import BatchgenError
-from batchgen.runtime.transfer import Arena, Link, as_buffer, untouched
+from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer, untouched
 
 MIB = 1 << 20
 
@@ -99,3 +101,27 @@ def test_buffers_for_direct_io_are_the_tensor_itself():
     assert len(view) == 4 * 4096
     view[:4] = torch.tensor(1.5).numpy().tobytes()
     assert tensor[1, 0] == 1.5
+
+
+def test_pages_are_provided_before_their_first_use():
+    def resident_bytes(tensor):
+        pages = -(-tensor.nbytes // mmap.PAGESIZE)
+        seen = (ctypes.c_ubyte * pages)()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), seen) == 0
+        return sum(byte & 1 for byte in seen) * mmap.PAGESIZE
+
+    pools = [untouched((9 << 20,), torch.uint8) for _ in range(3)]
+    pools[1][5 << 20] = 7
+    prefault = Prefault(pools, most_bytes=18 << 20)
+    prefault._thread.join(timeout=60)
+    prefault.close()
+    assert [resident_bytes(pool) >= 6 << 20 for pool in pools] == [True] * 3
+    assert resident_bytes(pools[0]) <= 8 << 20  # a huge page may reach beyond
+    assert pools[1][5 << 20] == 7 and pools[1].count_nonzero() == 1, "what was there stays"
+
+
+def test_an_end_to_providing_pages():
+    pools = [untouched((4 << 30,), torch.uint8)]
+    prefault = Prefault(pools)
+    prefault.close()
+    assert not prefault._thread.is_alive()

@@ -26,7 +26,7 @@ from batchgen.model_config import ModelConfig
 from batchgen.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.schedule import KV_SLOTS
-from batchgen.runtime.transfer import Arena, Link, as_buffer
+from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer
 from batchgen.units import format_bytes
 
 _serial = itertools.count()
@@ -111,6 +111,7 @@ class KVCache:
             if tier != "disk" and count
         }
         self._file: DirectFile | None = None
+        self._prefault: Prefault | None = None
         self._num_disk_blocks = blocks.get("disk", 0)
         self._staging: list[Tensor] = []
         self._reads: list[Tensor] = []
@@ -199,7 +200,14 @@ class KVCache:
             raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
         self._transfer("write", layer, raw, moves.writes)
 
+    def prefault(self, most_bytes: int | None = None) -> None:
+        """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
+        if pool := self.pools.get(self._compute_home):
+            self._prefault = Prefault(pool, most_bytes)
+
     def close(self) -> None:
+        if self._prefault:
+            self._prefault.close()
         if self._file:
             self._file.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import mmap
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +16,10 @@ from torch import Tensor
 from batchgen.direct_io import aligned_buffer
 from batchgen.errors import BatchgenError
 from batchgen.units import format_bytes
+
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
+_PREFAULT_BYTES = 2 << 20  # a huge page
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -23,6 +30,39 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     memory = aligned_buffer(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+class Prefault:
+    """Has the kernel provide the pages of pools of one size while other things happen: a virtual machine may have to ask
+    its host for them, which takes longer than what is then written there. The first pages of all pools come first.
+
+    Where the kernel cannot do it (before Linux 5.14), pages come at first use, as without this.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], most_bytes: int | None = None) -> None:
+        """most_bytes: of all pools together."""
+        self._ranges = [(pool.data_ptr(), pool.nbytes) for pool in pools]
+        if most_bytes is not None:
+            self._ranges = [(start, min(size, most_bytes // len(pools))) for start, size in self._ranges]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batchgen-prefault", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when no page is asked for any more: pools may be given back."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        longest = max((size for _, size in self._ranges), default=0)
+        for offset in range(0, longest, _PREFAULT_BYTES):
+            for start, size in self._ranges:
+                first = -(-(start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+                count = min(start + offset + _PREFAULT_BYTES, start + size) - first
+                if self._closed.is_set() or (count > 0 and madvise(first, count, _MADV_POPULATE_WRITE) != 0):
+                    return
 
 
 class Arena:
