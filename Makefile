@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test lint bench clean
+.PHONY: install quickstart test lint bench sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -24,6 +24,23 @@ test: install
 
 lint: install
 	$(BIN)/ruff check .
+
+# The kernels' tests under the address and undefined-behaviour sanitizers.
+sanitize: install
+	cmake -S csrc -B build/sanitize -DBATCHGEN_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	cmake --build build/sanitize --parallel
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		BATCHGEN_KERNELS=$$(echo build/sanitize/_kernels.*.so) \
+		$(BIN)/python -m pytest tests/test_kernels.py -p no:cacheprovider --timeout 1800
+
+# The kernels compiled for 64-bit Arm, with the compiler of PyPI's ziglang.
+neon: install
+	$(BIN)/python -m pip install --quiet ziglang
+	mkdir -p build
+	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=gnu++20 -O3 -Wall -c csrc/target.cpp \
+		-DBATCHGEN_TARGET=neon '-DBATCHGEN_SIMD="simd/neon.h"' -o build/neon.o
 
 # Side by side with transformers; writes benchmarks/results/.
 bench: install

@@ -29,15 +29,10 @@ def instruction_sets() -> list[str]:
     return _kernels.instruction_sets()
 
 
-def active() -> str:
-    """The instruction set in use. Raises ValueError where BATCHGEN_ISA names none that is there."""
-    return _kernels.active()
-
-
 @contextmanager
 def using(instruction_set: str) -> Iterator[None]:
     """Another instruction set for a while, for tests: not while kernels run. What was packed before cannot be used."""
-    before = active()
+    before = instruction_set()
     _kernels.use(instruction_set)
     try:
         yield

@@ -20,6 +20,7 @@ from batchgen.machine import (
     available_memory_bytes,
     give_back_freed_memory,
     has_fast_bfloat16,
+    instruction_set,
     keep_freed_memory,
     resident_bytes,
 )
@@ -194,6 +195,7 @@ def load_parts(
     Raises InputError, BatchgenError.
     """
     started = time.perf_counter()
+    instruction_set()  # refuses a wrong BATCHGEN_ISA
     config = read_config(files)
     dtype = resolve_dtype(config, dtype)
     context = policy.max_model_len

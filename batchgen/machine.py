@@ -1,4 +1,4 @@
-"""What memory this process may use: the machine's, or its container's."""
+"""What this process may use: memory, the machine's or its container's, and instruction sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ctypes
 import gc
 import os
 from pathlib import Path
+
+from batchgen.errors import InputError
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -40,6 +42,16 @@ def peak_resident_bytes() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def instruction_set() -> str:
+    """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
+    from batchgen import _kernels
+
+    try:
+        return _kernels.active()
+    except ValueError as error:
+        raise InputError(f"{error}: name one of these, or none") from error
 
 
 def keep_freed_memory() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
 from batchgen.errors import InputError
-from batchgen.machine import peak_resident_bytes
+from batchgen.machine import instruction_set, peak_resident_bytes
 from batchgen.output.atomic_file import write_atomically
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.units import format_bytes, format_seconds
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def versions() -> dict[str, str]:
-    """Versions of batchgen and of what decides its results and speed."""
+    """Versions of batchgen and of what decides its results and speed; the instruction set of the kernels."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "pyarrow")}
-    return {"batchgen": __version__, "python": platform.python_version(), **packages}
+    return {"batchgen": __version__, "python": platform.python_version(), "kernels": instruction_set(), **packages}
 
 
 def write_report(report: dict, path: str) -> None:

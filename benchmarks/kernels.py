@@ -223,7 +223,6 @@ def main() -> None:
     for name, figures in summary.items():
         print(f"{name:62}", "  ".join(f"{key} {value}" for key, value in figures.items()))
     result = {
-        "instruction_set": kernels.active(),
         "threads": kernels._kernels.num_threads(),
         "rounds": args.rounds,
         "medians": summary,

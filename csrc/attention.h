@@ -176,10 +176,17 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
                 auto both = [&](int j) {
                     return pair_bytes(load_bytes_part(a + j, half - j), load_bytes_part(b + j, half - j));
                 };
-                // Low halves first: where a group is short they reach into the place of the high ones.
-                for (int j = 0; j < half; j += W) store_int(out + start + j, nibbles_to_bf16(both(j)));
-                for (int j = 0; j < half; j += W)
-                    store_int(out + start + half + j, nibbles_to_bf16(shift_right_16<4>(both(j))));
+                if (half == kGroup / 2) {
+                    for (int j = 0; j < kGroup / 2; j += W) {
+                        const vi bytes = pair_bytes(load_bytes(a + j), load_bytes(b + j));
+                        store_int(out + start + j, nibbles_to_bf16(bytes));
+                        store_int(out + start + kGroup / 2 + j, nibbles_to_bf16(shift_right_16<4>(bytes)));
+                    }
+                } else {  // low halves first: they reach into the place of the high ones
+                    for (int j = 0; j < half; j += W) store_int(out + start + j, nibbles_to_bf16(both(j)));
+                    for (int j = 0; j < half; j += W)
+                        store_int(out + start + half + j, nibbles_to_bf16(shift_right_16<4>(both(j))));
+                }
                 a += half, b += half;
             }
         } else {
@@ -258,14 +265,13 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
 inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
     const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
     for (int g = 0; g < groups; g++) {
-        f16 scales[kKeys], minimums[kKeys];
-        for (int i = 0; i < keys; i++) {
-            memcpy(&scales[i], rows[i] + start + 4 * g, 2);
-            memcpy(&minimums[i], rows[i] + start + 4 * g + 2, 2);
-        }
         for (int i = 0; i < keys; i += W) {
-            store(scale + g * kKeys + i, load(scales + i));
-            store(minimum + g * kKeys + i, load(minimums + i));
+            uint32_t words[W];
+            for (int j = 0; j < W; j++) memcpy(words + j, rows[i + j] + start + 4 * g, 4);
+            vf scales, minimums;
+            split_f16(load_int(words), scales, minimums);
+            store(scale + g * kKeys + i, scales);
+            store(minimum + g * kKeys + i, minimums);
         }
     }
 }

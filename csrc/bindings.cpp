@@ -141,6 +141,8 @@ void run_linear(const Linear& args) {
     const int64_t panel_cost = std::min(args.rows, block) * depth * kernels.panel;
     int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), 1, panels);
     piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
+    // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
+    if (args.activation == Activation::SiluMul) piece += piece % 2;
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block);
     run(blocks * pieces, [&](int64_t i) {
         const int64_t row = i / pieces * block, panel = i % pieces * piece;

@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: threads of several
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs in tests are planned with fixed rates; measuring the machine is tested by itself.
 os.environ.setdefault("BATCHGEN_HARDWARE", "zen4")
+
+
+if "BATCHGEN_KERNELS" in os.environ:  # kernels built otherwise than those installed: `make sanitize`
+    spec = importlib.util.spec_from_file_location("batchgen._kernels", os.environ["BATCHGEN_KERNELS"])
+    sys.modules["batchgen._kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["batchgen._kernels"])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,9 @@
 """Every kernel on every instruction set that this machine has, against float64."""
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -449,3 +452,16 @@ def test_conversions_to_16_bits(value):
         assert got.item() == x.item() or math.isnan(x.item())
         wide = kernels.norm(torch.tensor([[value]]).to(dtype), torch.ones(1, dtype=dtype), None, 1.0)
         assert wide.dtype == dtype
+
+
+def test_an_instruction_set_that_is_not_there():
+    code = "from batchgen.machine import instruction_set; print(instruction_set())"
+
+    def run(name):
+        environment = os.environ | {"BATCHGEN_ISA": name}
+        environment.pop("LD_PRELOAD", None)
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+    assert run("scalar").stdout.strip() == "scalar"
+    refused = run("mmx").stderr.splitlines()[-1]
+    assert "InputError: BATCHGEN_ISA=mmx is not there; this machine has" in refused and "scalar" in refused

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.errors import InputError
 from batchgen.hardware import ComputeRates, HardwareProfile
-from batchgen.machine import available_memory_bytes, resident_bytes
+from batchgen.machine import available_memory_bytes, instruction_set, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.planner.profile_timing import FULL, Device, Effort, available_cores
 from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate, make_offload_dir
@@ -182,6 +182,7 @@ def identity(device: str) -> dict[str, Any]:
         "device": device,
         "cpu": _cpu_name(),
         "cores": available_cores(),
+        "kernels": instruction_set(),
         "gpu": _gpu_name() if device == "cuda" else None,
         "torch": importlib.metadata.version("torch"),
         "batchgen": __version__,

@@ -17,7 +17,6 @@ from batchgen.direct_io import aligned_buffer
 from batchgen.errors import BatchgenError
 from batchgen.units import format_bytes
 
-
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
 _PREFAULT_BYTES = 2 << 20  # a huge page
 

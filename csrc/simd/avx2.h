@@ -70,6 +70,12 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
 }
 
+// The halves of each 32 bits as floats of 16 bits.
+inline void split_f16(vi words, vf& low, vf& high) {
+    low = _mm256_cvtph_ps(narrow(_mm256_and_si256(words, _mm256_set1_epi32(0xffff))));
+    high = _mm256_cvtph_ps(narrow(_mm256_srli_epi32(words, 16)));
+}
+
 inline void transpose(vi* r) {
     __m256 t[8], s[8];
     for (int i = 0; i < 4; i++) {

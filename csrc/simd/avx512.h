@@ -61,6 +61,12 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(both));
 }
 
+// The halves of each 32 bits as floats of 16 bits.
+inline void split_f16(vi words, vf& low, vf& high) {
+    low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
+    high = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+}
+
 inline void transpose(vi* r) {
     vi t[16];
 #pragma GCC unroll 8

@@ -51,6 +51,12 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     p[2] = uint8_t(vgetq_lane_u32(both, 2)), p[3] = uint8_t(vgetq_lane_u32(both, 3));
 }
 
+// The halves of each 32 bits as floats of 16 bits.
+inline void split_f16(vi words, vf& low, vf& high) {
+    low = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(words)));
+    high = vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(words, 16)));
+}
+
 inline void transpose(vi* r) {
     uint32x4x2_t a = vtrnq_u32(r[0], r[1]), b = vtrnq_u32(r[2], r[3]);
     r[0] = vcombine_u32(vget_low_u32(a.val[0]), vget_low_u32(b.val[0]));

@@ -107,6 +107,14 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     for (int i = 0; i < W; i++) p[i] = uint8_t(int(low[i]) | int(high[i]) << 4);
 }
 
+// The halves of each 32 bits as floats of 16 bits.
+inline void split_f16(vi words, vf& low, vf& high) {
+    for (int i = 0; i < W; i++) {
+        low[i] = to_float(f16{uint16_t(words[i])});
+        high[i] = to_float(f16{uint16_t(words[i] >> 16)});
+    }
+}
+
 inline void transpose(vi* r) {
     vi t[4];
     for (int i = 0; i < 4; i++) t[i] = vi{r[0][i], r[1][i], r[2][i], r[3][i]};
