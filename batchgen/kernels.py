@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen import _kernels, formats
 from batchgen import attention_plan as plans
+from batchgen.machine import instruction_set
 
 AttentionPlan = _kernels.AttentionPlan
 
@@ -30,10 +31,10 @@ def instruction_sets() -> list[str]:
 
 
 @contextmanager
-def using(instruction_set: str) -> Iterator[None]:
+def using(name: str) -> Iterator[None]:
     """Another instruction set for a while, for tests: not while kernels run. What was packed before cannot be used."""
     before = instruction_set()
-    _kernels.use(instruction_set)
+    _kernels.use(name)
     try:
         yield
     finally:

@@ -11,6 +11,17 @@ constexpr int kFewRows = 16;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
 
+constexpr int kRowsAtOnce = 12;
+
+// exp(score - highest), to the precision of the products it goes into.
+template <class M>
+inline vf exp_share(vf score, vf highest) {
+#ifdef BATCHGEN_FAST_BF16
+    if constexpr (M::kPair == 2) return exp_rough(sub(score, highest));
+#endif
+    return exp(sub(score, highest));
+}
+
 template <class M>
 struct AttentionScratch {
     int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
@@ -27,15 +38,15 @@ struct AttentionScratch {
         columns = round_up(args.kv.head_dim, W);
         depth = round_up(args.kv.head_dim, W * M::kPair) / M::kPair;
         a = carve.take<uint32_t>(kTileRows * depth);
-        p = carve.take<uint32_t>(kTileRows * kKeys / M::kPair);
+        p = carve.take<uint32_t>(kRowsAtOnce * kKeys / M::kPair);
         k = carve.take<uint32_t>(depth * kKeys);
         v = carve.take<uint32_t>(kKeys / M::kPair * columns + 2 * W);
-        s = carve.take<float>(kTileRows * kKeys);
-        t = carve.take<float>(kTileRows * kKeys);
+        s = carve.take<float>(kRowsAtOnce * kKeys);
+        t = carve.take<float>(kRowsAtOnce * kKeys);
         acc = carve.take<float>(kTileRows * columns);
         highest = carve.take<float>(kTileRows);
         total = carve.take<float>(kTileRows * W);
-        change = carve.take<float>(kTileRows + W);
+        change = carve.take<float>(kRowsAtOnce + W);
         query_sum = carve.take<float>(kTileRows * kGroups);
         least = carve.take<float>(kTileRows * kGroups);
         k_scale = carve.take<float>(kGroups * kKeys);
@@ -304,6 +315,7 @@ struct Attend {
     // The rows under way: [start, start + count) of each head, row r being head r % group of token r / group. What is
     // carried along is kept for all heads, one after the other.
     int start, count;
+    int at, rows_now;  // of those the ones whose scores there are
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
@@ -352,18 +364,30 @@ struct Attend {
                 }
                 const int held_row = h * count, left = 2 * (item.num_heads - h);
                 if (few()) {
+                    at = 0, rows_now = count;
                     few_rows(held_row, int(key), count_keys, whole, keys, values, left);
                     continue;
                 }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
                 for (int i = 0; i < whole; i += W) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
-                scores(held_row, whole, keys);
-                mask(int(key), count_keys, whole);
-                softmax(held_row, whole);
                 ahead.spread((left - 1) * steps);
                 pack_values<T>(M(), values, whole, n, s, ahead);
-                add_values(held_row, whole, values);
+                if (kLevels) {
+                    read_tables(keys, whole, n, s.k_scale, s.k_minimum);
+                    read_tables(values, whole, n, s.v_scale, s.v_minimum);
+                }
+                // Some rows at a time, so that their scores and shares stay in the nearest cache beside K and V.
+                for (at = 0; at < count; at += kRowsAtOnce) {
+                    rows_now = int(smaller(kRowsAtOnce, count - at));
+                    const int64_t seen = int64_t(item.causal) + (start + at + rows_now - 1) / group + 1 - key;
+                    if (seen <= 0) continue;
+                    const int count_seen = int(smaller(count_keys, seen)), whole_seen = int(round_up(count_seen, W));
+                    scores(held_row + at, whole_seen);
+                    mask(int(key), count_seen, whole_seen);
+                    softmax(held_row + at, whole_seen);
+                    add_values(held_row + at, whole_seen);
+                }
             }
             memcpy(now, coming, sizeof now);
         }
@@ -458,16 +482,15 @@ struct Attend {
     }
 
     // Of one head's rows, held from held_row on.
-    void scores(int held_row, int keys, const uint8_t* const* rows) {
+    void scores(int held_row, int keys) {
         const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kLevels) {
-            product<M>(a, s.depth, count, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
+            product<M>(a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
-            read_tables(rows, keys, n, s.k_scale, s.k_minimum);
             for (int g = 0; g < groups; g++) {
                 const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(a + from, s.depth, count, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
-                for (int r = 0; r < count; r++) {
+                product<M>(a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
+                for (int r = 0; r < rows_now; r++) {
                     const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
                         vf score = mul(load(s.k_minimum + g * kKeys + i), all);
@@ -482,11 +505,12 @@ struct Attend {
 
     // Keys that a row does not see.
     void mask(int key, int count_keys, int keys) {
-        const bool whole = key + count_keys - 1 <= int64_t(item.causal) + first_token() &&
-                           key > int64_t(item.causal) + last_token() - item.window;
+        const int first = start + at, last = first + rows_now - 1;
+        const bool whole = key + count_keys - 1 <= int64_t(item.causal) + first / group &&
+                           key > int64_t(item.causal) + last / group - item.window;
         if (whole && count_keys == keys) return;
-        for (int r = 0; r < count; r++) {
-            const int64_t own = int64_t(item.causal) + (start + r) / group;
+        for (int r = 0; r < rows_now; r++) {
+            const int64_t own = int64_t(item.causal) + (first + r) / group;
             const int64_t stop = smaller(count_keys, own + 1 - key), from = own - item.window + 1 - key;
             float* row = s.s + r * s.tile;
             for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = -__builtin_inff();
@@ -496,21 +520,21 @@ struct Attend {
 
     void softmax(int held_row, int keys) {
         float *highest = s.highest + held_row, *totals = s.total + held_row * W;
-        for (int r = 0; r < count; r++) {
+        for (int r = 0; r < rows_now; r++) {
             vf most = set1(highest[r]);
             for (int i = 0; i < keys; i += W) most = max(load(s.s + r * s.tile + i), most);
             const float now = largest(most);
             s.change[r] = highest[r] - now;
             highest[r] = now;
         }
-        for (int r = 0; r < count; r += W) store(s.change + r, exp(load(s.change + r)));
-        for (int r = 0; r < count; r++) {
+        for (int r = 0; r < rows_now; r += W) store(s.change + r, exp(load(s.change + r)));
+        for (int r = 0; r < rows_now; r++) {
             float* row = s.s + r * s.tile;
             typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
             const vf now = set1(highest[r]);
             vf all = mul(load(totals + r * W), set1(s.change[r]));
             for (int i = 0; i < keys; i += W) {
-                vf share = exp(sub(load(row + i), now));
+                vf share = exp_share<M>(load(row + i), now);
                 all = add(all, share);
                 if (kLevels) store(row + i, share);
                 else store(p + i, share);
@@ -519,15 +543,14 @@ struct Attend {
         }
     }
 
-    void add_values(int held_row, int keys, const uint8_t* const* values) {
+    void add_values(int held_row, int keys) {
         const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kLevels) {
-            product<M>(s.p, stride, count, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
+            product<M>(s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
         } else {
-            read_tables(values, keys, n, s.v_scale, s.v_minimum);
             for (int g = 0; g < groups; g++) {
-                for (int r = 0; r < count; r++) {
+                for (int r = 0; r < rows_now; r++) {
                     typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
                     vf all = zero();
                     for (int i = 0; i < keys; i += W) {
@@ -539,7 +562,7 @@ struct Attend {
                     *least = *least * s.change[r] + sum(all);
                 }
                 const int64_t from = g * kGroup, columns = round_up(smaller(kGroup, n - from), W);
-                product<M>(s.p, stride, count, s.v + from, s.columns, columns, depth, acc + from, s.columns, s.change);
+                product<M>(s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns, s.change);
             }
         }
     }

@@ -33,11 +33,24 @@ inline auto with_type(Type type, F f) {
     }
 }
 
-// Within 2 units in the last place; 0 below 2^-126, of -inf too.
+#ifdef BATCHGEN_SCALES_BY_POW2
+// Of at least -104, where nothing is left of exp(x).
+inline vf exp_argument(vf x) { return max(set1(-104), x); }
+inline vf times_pow2(vf x, vf p, vf n) {
+    (void)x;
+    return scale_by_pow2(p, n);
+}
+#else
+inline vf exp_argument(vf x) { return max(set1(-87.4f), min(set1(88.7f), x)); }
+inline vf times_pow2(vf x, vf p, vf n) {
+    return select_less(x, set1(-87.3f), zero(), mul(p, pow2(max(min(n, set1(127)), set1(-126)))));
+}
+#endif
+
+// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too.
 inline vf exp(vf x) {
-    vf n = round_even(mul(max(min(x, set1(88.7f)), set1(-87.4f)), set1(1.44269504f)));
-    n = max(min(n, set1(127)), set1(-126));
-    vf r = fma(n, set1(-0.693359375f), max(min(x, set1(88.7f)), set1(-87.4f)));
+    const vf bounded = exp_argument(x), n = round_even(mul(bounded, set1(1.44269504f)));
+    vf r = fma(n, set1(-0.693359375f), bounded);
     r = fma(n, set1(2.12194440e-4f), r);
     // Taylor's polynomial of degree 7: |r| <= ln(2) / 2.
     vf p = set1(1.0f / 5040);
@@ -48,7 +61,18 @@ inline vf exp(vf x) {
     p = fma(p, r, set1(0.5f));
     p = fma(p, r, set1(1));
     p = fma(p, r, set1(1));
-    return select_less(x, set1(-87.3f), zero(), mul(p, pow2(n)));
+    return times_pow2(x, p, n);
+}
+
+// Within 5e-5 of itself: enough for what is rounded to bf16.
+inline vf exp_rough(vf x) {
+    const vf power = mul(exp_argument(x), set1(1.44269504f)), n = round_even(power), r = sub(power, n);
+    vf p = set1(0.0096181291f);  // Taylor's polynomial of 2^r, |r| <= 1 / 2
+    p = fma(p, r, set1(0.0555041087f));
+    p = fma(p, r, set1(0.2402265070f));
+    p = fma(p, r, set1(0.6931471806f));
+    p = fma(p, r, set1(1));
+    return times_pow2(x, p, n);
 }
 
 inline vf sigmoid(vf x) { return div(set1(1), add(set1(1), exp(sub(zero(), x)))); }

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -94,7 +95,9 @@ def test_two_runs_on_one_output(job, tmp_path):
     while not (tmp_path / "out.parquet.batchgen" / "manifest.json").exists():
         time.sleep(0.05)
         assert first.poll() is None
+    first.send_signal(signal.SIGSTOP)  # or it might be done before the second one has started
     second = subprocess.run(job(output), capture_output=True, text=True)
+    first.send_signal(signal.SIGCONT)
     assert second.returncode == 1 and str(first.pid) in second.stderr and second.stderr.count("\n") == 1
     assert first.wait() == 0
     assert pq.read_metadata(output).num_rows == 1500

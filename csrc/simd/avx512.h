@@ -111,6 +111,10 @@ inline vf sums(const vf* r) {
     return add(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
 }
 
+// p times 2 to the integer n, 0 where that is too small.
+inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
+#define BATCHGEN_SCALES_BY_POW2
+
 #ifdef BATCHGEN_FAST_BF16
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
