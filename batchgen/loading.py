@@ -41,7 +41,8 @@ BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this share is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
-# Of KV pools whose use is not known beforehand, what is provided ahead of it.
+# Of KV pools, what is provided while the model loads: about as much as that takes. What is used of a pool is known only
+# later, as rows may share most of their KV.
 _PREFAULT_BYTES = 1 << 30
 # What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
 # what they take later, for threads, compiled kernels and buffers.
@@ -246,7 +247,7 @@ def load_parts(
         )
         undo.callback(kv_cache.close)
         if not device.accelerated:
-            kv_cache.prefault(None if most_kv_tokens else _PREFAULT_BYTES)
+            kv_cache.prefault(_PREFAULT_BYTES)
         weights = Weights(
             config,
             weight_homes(policy, config),

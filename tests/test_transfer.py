@@ -122,6 +122,6 @@ def test_pages_are_provided_before_their_first_use():
 
 def test_an_end_to_providing_pages():
     pools = [untouched((4 << 30,), torch.uint8)]
-    prefault = Prefault(pools)
+    prefault = Prefault(pools, most_bytes=4 << 30)
     prefault.close()
     assert not prefault._thread.is_alive()

@@ -200,7 +200,7 @@ class KVCache:
             raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
         self._transfer("write", layer, raw, moves.writes)
 
-    def prefault(self, most_bytes: int | None = None) -> None:
+    def prefault(self, most_bytes: int) -> None:
         """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
         if pool := self.pools.get(self._compute_home):
             self._prefault = Prefault(pool, most_bytes)

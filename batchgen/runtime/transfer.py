@@ -38,11 +38,9 @@ class Prefault:
     Where the kernel cannot do it (before Linux 5.14), pages come at first use, as without this.
     """
 
-    def __init__(self, pools: Sequence[Tensor], most_bytes: int | None = None) -> None:
+    def __init__(self, pools: Sequence[Tensor], most_bytes: int) -> None:
         """most_bytes: of all pools together."""
-        self._ranges = [(pool.data_ptr(), pool.nbytes) for pool in pools]
-        if most_bytes is not None:
-            self._ranges = [(start, min(size, most_bytes // len(pools))) for start, size in self._ranges]
+        self._ranges = [(pool.data_ptr(), min(pool.nbytes, most_bytes // len(pools))) for pool in pools]
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batchgen-prefault", daemon=True)
         self._thread.start()
