@@ -118,14 +118,6 @@ struct Quant {
     Type type;
 };
 
-struct Gather {
-    const void* table;  // [entries, columns]
-    const int64_t* ids;
-    void* out;  // [rows, columns]
-    int64_t columns;
-    Type type;
-};
-
 struct Argmax {
     const float* logits;
     int64_t stride, columns;

@@ -16,6 +16,13 @@ inline void store_part(T* p, vf a, int n) {
     memcpy(p, part, n * sizeof(T));
 }
 
+inline vi load_bytes_part(const uint8_t* p, int n) {
+    if (n >= W) return load_bytes(p);
+    uint8_t part[W] = {};
+    memcpy(part, p, n);
+    return load_bytes(part);
+}
+
 template <class T>
 inline float value_of(const T* p) {
     float all[W];

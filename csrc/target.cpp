@@ -21,9 +21,13 @@ namespace {
 #include BATCHGEN_SIMD
 #include "numeric.h"
 #include "tile.h"
-#include "attention.h"
 #include "linear.h"
-#include "around.h"
+#include "norm.h"
+#include "quant.h"
+#include "attention_tiles.h"
+#include "attention.h"
+#include "rotary.h"
+#include "logits.h"
 
 #ifdef BATCHGEN_FAST_BF16
 constexpr bool kFastBF16 = true;

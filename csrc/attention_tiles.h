@@ -1,0 +1,285 @@
+// Tiles of keys for attention: from the rows of paged KV into the order in which products read them.
+
+constexpr int kKeys = 128;     // of a tile, at most: many rows share the work that there is for each of them
+constexpr int kFewKeys = 64;   // with few rows: the next tile's KV has to fit a cache beside this one's
+constexpr int kFewRows = 16;
+constexpr int kGroups = kMaxHeadDim / kGroup;
+constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
+
+constexpr int kRowsAtOnce = 12;
+
+template <class M>
+struct AttentionScratch {
+    int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
+    uint32_t *a, *p, *k, *v;
+    float *s, *t, *acc, *highest, *change;
+    float* total;  // [rows, W], to be added up
+    float *query_sum, *least;                        // [rows, groups]: sum of q, sum of p * minimum
+    float *k_scale, *k_minimum, *v_scale, *v_minimum;  // [groups, keys]
+    int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
+    float* expanded;                                   // [W, columns + slack]
+    int64_t expanded_stride;
+
+    AttentionScratch(const Attention& args, Carve& carve) {
+        columns = round_up(args.kv.head_dim, W);
+        depth = round_up(args.kv.head_dim, W * M::kPair) / M::kPair;
+        a = carve.take<uint32_t>(kTileRows * depth);
+        p = carve.take<uint32_t>(kRowsAtOnce * kKeys / M::kPair);
+        k = carve.take<uint32_t>(depth * kKeys);
+        v = carve.take<uint32_t>(kKeys / M::kPair * columns + 2 * W);
+        s = carve.take<float>(kRowsAtOnce * kKeys);
+        t = carve.take<float>(kRowsAtOnce * kKeys);
+        acc = carve.take<float>(kTileRows * columns);
+        highest = carve.take<float>(kTileRows);
+        total = carve.take<float>(kTileRows * W);
+        change = carve.take<float>(kRowsAtOnce + W);
+        query_sum = carve.take<float>(kTileRows * kGroups);
+        least = carve.take<float>(kTileRows * kGroups);
+        k_scale = carve.take<float>(kGroups * kKeys);
+        k_minimum = carve.take<float>(kGroups * kKeys);
+        v_scale = carve.take<float>(kGroups * kKeys);
+        v_minimum = carve.take<float>(kGroups * kKeys);
+        expanded_stride = columns + 2 * W;
+        expanded = carve.take<float>(W * expanded_stride);
+    }
+};
+
+// The levels of a 4-bit row as floats. Writes up to 2 W values too many.
+inline void expand_levels(const uint8_t* row, int n, float* out) {
+    for (int start = 0; start < n; start += kGroup) {
+        int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
+        for (int i = 0; i < half; i += W) store(out + start + i, low_nibbles(load_bytes_part(row + i, half - i)));
+        for (int i = 0; i < half; i += W)
+            store(out + start + half + i, high_nibbles(load_bytes_part(row + i, half - i)));
+        row += half;
+    }
+}
+
+// A row as floats, its levels where it is 4-bit.
+template <class T>
+inline void expand_row(const T* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
+}
+struct Packed4 {
+    uint8_t byte;
+};
+inline void expand_row(const Packed4* row, int n, float* out) { expand_levels(&row->byte, n, out); }
+
+// Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
+// are to overlap with.
+struct Ahead {
+    struct Run {
+        const uint8_t *start, *stop;
+    };
+    Run runs[2 * kKeys * kTileRows];
+    int count, at;
+    int64_t lines, each;
+
+    void clear() { count = at = 0, lines = each = 0; }
+    void add(const uint8_t* start, int64_t bytes) {
+        runs[count++] = {start, start + bytes};
+        lines += (bytes + 63) / 64;
+    }
+    // In so many calls to come, the share of all that is left.
+    void spread(int64_t calls) { each = (lines + calls - 1) / calls; }
+    void fetch() {
+        for (int64_t left = each; left > 0 && at < count;) {
+            Run& run = runs[at];
+            const uint8_t* stop = run.start + 64 * left < run.stop ? run.start + 64 * left : run.stop;
+            const int64_t n = (stop - run.start + 63) / 64;
+            for (const uint8_t* line = run.start; line < stop; line += 64) __builtin_prefetch(line);
+            left -= n, lines -= n;
+            run.start = stop;
+            if (stop == run.stop) at++;
+        }
+    }
+};
+
+// W keys as columns of K's tile at `out` [depth, kKeys].
+template <class T>
+inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out, Ahead& ahead) {
+    for (int i = 0; i < W; i++) {
+        expand_row((const T*)rows[i], n, s.expanded + i * s.expanded_stride);
+        for (int64_t j = n; j < s.columns; j++) s.expanded[i * s.expanded_stride + j] = 0;
+    }
+    for (int64_t d = 0; d < s.depth; d += W) {
+        vi r[W];
+        for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)s.expanded + i * s.expanded_stride + d);
+        transpose(r);
+        ahead.fetch();
+        for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
+    }
+}
+
+// All keys of V's tile: a row for each, values in their order.
+template <class T>
+inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, AttentionScratch<Floats>& s, Ahead& ahead) {
+    for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
+}
+
+// Which values of a row are the pair at each depth of a 4-bit K tile: four pairs from each 32 bits.
+inline void level_order(const bf16* q, int n, bf16* out) {
+    for (int start = 0; start < n; start += kGroup) {
+        int half = int(smaller(kGroup, n - start)) / 2;
+        for (int j = 0; j < half; j += 4)
+            for (int i = 0; i < 4; i++) {
+                const bf16* first = q + start + j + i / 2 + i % 2 * half;
+                *out++ = first[0];
+                *out++ = first[2];
+            }
+    }
+}
+
+#ifdef BATCHGEN_FAST_BF16
+template <class T>
+inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
+    constexpr bool levels = sizeof(T) == sizeof(Packed4);
+    const int words = levels ? n / 8 : n / 2;  // of 32 bits, of a row
+    for (int d = 0; d < words; d += W) {
+        int count = int(smaller(W, words - d));
+        vi r[W];
+        for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
+        transpose(r);
+        ahead.fetch();
+        if constexpr (levels) {  // in the order of `level_order`
+            for (int i = 0; i < count; i++, out += 4 * s.tile) {
+                store_int(out, nibbles_to_bf16(r[i]));
+                store_int(out + s.tile, nibbles_to_bf16(shift_right_16<4>(r[i])));
+                store_int(out + 2 * s.tile, nibbles_to_bf16(shift_right_16<8>(r[i])));
+                store_int(out + 3 * s.tile, nibbles_to_bf16(shift_right_16<12>(r[i])));
+            }
+        } else {
+            for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
+        }
+    }
+}
+
+template <class T>
+inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, AttentionScratch<Pairs>& s, Ahead& ahead) {
+    for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
+        uint32_t* out = s.v + i / 2 * s.columns;
+        const uint8_t *a = rows[i], *b = rows[i + 1];
+        if constexpr (sizeof(T) == sizeof(Packed4)) {
+            for (int start = 0; start < n; start += kGroup) {
+                int half = int(smaller(kGroup, n - start)) / 2;
+                auto both = [&](int j) {
+                    return pair_bytes(load_bytes_part(a + j, half - j), load_bytes_part(b + j, half - j));
+                };
+                if (half == kGroup / 2) {
+                    for (int j = 0; j < kGroup / 2; j += W) {
+                        const vi bytes = pair_bytes(load_bytes(a + j), load_bytes(b + j));
+                        store_int(out + start + j, nibbles_to_bf16(bytes));
+                        store_int(out + start + kGroup / 2 + j, nibbles_to_bf16(shift_right_16<4>(bytes)));
+                    }
+                } else {  // low halves first: they reach into the place of the high ones
+                    for (int j = 0; j < half; j += W) store_int(out + start + j, nibbles_to_bf16(both(j)));
+                    for (int j = 0; j < half; j += W)
+                        store_int(out + start + half + j, nibbles_to_bf16(shift_right_16<4>(both(j))));
+                }
+                a += half, b += half;
+            }
+        } else {
+            for (int j = 0; j < n; j += 2 * W) {
+                int words = int(smaller(W, (n - j) / 2));
+                vi first, second;
+                interleave(load_int_part((const uint32_t*)(a + 2 * j), words),
+                           load_int_part((const uint32_t*)(b + 2 * j), words), first, second);
+                store_int(out + j, first);
+                if (j + W < n) store_int(out + j + W, second);
+            }
+        }
+    }
+}
+#endif
+
+#ifdef BATCHGEN_FAST_BF16
+// With few query rows, packing would be most of the work: products straight from the rows of K and V. Head sizes are
+// multiples of 32 here.
+
+constexpr int kFewest = 4;
+
+// Scores of W keys for each row of a [rows, a_stride]: out [rows, out_stride].
+template <int Chunks>
+inline void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* const* keys, float* out,
+                       int64_t out_stride) {
+    for (int r = 0; r < rows; r++) {
+        vi q[Chunks];
+#pragma GCC unroll 8
+        for (int c = 0; c < Chunks; c++) q[c] = load_int(a + r * a_stride + c * W);
+        vf all[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            const uint32_t* key = (const uint32_t*)keys[i];
+            all[i] = zero();
+#pragma GCC unroll 8
+            for (int c = 0; c < Chunks; c++) all[i] = dot_pairs(q[c], load_int(key + c * W), all[i]);
+        }
+        store(out + r * out_stride, sums(all));
+    }
+}
+
+// acc [Rows, stride] * change + shares of `keys` rows of V, for Vectors vectors of columns from `column` on.
+template <int Rows, int Vectors>
+inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
+                       int64_t stride, const float* change, Ahead& ahead) {
+    vf all[Rows][Vectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) all[r][v] = mul(load(acc + r * stride + column + v * W), set1(change[r]));
+    }
+    for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
+        vi pairs[Vectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v += 2)
+            interleave(load_int((const uint32_t*)(values[i] + 2 * (column + v * W))),
+                       load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; r++) {
+            const vi share = set1_int(p[r * p_stride + i / 2]);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
+    }
+}
+#endif
+
+// Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
+inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
+    const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
+    for (int g = 0; g < groups; g++) {
+        for (int i = 0; i < keys; i += W) {
+            uint32_t words[W];
+            for (int j = 0; j < W; j++) memcpy(words + j, rows[i + j] + start + 4 * g, 4);
+            vf scales, minimums;
+            split_f16(load_int(words), scales, minimums);
+            store(scale + g * kKeys + i, scales);
+            store(minimum + g * kKeys + i, minimums);
+        }
+    }
+}
+
+// Addresses of the first head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
+inline void key_rows(const KV& kv, const AttentionItem& item, int key, const uint8_t** rows) {
+    const uint8_t* row = nullptr;
+    for (int i = 0; i < kKeys;) {
+        int at = key + i;
+        if (at >= item.last_key) {
+            for (; i < kKeys; i++) rows[i] = row;
+            return;
+        }
+        int offset = at % kv.block_size;
+        int count = int(smaller(smaller(kv.block_size - offset, item.last_key - at), kKeys - i));
+        row = kv.data + int64_t(item.blocks[at / kv.block_size]) * kv.block_bytes + item.first_head * kv.head_bytes +
+              offset * kv.row_bytes;
+        for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
+        row -= kv.row_bytes;
+    }
+}

@@ -1,0 +1,32 @@
+// The largest of a row of logits, and the log of the sum of exponentials.
+
+inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
+    const int64_t n = args.columns;
+    for (; row < stop; row++) {
+        const float* x = args.logits + row * args.stride;
+        float highest = -__builtin_inff();
+        int64_t i = 0;
+        vf best = set1(highest);
+        for (; i + W <= n; i += W) best = max(load(x + i), best);
+        highest = largest(best);
+        for (; i < n; i++) highest = x[i] > highest ? x[i] : highest;
+        int64_t index = 0;
+        while (index < n - 1 && !(x[index] == highest)) index++;
+        args.index[row] = index;
+        args.maximum[row] = highest;
+        if (!args.lse) continue;
+        double total = 0;
+        for (i = 0; i < n;) {  // some at a time: a long sum in fp32 would lose what is added last
+            vf all = zero();
+            for (const int64_t stop = smaller(n / W * W, i + 64 * W); i < stop; i += W)
+                all = add(all, exp(sub(load(x + i), set1(highest))));
+            for (; i < n && i >= n / W * W; i++) {
+                float one[W];
+                store(one, exp(set1(x[i] - highest)));
+                total += one[0];
+            }
+            total += sum(all);
+        }
+        args.lse[row] = highest + float(__builtin_log(total));
+    }
+}

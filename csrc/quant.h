@@ -1,0 +1,96 @@
+// Rows in 4-bit groups, as batchgen/quant.py has them.
+
+constexpr float kMaxF16 = 65504.0f;
+
+inline float f16_value(f16 x) { return value_of(&x); }
+inline f16 to_f16_value(float x) {
+    f16 all[W];
+    store(all, set1(x));
+    return all[0];
+}
+
+// One row of floats, changed (brought within fp16's range). x has room for W values more.
+inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
+    uint8_t* table = packed + nibble_bytes(int(n));
+    for (int64_t start = 0; start < n; start += kGroup, table += 4) {
+        float* group = x + start;
+        const int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
+        float low = kMaxF16, high = -kMaxF16;
+        bool number = true;
+        for (int i = 0; i < size; i++) {
+            float v = group[i];
+            number &= v == v;
+            v = v > kMaxF16 ? kMaxF16 : v < -kMaxF16 ? -kMaxF16 : v;
+            group[i] = v;
+            low = v < low ? v : low;
+            high = v > high ? v : high;
+        }
+        const f16 minimum = to_f16_value(number ? low : __builtin_nanf(""));
+        const float least = f16_value(minimum);
+        f16 scale = to_f16_value(number && high > least ? (high - least) / 15 : number ? 0.0f : __builtin_nanf(""));
+        float step = f16_value(scale);
+        // Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
+        if (least + 15 * step > kMaxF16) scale.bits--, step = f16_value(scale);
+        memcpy(table, &scale, 2);
+        memcpy(table + 2, &minimum, 2);
+        const vf steps = set1(step > 0 ? 1 / step : 0), base = set1(number ? least : 0);
+        float levels[kGroup + 2 * W] = {};
+        for (int i = 0; i < size; i += W) {
+            vf level = round_even(mul(sub(load_part(group + i, size - i), base), steps));
+            store(levels + i, max(min(level, set1(15)), zero()));
+        }
+        for (int i = size; i < 2 * half; i++) levels[i] = 0;
+        for (int i = 0; i < half; i += W) {
+            uint8_t out[W];
+            store_nibbles(out, load(levels + i), load(levels + half + i));
+            memcpy(packed + i, out, smaller(W, half - i));
+        }
+        packed += half;
+    }
+}
+
+template <class T>
+inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
+    const uint8_t* table = packed + nibble_bytes(int(n));
+    for (int64_t start = 0; start < n; start += kGroup, table += 4) {
+        const int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
+        f16 numbers[2];
+        memcpy(numbers, table, 4);
+        const vf scale = set1(f16_value(numbers[0])), minimum = set1(f16_value(numbers[1]));
+        for (int i = 0; i < half; i += W) {
+            const vi bytes = load_bytes_part(packed + i, half - i);
+            store_part(out + start + i, fma(low_nibbles(bytes), scale, minimum), half - i);
+            if (half + i < size)
+                store_part(out + start + half + i, fma(high_nibbles(bytes), scale, minimum), size - half - i);
+        }
+        packed += half;
+    }
+}
+
+inline void quantize(const Quant& args, int64_t row, int64_t stop) {
+    with_type(args.type, [&](auto* type) {
+        using T = __typeof__(*type);
+        for (; row < stop; row++) {
+            uint8_t* packed = args.packed + row * args.row_bytes;
+            for (int64_t start = 0; start < args.columns; start += kGroup) {
+                // A group at a time: its place among the nibbles, and in the table.
+                float values[kGroup + W];
+                const int size = int(smaller(kGroup, args.columns - start)), half = (size + 1) / 2;
+                for (int i = 0; i < size; i += W)
+                    store(values + i, load_part((const T*)args.x + row * args.columns + start + i, size - i));
+                uint8_t group[kGroup / 2 + 4];
+                quantize_row(values, size, group);
+                memcpy(packed + start / 2, group, half);
+                memcpy(packed + nibble_bytes(int(args.columns)) + start / kGroup * 4, group + half, 4);
+            }
+        }
+    });
+}
+
+inline void dequantize(const Quant& args, int64_t row, int64_t stop) {
+    with_type(args.type, [&](auto* type) {
+        using T = __typeof__(*type);
+        for (; row < stop; row++)
+            dequantize_row(args.packed + row * args.row_bytes, args.columns, (T*)args.out + row * args.columns);
+    });
+}
