@@ -117,17 +117,16 @@ class PackedWeight:
     depth: int
     dtype: torch.dtype
     gated: bool
-    exact: bool
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.columns, self.depth
 
 
-def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, exact: bool = False) -> int:
+def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Size of a packed weight: that of the weight itself, but for rounding up; of 16-bit numbers twice as much where the
     instruction set multiplies them as 32-bit ones."""
-    return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated), not exact)
+    return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated))
 
 
 def packed_grows(dtype: torch.dtype) -> bool:
@@ -135,13 +134,11 @@ def packed_grows(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16())
 
 
-def pack(weight: Tensor, *, gated: bool = False, exact: bool = False, out: Tensor | None = None) -> PackedWeight:
-    """gated: for `linear` with "silu_mul". exact: bf16 is multiplied as 32-bit numbers. out: uint8 [packed_bytes], 64-byte
-    aligned."""
+def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    """gated: for `linear` with "silu_mul"."""
     columns, depth = weight.shape
     assert weight.stride(1) == 1
-    if out is None:
-        out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated, exact=exact), dtype=torch.uint8)
+    out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated), dtype=torch.uint8)
     _kernels.pack(
         weight.data_ptr(),
         weight.stride(0),
@@ -149,10 +146,9 @@ def pack(weight: Tensor, *, gated: bool = False, exact: bool = False, out: Tenso
         depth,
         TYPES[weight.dtype],
         _gate(gated),
-        not exact,
         out.data_ptr(),
     )
-    return PackedWeight(out, columns, depth, weight.dtype, gated, exact)
+    return PackedWeight(out, columns, depth, weight.dtype, gated)
 
 
 def linear(
@@ -187,7 +183,6 @@ def linear(
         depth,
         TYPES[x.dtype],
         packed,
-        not (packed and weight.exact),
         ACTIVATIONS[activation],
         _address(bias),
         _address(residual),

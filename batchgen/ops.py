@@ -108,7 +108,7 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
     q, k, v = rotary(qkv, heads, kv_heads, turned=turned, **options)
     if turned:
         k, v = quantize(k), quantize(v)
-    write_kv(kv, slots, k, v)
+    write_kv(kv, kv_rows(slots.numpy(), kv_heads, kv.shape[3]), k, v)
     return q
 
 
@@ -176,11 +176,10 @@ def kv_rows(slots: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
     return torch.from_numpy(rows.reshape(-1))
 
 
-def write_kv(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Stores new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `slots` of a layer's KV."""
+def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Stores new tokens' K and V [tokens, kv_heads, width], in the format of the KV, at `rows` (of `kv_rows`) of a layer's KV."""
     _, _, kv_heads, block_size, width = kv.shape
     flat = kv.view(-1, width)
-    rows = kv_rows(slots.numpy(), kv_heads, block_size)
     flat.index_copy_(0, rows, k.reshape(-1, width))
     flat.index_copy_(0, rows + kv_heads * block_size, v.reshape(-1, width))
 

@@ -122,7 +122,7 @@ int64_t num_panels(const Kernels& kernels, const Linear& args) {
 }
 
 int64_t packed_depth(const Kernels& kernels, const Linear& args) {
-    const bool pairs = args.type == Type::BF16 && kernels.fast_bf16 && args.fast;
+    const bool pairs = args.type == Type::BF16 && kernels.fast_bf16;
     return pairs ? (args.depth + 1) / 2 : args.depth;
 }
 
@@ -204,31 +204,30 @@ PYBIND11_MODULE(_kernels, m) {
         return std::make_unique<Ticket>(work, loop, plan);
     });
 
-    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, int activation, bool fast) {
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, int activation) {
         Linear args{};
         args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
-        args.fast = fast;
         const Kernels& kernels = active_kernels();
         return num_panels(kernels, args) * packed_depth(kernels, args) * kernels.panel * 4;
     });
-    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, int activation, bool fast, Address out) {
+    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, int activation, Address out) {
         Linear args{};
         args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
-        args.activation = Activation(activation), args.fast = fast;
+        args.activation = Activation(activation);
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(num_panels(kernels, args), depth * kernels.panel,
                   [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at<uint32_t>(out)); });
     });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-                       int type, bool packed, bool fast, int activation, Address bias, Address residual,
+                       int type, bool packed, int activation, Address bias, Address residual,
                        int64_t residual_stride, Address out, int64_t out_stride, int out_type) {
         Linear args{};
         args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
         args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
         args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-        args.packed = packed, args.fast = fast;
+        args.packed = packed;
         py::gil_scoped_release release;
         run_linear(args);
     });

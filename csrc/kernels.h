@@ -74,7 +74,6 @@ struct Linear {
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
     bool packed;
-    bool fast;  // bf16 products in pairs, where the instruction set has them
 };
 
 // ---- around them ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ constexpr int64_t kDepthBlock = 1024;  // of 32 bits: a panel of it stays in a c
 template <class F>
 inline auto with_products(const Linear& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
-    if (args.type == Type::BF16 && args.fast) return f.template operator()<Pairs, bf16>();
+    if (args.type == Type::BF16) return f.template operator()<Pairs, bf16>();
 #endif
     switch (args.type) {
         case Type::BF16: return f.template operator()<Floats, bf16>();

@@ -4,15 +4,13 @@ windows; what both it and the kernels (test_kernels.py) rest on."""
 import numpy as np
 import pytest
 import torch
+from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import ops, reference
 from batchgen.attention_plan import (
     SequenceSlice,
-    SharedGroup,
-    find_shared_groups,
-    order_sequences,
     plan_attention,
 )
 from batchgen.quant import dequantize, quantize, row_bytes
@@ -40,55 +38,16 @@ def sweeps(draw):
     return prefix_blocks, sequences, window, heads, draw(st.integers(0, 2**20))
 
 
-def build(prefix_blocks, sequences, seed):
-    rng = np.random.default_rng(seed)
-    total = prefix_blocks + sum(-(-(q + c) // BLOCK) for q, c, _ in sequences)
-    numbers = list(rng.permutation(total + 3))
-    prefix = [numbers.pop() for _ in range(prefix_blocks)]
-    slices, matched = [], []
-    for queries, cached, shares in sequences:
-        own = [numbers.pop() for _ in range(-(-(queries + cached) // BLOCK))]
-        table = np.array(prefix + own if shares else own, dtype=np.int32)
-        slices.append(SequenceSlice(queries, cached + (prefix_blocks * BLOCK if shares else 0), table))
-        matched.append(prefix_blocks if shares else 0)
-    return slices, matched, total + 3
-
-
-def attended(q, kv, slices, window):
-    """Plain attention in float64, one sequence at a time."""
-    k_cache, v_cache = kv.unbind(1)
-    kv_heads = k_cache.shape[1]
-    out, row = [], 0
-    for s in slices:
-        blocks = torch.from_numpy(s.blocks.astype(np.int64))
-        k = k_cache[blocks].transpose(1, 2).reshape(-1, kv_heads, k_cache.shape[3])[: s.num_keys].double()
-        v = v_cache[blocks].transpose(1, 2).reshape(-1, kv_heads, k_cache.shape[3])[: s.num_keys].double()
-        queries = q[row : row + s.num_queries].double()
-        row += s.num_queries
-        group = q.shape[1] // kv_heads
-        scores = torch.einsum("qhd,khd->hqk", queries, k.repeat_interleave(group, 1))
-        distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
-        hidden = (distance < 0) | (distance >= (window or 10**9))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1))
-    return torch.cat(out)
-
-
 def run(case, dtype, head_dim=32):
     prefix_blocks, sequences, window, (heads, kv_heads), seed = case
-    slices, matched, num_blocks = build(prefix_blocks, sequences, seed)
-    groups = find_shared_groups(slices, matched, BLOCK)
-    order = order_sequences(slices, groups)
-    place = {i: p for p, i in enumerate(order)}
-    slices = [slices[i] for i in order]
-    groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
+    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, BLOCK, seed)
     plan = plan_attention(slices, groups, block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
     torch.manual_seed(seed)
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
     kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
     got = reference.paged_attention(q, kv, reference.prepare_attention(plan, kv_heads, BLOCK, dtype))
-    return got.flatten(1).double(), attended(q, kv, slices, window), plan
+    return got.double(), attended(q, kv.float(), slices, window), plan
 
 
 @settings(max_examples=120, deadline=None)
@@ -156,7 +115,7 @@ def test_write_kv_round_trip(num_slots):
     slots = rng.permutation(8 * BLOCK)[:num_slots]
     kv = torch.zeros(8, 2, 3, BLOCK, 4)
     k, v = torch.randn(num_slots, 3, 4), torch.randn(num_slots, 3, 4)
-    ops.write_kv(kv, torch.from_numpy(slots), k, v)
+    ops.write_kv(kv, ops.kv_rows(slots, 3, BLOCK), k, v)
     for i, slot in enumerate(slots):
         assert torch.equal(kv[slot // BLOCK, 0, :, slot % BLOCK], k[i])
         assert torch.equal(kv[slot // BLOCK, 1, :, slot % BLOCK], v[i])

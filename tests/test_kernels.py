@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +19,7 @@ from batchgen.attention_plan import (
     DecodeGroup,
     PrefillItem,
     SequenceSlice,
-    SharedGroup,
     SharedItem,
-    find_shared_groups,
-    order_sequences,
     plan_attention,
 )
 
@@ -71,44 +69,6 @@ def sweeps(draw):
         draw(st.sampled_from([16, 16, 16, 8, 32])),
         draw(st.integers(0, 2**20)),
     )
-
-
-def laid_out(prefix_blocks, sequences, block_size, seed):
-    """Sequences in packing order with random blocks; groups; blocks there are."""
-    rng = np.random.default_rng(seed)
-    total = prefix_blocks + sum(-(-(q + c) // block_size) for q, c, _ in sequences)
-    numbers = list(rng.permutation(total + 2))
-    prefix = [numbers.pop() for _ in range(prefix_blocks)]
-    slices, matched = [], []
-    for queries, cached, shares in sequences:
-        own = [numbers.pop() for _ in range(-(-(queries + cached) // block_size))]
-        table = np.array(prefix + own if shares else own, dtype=np.int32)
-        slices.append(SequenceSlice(queries, cached + (prefix_blocks * block_size if shares else 0), table))
-        matched.append(prefix_blocks if shares else 0)
-    groups = find_shared_groups(slices, matched, block_size)
-    order = order_sequences(slices, groups)
-    place = {i: p for p, i in enumerate(order)}
-    groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
-    return [slices[i] for i in order], groups, total + 2
-
-
-def attended(q, kv, slices, window):
-    """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, block_size, head_dim]."""
-    out, row = [], 0
-    for s in slices:
-        k, v = (
-            part[torch.from_numpy(s.blocks.astype(np.int64))].transpose(1, 2).flatten(0, 1)[: s.num_keys].double()
-            for part in kv.unbind(1)
-        )
-        queries = q[row : row + s.num_queries].double()
-        row += s.num_queries
-        group = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", queries, k.repeat_interleave(group, 1))
-        distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
-        hidden = (distance < 0) | (distance >= (window or 10**9))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
-    return torch.cat(out)
 
 
 def paged(kv, kv_format):
@@ -261,10 +221,10 @@ linear_shapes = st.tuples(
     st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["plain", "packed", "exact"]),
+    st.booleans(),
     st.integers(0, 2**20),
 )
-def test_linear(shape, dtype, activation, with_bias, with_residual, packing, seed):
+def test_linear(shape, dtype, activation, with_bias, with_residual, packed, seed):
     rows, columns, depth = shape
     out_columns = columns
     if activation == "silu_mul":
@@ -284,7 +244,7 @@ def test_linear(shape, dtype, activation, with_bias, with_residual, packing, see
         }[activation](expected)  # fmt: skip
     if with_residual:
         expected += residual.double()
-    weight = w if packing == "plain" else kernels.pack(w, gated=activation == "silu_mul", exact=packing == "exact")
+    weight = kernels.pack(w, gated=activation == "silu_mul") if packed else w
     got = kernels.linear(x, weight, bias, activation=activation, residual=residual)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])

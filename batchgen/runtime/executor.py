@@ -114,7 +114,10 @@ class Executor:
         parts = {}
         for segment in packed.segments:
             plans = {window: self._prepared(plan) for window, plan in segment.plans.items()}
-            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots), plans)
+            rows = None
+            if segment.place == "delegated":
+                rows = ops.kv_rows(segment.slots, self.config.num_kv_heads, self.kv_cache.shape.block_size)
+            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots), rows, plans)
         moves = self.kv_cache.prepare(packed.staging) if packed.staging else None
         return _Batch(packed, torch.from_numpy(packed.positions), parts, moves, on_host)
 
@@ -213,7 +216,7 @@ class Executor:
         if packed:
             k, v = ops.quantize(k), ops.quantize(v)
         b.sent_q = d2h.bring(q)
-        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.slots, d2h.bring(k), d2h.bring(v))
+        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.rows, d2h.bring(k), d2h.bring(v))
 
     def _cpu_attention(self, step: Step, b: _Batch) -> None:
         kv = self.kv_cache.pools["cpu"][step.layer]
@@ -302,6 +305,7 @@ class _Part:
 
     segment: Segment
     slots: Tensor
+    rows: Tensor | None  # of the slots, where K and V go to host memory by themselves
     plans: Mapping[int | None, ops.PreparedAttention]
 
 
