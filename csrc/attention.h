@@ -5,14 +5,20 @@
 // Of 4-bit KV the levels themselves are multiplied. With k = scale * level + minimum for each key,
 //   q.k = scale * (q.level) + minimum * sum(q),   sum p v = sum (p scale) level + sum (p minimum).
 
-// exp(score - highest), to the precision of the products it goes into.
+// exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
 template <class M>
-inline vf exp_share(vf score, vf highest) {
+struct Share {
+    static constexpr bool kRough = M::kPair == 2;
+    vf highest;
+    // A row that has seen nothing yet has no score above kLowest.
+    explicit Share(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
+    vf operator()(vf score) const {
 #ifdef BATCHGEN_FAST_BF16
-    if constexpr (M::kPair == 2) return exp_rough(sub(score, highest));
+        if constexpr (kRough) return exp2_rough(fma(score, set1(kLog2E), highest));
 #endif
-    return exp(sub(score, highest));
-}
+        return exp(sub(score, highest));
+    }
+};
 
 template <class M, class T>
 struct Attend {
@@ -222,8 +228,8 @@ struct Attend {
             const int64_t own = int64_t(item.causal) + (first + r) / group;
             const int64_t stop = smaller(count_keys, own + 1 - key), from = own - item.window + 1 - key;
             float* row = s.s + r * s.tile;
-            for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = -__builtin_inff();
-            for (int64_t i = 0; i < smaller(from, keys); i++) row[i] = -__builtin_inff();
+            for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = kLowest;
+            for (int64_t i = 0; i < smaller(from, keys); i++) row[i] = kLowest;
         }
     }
 
@@ -240,10 +246,10 @@ struct Attend {
         for (int r = 0; r < rows_now; r++) {
             float* row = s.s + r * s.tile;
             typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
-            const vf now = set1(highest[r]);
+            const Share<M> share_of(highest[r]);
             vf all = mul(load(totals + r * W), set1(s.change[r]));
             for (int i = 0; i < keys; i += W) {
-                vf share = exp_share<M>(load(row + i), now);
+                vf share = share_of(load(row + i));
                 all = add(all, share);
                 if (kLevels) store(row + i, share);
                 else store(p + i, share);

@@ -19,7 +19,7 @@ enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMu
 
 constexpr int kGroup = 64;  // values of a 4-bit group
 constexpr int kMaxHeadDim = 256;
-constexpr int kTileRows = 72;  // rows of queries that attention works on at once: whole tiles of 12 or 6
+constexpr int kTileRows = 288;  // rows of queries that attention works on with one packing of K and V: whole tiles of 12 or 6
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
 constexpr int kNoWindow = INT32_MAX;
 

@@ -40,6 +40,8 @@ inline auto with_type(Type type, F f) {
     }
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 #ifdef BATCHGEN_SCALES_BY_POW2
 // Of at least -104, where nothing is left of exp(x).
 inline vf exp_argument(vf x) { return max(set1(-104), x); }
@@ -56,7 +58,7 @@ inline vf times_pow2(vf x, vf p, vf n) {
 
 // Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too.
 inline vf exp(vf x) {
-    const vf bounded = exp_argument(x), n = round_even(mul(bounded, set1(1.44269504f)));
+    const vf bounded = exp_argument(x), n = round_even(mul(bounded, set1(kLog2E)));
     vf r = fma(n, set1(-0.693359375f), bounded);
     r = fma(n, set1(2.12194440e-4f), r);
     // Taylor's polynomial of degree 7: |r| <= ln(2) / 2.
@@ -71,16 +73,17 @@ inline vf exp(vf x) {
     return times_pow2(x, p, n);
 }
 
-// Within 5e-5 of itself: enough for what is rounded to bf16.
-inline vf exp_rough(vf x) {
-    const vf power = mul(exp_argument(x), set1(1.44269504f)), n = round_even(power), r = sub(power, n);
-    vf p = set1(0.0096181291f);  // Taylor's polynomial of 2^r, |r| <= 1 / 2
-    p = fma(p, r, set1(0.0555041087f));
-    p = fma(p, r, set1(0.2402265070f));
-    p = fma(p, r, set1(0.6931471806f));
-    p = fma(p, r, set1(1));
-    return times_pow2(x, p, n);
+#ifdef BATCHGEN_SCALES_BY_POW2
+// 2^x within 8e-5 of itself: enough for what is rounded to bf16. x is finite.
+inline vf exp2_rough(vf x) {
+    const vf n = round_even(x), r = sub(x, n);
+    vf p = set1(0.055171682f);  // minimax in relative error, |r| <= 1 / 2
+    p = fma(p, r, set1(0.242611165f));
+    p = fma(p, r, set1(0.693260992f));
+    p = fma(p, r, set1(0.999928072f));
+    return scale_by_pow2(p, n);
 }
+#endif
 
 inline vf sigmoid(vf x) { return div(set1(1), add(set1(1), exp(sub(zero(), x)))); }
 

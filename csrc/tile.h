@@ -33,6 +33,7 @@ __attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const u
     const uint32_t* row[kPointers];
 #pragma GCC unroll 4
     for (int i = 0; i < kPointers; i++) row[i] = a + 3 * i * a_stride;
+#pragma GCC unroll 4
     for (int64_t d = 0; d < depth; d++) {
         vi columns[NR];
 #pragma GCC unroll 4
