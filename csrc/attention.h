@@ -27,57 +27,64 @@ struct Attend {
     AttentionScratch<M> s;
     const int n, group, groups;
     AttentionItem item;
-    // The rows under way: [start, start + count) of each head, row r being head r % group of token r / group. What is
-    // carried along is kept for all heads, one after the other.
+    AttentionSpan span;  // that is under way
+    // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r / group. What
+    // is carried along is kept for all heads, one after the other.
     int start, count;
-    int at, rows_now;  // of those the ones whose scores there are
+    int at, rows_now;  // of the span's rows the ones whose scores there are
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
         : args(args), s(args, carve), n(args.kv.head_dim), group(args.heads / args.kv.kv_heads),
           groups((args.kv.head_dim + kGroup - 1) / kGroup) {}
 
-    int first_token() const { return start / group; }
-    int last_token() const { return (start + count - 1) / group; }
+    int rows() const { return item.num_tokens * group; }
 
     void run(const AttentionItem& given, const AttentionItem* next) {
         item = given;
-        for (int all = item.num_tokens * group, row = 0; row < all; row += kTileRows) {
-            start = row, count = int(smaller(kTileRows, all - row));
-            rows(row + kTileRows < all ? nullptr : next);
-        }
-    }
-
-    void rows(const AttentionItem* next) {
-        const int held = item.num_heads * count;
+        const int held = item.num_heads * rows();
         load_queries();
         for (int r = 0; r < held; r++) s.highest[r] = kLowest;
         memset(s.total, 0, held * W * sizeof(float));
         memset(s.acc, 0, held * s.columns * sizeof(float));
         if (kLevels) memset(s.least, 0, held * kGroups * sizeof(float));
+        for (int i = 0; i < item.num_spans; i++) {
+            span = item.spans[i];
+            start = span.first_token * group, count = span.num_tokens * group;
+            if (i + 1 < item.num_spans) see(item.spans + i + 1, item);
+            else see(next ? next->spans : nullptr, next ? *next : item);
+        }
+        for (int h = 0; h < item.num_heads; h++) {
+            if (item.partial_row < 0) write(h);
+            else write_partial(h);
+        }
+    }
+
+    // Attends to a span; next: what comes then, of next_item.
+    void see(const AttentionSpan* next, const AttentionItem& next_item) {
         // What the last row sees last, and the first row first.
-        const int64_t last = smaller(item.last_key, int64_t(item.causal) + last_token() + 1);
-        int64_t first = int64_t(item.causal) + first_token() - item.window + 1;
-        first = first > item.first_key ? first : item.first_key;
+        const int64_t last = smaller(span.last_key, int64_t(span.causal) + span.num_tokens);
+        int64_t first = int64_t(span.causal) - span.window + 1;
+        first = first > span.first_key ? first : span.first_key;
         const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
         s.tile = count > kFewRows ? kKeys : kFewKeys;
-        if (first < last) key_rows(args.kv, item, int(first), now);
+        if (first < last) key_rows(args.kv, span, item.first_head, int(first), now);
         for (int64_t key = first; key < last; key += s.tile) {
             const int count_keys = int(smaller(s.tile, last - key)), whole = int(round_up(count_keys, W));
             ahead.clear();
             if (key + s.tile < last) {
-                key_rows(args.kv, item, int(key) + s.tile, coming);
+                key_rows(args.kv, span, item.first_head, int(key) + s.tile, coming);
                 look_ahead(coming, int(smaller(s.tile, last - key - s.tile)), item.num_heads);
             } else if (next && next->first_key < next->last_key) {
-                key_rows(args.kv, *next, next->first_key, coming);
-                look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next->num_heads);
+                key_rows(args.kv, *next, next_item.first_head, next->first_key, coming);
+                look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next_item.num_heads);
             }
             for (int h = 0; h < item.num_heads; h++) {
                 for (int i = 0; i < whole; i++) {
                     keys[i] = now[i] + h * args.kv.head_bytes;
                     values[i] = keys[i] + args.kv.value_offset;
                 }
-                const int held_row = h * count, left = 2 * (item.num_heads - h);
+                const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
                 if (few()) {
                     at = 0, rows_now = count;
                     few_rows(held_row, int(key), count_keys, whole, keys, values, left);
@@ -95,7 +102,7 @@ struct Attend {
                 // Some rows at a time, so that their scores and shares stay in the nearest cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce) {
                     rows_now = int(smaller(kRowsAtOnce, count - at));
-                    const int64_t seen = int64_t(item.causal) + (start + at + rows_now - 1) / group + 1 - key;
+                    const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
                     if (seen <= 0) continue;
                     const int count_seen = int(smaller(count_keys, seen)), whole_seen = int(round_up(count_seen, W));
                     scores(held_row + at, whole_seen);
@@ -105,10 +112,6 @@ struct Attend {
                 }
             }
             memcpy(now, coming, sizeof now);
-        }
-        for (int h = 0; h < item.num_heads; h++) {
-            if (item.partial_row < 0) write(h);
-            else write_partial(h);
         }
     }
 
@@ -168,12 +171,12 @@ struct Attend {
     void load_queries() {
         with_type(args.type, [&](auto* type) {
             for (int h = 0; h < item.num_heads; h++)
-                for (int r = 0; r < count; r++)
-                    load_query((decltype(type))args.q + (item.first_token + (start + r) / group) * args.q_stride + head(h, r) * n,
-                               h * count + r);
+                for (int r = 0; r < rows(); r++)
+                    load_query((decltype(type))args.q + (item.first_token + r / group) * args.q_stride + head(h, r) * n,
+                               h * rows() + r);
         });
     }
-    int64_t head(int h, int r) const { return int64_t(item.first_head + h) * group + (start + r) % group; }
+    int64_t head(int h, int r) const { return int64_t(item.first_head + h) * group + r % group; }
 
     template <class Q>
     void load_query(const Q* q, int r) {
@@ -220,13 +223,13 @@ struct Attend {
 
     // Keys that a row does not see.
     void mask(int key, int count_keys, int keys) {
-        const int first = start + at, last = first + rows_now - 1;
-        const bool whole = key + count_keys - 1 <= int64_t(item.causal) + first / group &&
-                           key > int64_t(item.causal) + last / group - item.window;
+        const int last = at + rows_now - 1;
+        const bool whole = key + count_keys - 1 <= int64_t(span.causal) + at / group &&
+                           key > int64_t(span.causal) + last / group - span.window;
         if (whole && count_keys == keys) return;
         for (int r = 0; r < rows_now; r++) {
-            const int64_t own = int64_t(item.causal) + (first + r) / group;
-            const int64_t stop = smaller(count_keys, own + 1 - key), from = own - item.window + 1 - key;
+            const int64_t own = int64_t(span.causal) + (at + r) / group;
+            const int64_t stop = smaller(count_keys, own + 1 - key), from = own - span.window + 1 - key;
             float* row = s.s + r * s.tile;
             for (int64_t i = stop < 0 ? 0 : stop; i < keys; i++) row[i] = kLowest;
             for (int64_t i = 0; i < smaller(from, keys); i++) row[i] = kLowest;
@@ -289,9 +292,9 @@ struct Attend {
 
     void write(int h) {
         with_type(args.type, [&](auto* type) {
-            for (int r = 0; r < count; r++) {
-                auto* out = (decltype(type))args.out + (item.first_token + (start + r) / group) * args.out_stride + head(h, r) * n;
-                const int held_row = h * count + r;
+            for (int r = 0; r < rows(); r++) {
+                auto* out = (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
+                const int held_row = h * rows() + r;
                 // A row that sees nothing is zero, not 0 / 0.
                 const float total = sum(load(s.total + held_row * W));
                 const vf scale = set1(total > 0 ? 1 / total : 0);
@@ -301,9 +304,9 @@ struct Attend {
     }
 
     void write_partial(int h) {
-        for (int r = 0; r < count; r++) {
-            float* out = args.partial + (item.partial_row + h * item.num_tokens * group + start + r) * (n + 2);
-            const int held_row = h * count + r;
+        for (int r = 0; r < rows(); r++) {
+            const int held_row = h * rows() + r;
+            float* out = args.partial + (item.partial_row + held_row) * (n + 2);
             for (int i = 0; i < n; i += W) store_part(out + i, result(held_row, i), n - i);
             out[n] = s.highest[held_row], out[n + 1] = sum(load(s.total + held_row * W));
         }

@@ -71,7 +71,7 @@ struct Ahead {
     struct Run {
         const uint8_t *start, *stop;
     };
-    Run runs[2 * kKeys * kTileRows];
+    Run runs[2 * kKeys * kMostHeads];
     int count, at;
     int64_t lines, each;
 
@@ -266,19 +266,18 @@ inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scal
     }
 }
 
-// Addresses of the first head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
-inline void key_rows(const KV& kv, const AttentionItem& item, int key, const uint8_t** rows) {
+// Addresses of a head's rows of K for keys [key, key + kKeys); from last_key on that of the last one.
+inline void key_rows(const KV& kv, const AttentionSpan& span, int head, int key, const uint8_t** rows) {
     const uint8_t* row = nullptr;
     for (int i = 0; i < kKeys;) {
         int at = key + i;
-        if (at >= item.last_key) {
+        if (at >= span.last_key) {
             for (; i < kKeys; i++) rows[i] = row;
             return;
         }
         int offset = at % kv.block_size;
-        int count = int(smaller(smaller(kv.block_size - offset, item.last_key - at), kKeys - i));
-        row = kv.data + int64_t(item.blocks[at / kv.block_size]) * kv.block_bytes + item.first_head * kv.head_bytes +
-              offset * kv.row_bytes;
+        int count = int(smaller(smaller(kv.block_size - offset, span.last_key - at), kKeys - i));
+        row = kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes + offset * kv.row_bytes;
         for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
         row -= kv.row_bytes;
     }

@@ -50,13 +50,13 @@ struct Attending {
     const Kernels& kernels;
     Attention args;
     const AttentionPlan& plan;
-    std::vector<float> partial;
+    std::unique_ptr<float[]> partial;
     std::vector<int64_t> pieces;  // where each begins among the items, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
     Attending(const Attention& given, const AttentionPlan& plan) : kernels(active_kernels()), args(given), plan(plan) {
-        partial.resize(plan.partial_rows() * (args.kv.head_dim + 2));
-        args.partial = partial.data();
+        partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // not filled
+        args.partial = partial.get();
         // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in already.
         const int64_t most = std::min<int64_t>(plan.cost() / (16 * num_threads()), kPieceCost);
         int64_t cost = most;

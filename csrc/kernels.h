@@ -19,7 +19,8 @@ enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMu
 
 constexpr int kGroup = 64;  // values of a 4-bit group
 constexpr int kMaxHeadDim = 256;
-constexpr int kTileRows = 288;  // rows of queries that attention works on with one packing of K and V: whole tiles of 12 or 6
+constexpr int kTileRows = 288;  // rows of queries that attention packs K and V for: whole tiles of 12 or 6
+constexpr int kMostHeads = 64;  // of an item
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
 constexpr int kNoWindow = INT32_MAX;
 
@@ -46,12 +47,19 @@ struct Attention {
     float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of shares
 };
 
-// Some query tokens, some KV heads and a range of keys. Token i (from first_token) sees the keys k of [first_key, last_key)
-// with k <= causal + i and k > causal + i - window. With several heads all rows are in one tile (kTileRows).
-struct AttentionItem {
-    int32_t first_token, num_tokens, first_head, num_heads;
+// A range of keys for some of an item's tokens [first_token, first_token + num_tokens), counted from the item's first. Token i
+// of them sees the keys k of [first_key, last_key) with k <= causal + i and k > causal + i - window.
+struct AttentionSpan {
+    int32_t first_token, num_tokens;
     int32_t first_key, last_key, causal, window;
     const int32_t* blocks;
+};
+
+// Some query tokens and KV heads, at most kTileRows rows in all, and their keys.
+struct AttentionItem {
+    int32_t first_token, num_tokens, first_head, num_heads;
+    const AttentionSpan* spans;
+    int32_t num_spans;
     int64_t partial_row;  // of [heads, tokens, group] rows, or -1: these are all of the tokens' keys
 };
 

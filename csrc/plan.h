@@ -11,8 +11,9 @@ namespace batchgen {
 // What an item takes, in some unit.
 int64_t cost(const AttentionItem& item);
 
-// Tokens are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal size. Neither
-// depends on what else is in the batch, or on the number of threads: nor does the result.
+// Tokens of prompts are cut so that their rows fill a tile of the kernel; keys of a single query into parts of equal size. With
+// shared keys, tokens of several prompts fill a tile together, and each goes on to its own keys. A row's result depends on
+// its own keys and where they are shared, not on what else is in the batch or on the number of threads.
 class AttentionPlan {
   public:
     // row_bytes: of K of one token and KV head.
@@ -23,7 +24,7 @@ class AttentionPlan {
                     const int64_t* first_key);
     // Queries [start, stop) of one sequence, the first at key `offset`; window: keys that each sees, or 0: all before it.
     void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
-    // Queries [start, stop) of several sequences that see every key of the blocks.
+    // Queries [start, stop) of several sequences that see every key of the blocks, beside the rest of their own.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
     // Puts items in order; call once, after the last of them.
     void finish();
@@ -39,13 +40,30 @@ class AttentionPlan {
     const std::vector<int64_t>& merge_rows() const { return merge_rows_; }
 
   private:
-    void add(int first_token, int num_tokens, int first_key, int last_key, int64_t causal, int64_t window,
-             const int32_t* blocks);
+    // Queries [start, stop) of a sequence at keys `offset`.. of `blocks`, its own ones, or what several sequences share.
+    struct Prompt {
+        int start, stop;
+        const int32_t* blocks;
+        int offset, window;
+    };
+    struct Shared {
+        int start, stop;
+        const int32_t* blocks;
+        int num_keys;
+    };
+
+    void add(int first_token, int num_tokens, std::vector<AttentionSpan> spans);
+    void cut_prompts();
+    void add_prompts(const Shared* shared, int start, int stop);
+    void mark_partial();
     const int32_t* keep(const int32_t* blocks, int count);
 
     int kv_heads_, group_, block_size_, most_heads_, num_tokens_ = 0;
     int64_t partial_rows_ = 0, cost_ = 0;
     std::vector<std::unique_ptr<int32_t[]>> blocks_;
+    std::vector<std::unique_ptr<AttentionSpan[]>> spans_;
+    std::vector<Prompt> prompts_;  // by their tokens
+    std::vector<Shared> shared_;
     std::vector<AttentionItem> items_;
     std::vector<Merge> merges_;
     std::vector<int64_t> merge_rows_;
