@@ -197,11 +197,13 @@ def linear(
 # Around them.
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     columns = x.shape[-1]
+    assert out.is_contiguous()
     _kernels.norm(
         rows.data_ptr(),
         rows.stride(0),

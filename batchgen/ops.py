@@ -32,15 +32,18 @@ def linear(
     *,
     activation: str | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """activation(x weightᵀ + bias) + residual, for x [tokens, depth] and weight [columns, depth].
+
+    out: where it goes, of x's dtype; it may be the residual itself. out_dtype: of a new tensor.
 
     activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the weight's first half of columns times the
     second one. On the CPU a row's result is the same whatever rows are beside it.
     """
     compute = kernels.linear if x.device.type == "cpu" else reference.linear
-    return compute(x, weight, bias, activation=activation, residual=residual, out_dtype=out_dtype)
+    return compute(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False) -> Weight:
@@ -55,9 +58,9 @@ def weight_bytes(weight: Weight) -> int:
     return (weight.data if isinstance(weight, PackedWeight) else weight).nbytes
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension; with a bias, LayerNorm. Sums in fp32."""
-    return (kernels.norm if x.device.type == "cpu" else reference.norm)(x, weight, bias, eps)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last dimension; with a bias, LayerNorm. Sums in fp32. out: where it goes, x perhaps."""
+    return (kernels.norm if x.device.type == "cpu" else reference.norm)(x, weight, bias, eps, out)
 
 
 # Attention.

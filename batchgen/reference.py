@@ -176,6 +176,7 @@ def linear(
     *,
     activation: str | None = None,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `ops.linear`."""
@@ -187,6 +188,8 @@ def linear(
         y = _ACTIVATIONS[activation](y)
     if residual is not None:
         y = residual + y
+    if out is not None:
+        return out.copy_(y)
     return y if out_dtype is None else y.to(out_dtype)
 
 
@@ -197,11 +200,11 @@ _ACTIVATIONS = {
 }
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """As `ops.norm`."""
-    if bias is None:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    shape = (x.shape[-1],)
+    y = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
+    return y if out is None else out.copy_(y)
 
 
 def rotary(

@@ -185,11 +185,9 @@ class Executor:
 
     def _pre(self, step: Step, b: _Batch) -> None:
         tensors = self.weights.layer(step.layer, step.slot)
-
-        def pre(tokens: slice) -> Tensor:
-            return layers.pre_attention(self.config, tensors, b.hidden[tokens])
-
-        b.qkv = self._in_chunks(pre, len(b.hidden))
+        b.qkv = b.hidden.new_empty(len(b.hidden), self.config.qkv_size)
+        for tokens in self._chunks(len(b.hidden)):
+            layers.pre_attention(self.config, tensors, b.hidden[tokens], b.qkv[tokens])
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
@@ -235,25 +233,15 @@ class Executor:
             sampled = torch.from_numpy(b.packed.sampled_rows)
             attention, hidden = attention[sampled], hidden[sampled]
         tensors = self.weights.layer(step.layer, step.slot)
+        for tokens in self._chunks(len(hidden)):
+            layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
+        b.hidden = hidden
 
-        def post(tokens: slice) -> Tensor:
-            return layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens])
-
-        b.hidden = self._in_chunks(post, len(hidden))
-
-    def _in_chunks(self, compute: Callable[[slice], Tensor], num_tokens: int) -> Tensor:
-        """compute(tokens) for all of them, a chunk at a time."""
+    def _chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Tokens that go through a layer's products together."""
         count = self._chunk_tokens or num_tokens
-        if num_tokens <= count:
-            return compute(slice(0, num_tokens))
-        whole = None
         for start in range(0, num_tokens, count):
-            tokens = slice(start, min(start + count, num_tokens))
-            made = compute(tokens)
-            if whole is None:
-                whole = made.new_empty(num_tokens, *made.shape[1:])
-            whole[tokens] = made
-        return whole
+            yield slice(start, min(start + count, num_tokens))
 
     def _load_head(self, step: Step, b: _Batch) -> None:
         self.weights.load_head(step.layer, step.slot)

@@ -47,7 +47,7 @@ class ChannelImportance:
             seen[name] = _bounded(x.float().square().mean(0))
 
         with torch.inference_mode():
-            qkv = pre_attention(config, weights, self._hidden, on_input)
+            qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
             options = rotary_options(config, weights, self._rope, self._positions)
             q, k, v = (
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
@@ -55,7 +55,7 @@ class ChannelImportance:
             )
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-            self._hidden = post_attention(config, weights, self._hidden, attended, on_input)
+            self._hidden = post_attention(config, weights, self._hidden, attended, on_input=on_input)
         return seen
 
 

@@ -33,9 +33,9 @@ def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = No
     return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
 
 
-def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
     bias = weights[f"{name}.bias"] if config.norm == "layer" else None
-    return ops.norm(x, weights[f"{name}.weight"], bias, config.norm_eps)
+    return ops.norm(x, weights[f"{name}.weight"], bias, config.norm_eps, out)
 
 
 def rope_table(config: ModelConfig, num_positions: int) -> Rope:
@@ -56,10 +56,16 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     return hidden
 
 
-def pre_attention(config: ModelConfig, weights: Weights, hidden: Tensor, on_input: OnInput | None = None) -> Tensor:
+def pre_attention(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    out: Tensor | None = None,
+    on_input: OnInput | None = None,
+) -> Tensor:
     """Fused queries, keys and values [tokens, qkv] of hidden [tokens, hidden]."""
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
-    return linear(weights, "qkv", x, on_input)
+    return linear(weights, "qkv", x, on_input, out=out)
 
 
 def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict:
@@ -74,19 +80,25 @@ def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, pos
 
 
 def post_attention(
-    config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor, on_input: OnInput | None = None
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    attention: Tensor,
+    out: Tensor | None = None,
+    on_input: OnInput | None = None,
 ) -> Tensor:
-    """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim]."""
-    hidden = linear(weights, "out", attention, on_input, residual=hidden)
+    """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim]. out: where it
+    goes, `hidden` perhaps."""
+    hidden = linear(weights, "out", attention, on_input, residual=hidden, out=out)
     if not config.norm_first:
-        hidden = norm(config, weights, "input_norm", hidden)
+        hidden = norm(config, weights, "input_norm", hidden, out)
     x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
     if config.gated_mlp:
         x = linear(weights, "gate_up", x, on_input, activation="silu_mul")
     else:
         x = linear(weights, "up", x, on_input, activation=config.activation)
-    hidden = linear(weights, "down", x, on_input, residual=hidden)
-    return hidden if config.norm_first else norm(config, weights, "post_norm", hidden)
+    hidden = linear(weights, "down", x, on_input, residual=hidden, out=out)
+    return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
 
 
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
