@@ -59,12 +59,27 @@ class Pool {
     explicit Pool(std::vector<int> cpus) : cpus_(std::move(cpus)) {}
 
     void grow(int workers) {
+        if (int(workers_.size()) >= workers) return;
         std::lock_guard lock(mutex_);
-        while (started_ < workers) {
-            // The caller most likely is on the first core.
-            const int cpu = cpus_[(started_ + 1) % cpus_.size()];
-            std::thread(&Pool::work, this, cpu).detach();
-            started_++;
+        while (int(workers_.size()) < workers) {
+            std::thread thread(&Pool::work, this);
+            workers_.push_back({thread.native_handle(), -1});
+            thread.detach();
+            pin(workers_.back(), cpus_[workers_.size() % cpus_.size()]);
+        }
+    }
+
+    // A worker on the caller's core gives way: pinned there, it would wait for the caller, and the caller for it.
+    void give_way() {
+        const int cpu = sched_getcpu();
+        if (cpu == caller_cpu_.exchange(cpu, std::memory_order_relaxed)) return;
+        std::lock_guard lock(mutex_);
+        for (Worker& worker : workers_) {
+            if (worker.cpu != cpu) continue;
+            for (int other : cpus_) {
+                const bool taken = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& w) { return w.cpu == other; });
+                if (!taken) return pin(worker, other);
+            }
         }
     }
 
@@ -109,11 +124,20 @@ class Pool {
         return nullptr;
     }
 
-    void work(int cpu) {
+    struct Worker {
+        pthread_t thread;
+        int cpu;
+    };
+
+    static void pin(Worker& worker, int cpu) {
         cpu_set_t set;
         CPU_ZERO(&set);
         CPU_SET(cpu, &set);
-        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+        pthread_setaffinity_np(worker.thread, sizeof set, &set);
+        worker.cpu = cpu;
+    }
+
+    void work() {
         for (;;) {
             const uint64_t seen = changes_.load(std::memory_order_acquire);
             if (Loop* loop = begin()) {
@@ -135,7 +159,8 @@ class Pool {
     std::deque<Loop*> loops_;
     std::atomic<uint64_t> changes_{0};
     std::atomic<int> sleeping_{0};
-    int started_ = 0;
+    std::vector<Worker> workers_;
+    std::atomic<int> caller_cpu_{-1};
 };
 
 int default_threads() {
@@ -193,6 +218,7 @@ void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_
     Loop loop(count, item, first_phase);
     Pool& shared = pool();
     shared.grow(threads - 1);
+    shared.give_way();
     shared.add(&loop);
     loop.help();
     shared.take_back(&loop);

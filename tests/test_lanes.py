@@ -172,7 +172,7 @@ def test_a_step_that_does_not_wait_spoils_the_result(kind, slow):
     """So the comparison above would notice."""
     steps = make_steps()
     kinds = {s.id: s.kind for s in steps}
-    broken = [replace(s, after=tuple(e for e in s.after if kinds[e] != slow)) if s.kind == kind else s for s in steps]
+    broken = [s._replace(after=tuple(e for e in s.after if kinds[e] != slow)) if s.kind == kind else s for s in steps]
     expected, _ = run(steps, serial=True, most_s=0.0)
     work = Arithmetic(STREAMS, SWEEP)
 

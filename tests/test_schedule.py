@@ -285,7 +285,7 @@ def test_a_wait_left_out_is_a_hazard():
         for i, step in enumerate(steps):
             for earlier in step.after:
                 broken = list(steps)
-                broken[i] = replace(step, after=tuple(e for e in step.after if e != earlier))
+                broken[i] = step._replace(after=tuple(e for e in step.after if e != earlier))
                 if not happens_before(broken)[i] >> earlier & 1:
                     waits = (step.kind, steps[earlier].kind)
                     needed[waits] += 1

@@ -7,6 +7,7 @@ device's memory all Steps are in one lane, and this is the plain serial order.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ class Executor:
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         self.lanes = Lanes(
-            self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step, on_thread=_limit_threads
+            self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step, on_thread=_prepare_thread
         )
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
@@ -139,7 +140,6 @@ class Executor:
             self._batch_of[step.id] = batches[step.batch]
             yield step
 
-    @torch.inference_mode()
     def _perform(self, step: Step) -> None:
         getattr(self, f"_{step.kind}")(step, self._batch_of.pop(step.id))
 
@@ -268,8 +268,13 @@ class Executor:
         b.hidden = b.logits = None
 
 
-def _limit_threads(lane: str) -> None:
+_of_thread = threading.local()
+
+
+def _prepare_thread(lane: str) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
+    _of_thread.inference = torch.inference_mode()  # until the thread ends
+    _of_thread.inference.__enter__()
     torch.set_num_threads(1)
     if lane not in ("compute", "cpu_attention"):
         kernels.run_alone()

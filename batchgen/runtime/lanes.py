@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from batchgen.errors import BatchgenError, one_line
 from batchgen.runtime.schedule import LANES, Step
@@ -120,13 +119,19 @@ class Lanes:
     def _await_and_run(self, step: Step, thread: str) -> None:
         """thread: the lane whose thread this is; with `serial`, compute's for all Steps."""
         self._await(step, thread)
-        with self._turn(step.lane):
+        takes_turns = self._cores is not None and step.lane in ("compute", "cpu_attention")
+        if takes_turns:
+            self._take_cores(step.lane)
+        try:
             self._check()
             if self._closed:
                 return
             started = time.perf_counter()
             self._perform(step)
             ended = time.perf_counter()
+        finally:
+            if takes_turns:
+                self._cores.release()
         with self._lock:
             self.busy_s[step.lane] += ended - started
             del self._pending[step.id]
@@ -138,17 +143,11 @@ class Lanes:
             if not self._pending:
                 self._drained.notify_all()
 
-    @contextmanager
-    def _turn(self, lane: str) -> Iterator[None]:
-        """The cores, where they are shared."""
-        if self._cores is None or lane not in ("compute", "cpu_attention"):
-            yield
-            return
+    def _take_cores(self, lane: str) -> None:
         asked = time.perf_counter()
-        with self._cores:
-            if lane == "compute":
-                self.stalled_s["cpu_attention"] += time.perf_counter() - asked
-            yield
+        self._cores.acquire()
+        if lane == "compute":
+            self.stalled_s["cpu_attention"] += time.perf_counter() - asked
 
     def _await(self, step: Step, thread: str) -> None:
         with self._lock:

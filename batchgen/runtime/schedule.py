@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
 # Buffers for what is on its way: one in use, one being filled.
@@ -18,8 +19,7 @@ WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
 Place = tuple[int, int]  # layer, GPU batch
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):  # thousands are made in a second
     """One piece of work of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
 
     slot: the buffer that is filled or used, where there are several. layer: for Steps of the head, its piece.
