@@ -238,3 +238,37 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates halves (x1, x2) of the last dimension by the tokens' angles; x [tokens, heads, head_dim]."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+# Sorting whole vocabularies in float64 takes several times the logits' memory: this bounds it.
+_DRAWN_AT_ONCE = 32
+
+
+def draw(
+    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, uniform: np.ndarray
+) -> Tensor:
+    """As `ops.draw`."""
+    per_row = [torch.from_numpy(x).to(logits.device)[:, None] for x in (temperature, top_k, top_p, min_p, uniform)]
+    drawn = [
+        _draw(logits[rows], *(x[rows] for x in per_row))
+        for rows in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(logits), _DRAWN_AT_ONCE))
+    ]
+    return torch.cat(drawn)
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    # In float64: a row's cumulative probabilities must not depend on how a batch is vectorised.
+    probs = torch.softmax((logits / temperature).double(), -1)
+    ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = ((rank < top_k) | (top_k == 0)) & (ordered >= min_p * ordered[:, :1])
+    ordered = torch.where(keep, ordered, 0.0)
+    share = ordered / ordered.sum(-1, keepdim=True)
+    before = share.cumsum(-1) - share  # mass of the likelier ones: the first token is always kept
+    ordered = torch.where((before < top_p) | (top_p >= 1.0), ordered, 0.0)
+    probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
+    cumulative = probs.cumsum(-1)
+    picked = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    # Rounding may point past the last token with any probability.
+    last = probs.shape[-1] - 1 - (probs > 0).to(torch.int8).flip(-1).argmax(-1)
+    return torch.minimum(picked, last)

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cpu.h"
+#include "draw.h"
 #include "plan.h"
 #include "pool.h"
 
@@ -280,5 +281,19 @@ PYBIND11_MODULE(_kernels, m) {
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
+    });
+    m.def("draw", [](Address logits, int64_t stride, int64_t columns, const Array<float>& temperature,
+                     const Array<int64_t>& top_k, const Array<double>& top_p, const Array<double>& min_p,
+                     const Array<double>& uniform, Address index) {
+        const Kernels& kernels = active_kernels();
+        const int64_t rows = temperature.size();
+        auto row = [&](int64_t i) {
+            float* shares = static_cast<float*>(scratch(columns * sizeof(float)));
+            kernels.shares(at<float>(logits) + i * stride, columns, temperature.data()[i], shares);
+            const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
+            at<int64_t>(index)[i] = draw(shares, columns, filter, uniform.data()[i]);
+        };
+        py::gil_scoped_release release;
+        run(rows, row);
     });
 }

@@ -153,6 +153,7 @@ struct Kernels {
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);
+    void (*shares)(const float* logits, int64_t columns, float temperature, float* out);
 };
 
 // One of these is there for each instruction set that the library was built with.

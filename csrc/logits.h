@@ -1,4 +1,4 @@
-// The largest of a row of logits, and the log of the sum of exponentials.
+// The largest of a row of logits, the log of the sum of exponentials, and each one's share of it.
 
 inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
     const int64_t n = args.columns;
@@ -28,5 +28,18 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
             total += sum(all);
         }
         args.lse[row] = highest + float(__builtin_log(total));
+    }
+}
+
+// out[i] = exp((logits[i] - the largest) / temperature), 0 for no number, for a row of n.
+inline void shares(const float* logits, int64_t n, float temperature, float* out) {
+    vf best = set1(-__builtin_inff());
+    for (int64_t i = 0; i + W <= n; i += W) best = max(load(logits + i), best);
+    float highest = largest(best);
+    for (int64_t i = n / W * W; i < n; i++) highest = logits[i] > highest ? logits[i] : highest;
+    const vf from = set1(highest), by = set1(1 / temperature);
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = int(smaller(W, n - i));
+        store_part(out + i, max(exp(mul(sub(load_part(logits + i, count), from), by)), zero()), count);
     }
 }

@@ -13,7 +13,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import kernels, quant
+from batchgen import kernels, quant, reference
 from batchgen.attention_plan import (
     AttentionPlan,
     DecodeGroup,
@@ -399,6 +399,66 @@ def test_argmax(rows, columns, seed):
     assert torch.equal(index, torch.from_numpy(logits.numpy().argmax(1)))
     assert torch.equal(maximum, logits.amax(1))
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
+
+
+def filters(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return (
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k, np.int64),
+        np.full(rows, top_p),
+        np.full(rows, min_p),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(st.integers(1, 600), st.just(49152)),
+    st.sampled_from([0.2, 1.0, 3.0]),
+    st.sampled_from([0, 1, 5, 40, 10**6]),
+    st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_draws_are_those_of_the_reference(columns, temperature, top_k, top_p, min_p, ties, seed):
+    rows = 3 if columns > 600 else 9
+    logits = random(seed, rows, columns, scale=4)
+    if ties:
+        logits = logits.round()
+    uniform = np.random.default_rng(seed).random(rows)
+    uniform[0] = 0.0
+    chosen = filters(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    got, meant = kernels.draw(logits, *chosen, uniform), reference.draw(logits, *chosen, uniform)
+    # Shares are in fp32 here: what is drawn, or left out, may differ where it is decided by the last digits.
+    near = [
+        reference.draw(logits, chosen[0], chosen[1], chosen[2] * (1 + p), chosen[3] * (1 + m), np.clip(uniform + e, 0, 1 - 1e-9))
+        for e in (-2e-6, 2e-6)
+        for p in (-2e-6, 2e-6)
+        for m in (-2e-6, 2e-6)
+    ]
+    for row in range(rows):
+        low, high = (f(n[row].item() for n in [meant, *near]) for f in (min, max))
+        assert low <= got[row] <= high
+    assert (got == meant).sum() >= rows - 1 or ties
+
+
+def test_draws_follow_the_probabilities():
+    probs = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
+    uniform = (np.arange(8000) + 0.5) / 8000
+    logits = probs.log().expand(8000, 5)
+    counts = torch.bincount(kernels.draw(logits, *filters(8000), uniform), minlength=5)
+    assert counts.tolist() == [4000, 0, 2000, 1000, 1000]
+    counts = torch.bincount(kernels.draw(logits, *filters(8000, top_k=3), uniform), minlength=5)
+    assert counts[4] == 0 and counts[3] > 0  # of equal ones the first
+    counts = torch.bincount(kernels.draw(logits, *filters(8000, top_p=0.6), uniform), minlength=5)
+    assert counts[[1, 3, 4]].sum() == 0 and abs(counts[0].item() - 8000 * 2 / 3) < 2
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_draw_is_a_token_whatever_the_logits(odd):
+    for logits in (torch.full((1, 100), odd), random(1, 1, 100).index_fill(1, torch.tensor([17]), odd)):
+        for chosen in (filters(1), filters(1, top_k=5), filters(1, top_p=0.5), filters(1, min_p=0.5)):
+            assert 0 <= kernels.draw(logits, *chosen, np.array([0.999])).item() < 100
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,12 @@ import hashlib
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen import ops
-from batchgen.request import SamplingParams
 from batchgen.runtime.sequence import Sequence
-
-# Sorting whole vocabularies in float64 takes several times the logits' memory: this bounds it.
-_ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -38,41 +35,42 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
     """The next token of each sequence. logits: fp32 [sequences, vocab], changed in place."""
-    sampled: list[SampledToken] = []
-    for start in range(0, len(sequences), _ROWS_AT_ONCE):
-        stop = start + _ROWS_AT_ONCE
-        sampled.extend(_sample_rows(logits[start:stop], sequences[start:stop]))
-    return sampled
-
-
-def _sample_rows(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
-    logprobs = _wanted_logprobs(logits, sequences)
-    penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
-    for i in penalised:
-        _penalise(logits[i], sequences[i])
+    logprobs = _Logprobs(logits, sequences)
+    for i, s in enumerate(sequences):
+        if s.sampling.repetition_penalty != 1.0:
+            _penalise(logits[i], s)
     chosen = ops.argmax(logits)
     drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
     if drawn:
-        rows = torch.tensor(drawn)
-        chosen[rows] = _draw(logits[rows], [sequences[i] for i in drawn])
-    tokens = chosen.tolist()
-    return [
-        SampledToken(token) if i not in logprobs else _with_logprobs(token, logprobs[i], s.sampling.logprobs)
-        for i, (token, s) in enumerate(zip(tokens, sequences, strict=True))
-    ]
+        rows = logits if len(drawn) == len(sequences) else logits[torch.tensor(drawn)]
+        chosen[torch.tensor(drawn)] = _draw(rows, [sequences[i] for i in drawn])
+    return [logprobs.of(i, token) for i, token in enumerate(chosen.tolist())]
 
 
-def _wanted_logprobs(logits: Tensor, sequences: Sized[Sequence]) -> dict[int, Tensor]:
-    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
-    if not wanted:
-        return {}
-    rows = torch.log_softmax(logits[torch.tensor(wanted)], -1)
-    return dict(zip(wanted, rows, strict=True))
+class _Logprobs:
+    """Log-probabilities before any penalty, of the sequences that want them."""
 
+    def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
+        wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+        self._rows: dict[int, Tensor] = {}
+        if not wanted:
+            return
+        rows = torch.tensor(wanted)
+        counts = [min(sequences[i].sampling.logprobs, logits.shape[1]) for i in wanted]
+        values, ids = logits[rows].topk(max(counts))
+        lse = ops.lse(logits)[rows]
+        tops = zip(counts, ids.tolist(), (values - lse[:, None]).tolist(), strict=True)
+        self._top = {
+            i: tuple(zip(ids[:n], values[:n], strict=True)) for i, (n, ids, values) in zip(wanted, tops, strict=True)
+        }
+        self._lse = dict(zip(wanted, lse.tolist(), strict=True))
+        for i in wanted:
+            self._rows[i] = logits[i].clone() if sequences[i].sampling.repetition_penalty != 1.0 else logits[i]
 
-def _with_logprobs(token: int, row: Tensor, count: int) -> SampledToken:
-    values, ids = row.topk(min(count, row.shape[0]))
-    return SampledToken(token, row[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    def of(self, i: int, token: int) -> SampledToken:
+        if i not in self._rows:
+            return SampledToken(token)
+        return SampledToken(token, self._rows[i][token].item() - self._lse[i], self._top[i])
 
 
 def _penalise(row: Tensor, sequence: Sequence) -> None:
@@ -83,35 +81,12 @@ def _penalise(row: Tensor, sequence: Sequence) -> None:
 
 
 def _draw(logits: Tensor, sequences: Sized[Sequence]) -> Tensor:
-    """Tokens [rows] drawn from logits [rows, vocab] after temperature, top-k, top-p and min-p."""
     params = [s.sampling for s in sequences]
-    temperature = torch.tensor([p.temperature for p in params])[:, None]
-    # In float64: a row's cumulative probabilities must not depend on how a batch is vectorised.
-    probs = torch.softmax((logits / temperature).double(), -1)
-    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
-    if filtered:
-        rows = torch.tensor(filtered)
-        probs[rows] = _filter(probs[rows], [params[i] for i in filtered])
-    draws = torch.tensor(
-        [uniform(s.sampling.seed, s.row_id, s.sample_index, s.num_generated) for s in sequences], dtype=torch.float64
+    return ops.draw(
+        logits,
+        np.array([p.temperature for p in params], dtype=np.float32),
+        np.array([p.top_k for p in params], dtype=np.int64),
+        np.array([p.top_p for p in params], dtype=np.float64),
+        np.array([p.min_p for p in params], dtype=np.float64),
+        np.array([uniform(s.sampling.seed, s.row_id, s.sample_index, s.num_generated) for s in sequences]),
     )
-    cumulative = probs.cumsum(-1)
-    picked = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # Rounding may point past the last token with any probability.
-    last = probs.shape[-1] - 1 - (probs > 0).to(torch.int8).flip(-1).argmax(-1)
-    return torch.minimum(picked, last)
-
-
-def _filter(probs: Tensor, params: Sized[SamplingParams]) -> Tensor:
-    """Probabilities [rows, vocab] with zero for every token that min-p, then top-k, then top-p leaves out."""
-    ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1])
-    top_k = torch.tensor([p.top_k or probs.shape[-1] for p in params])[:, None]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)[:, None]
-    keep = (rank < top_k) & (ordered >= min_p * ordered[:, :1])
-    ordered = torch.where(keep, ordered, 0.0)
-    share = ordered / ordered.sum(-1, keepdim=True)
-    before = share.cumsum(-1) - share  # mass of the likelier ones: the first token is always kept
-    ordered = torch.where((before < top_p) | (top_p >= 1.0), ordered, 0.0)
-    return torch.zeros_like(probs).scatter_(-1, index, ordered)

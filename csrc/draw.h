@@ -1,0 +1,18 @@
+// A token from each row of logits, at random.
+#pragma once
+#include <cstdint>
+
+namespace batchgen {
+
+// As SamplingParams: top_k 0, top_p 1 and min_p 0 leave all tokens in.
+struct Filter {
+    int64_t top_k;
+    double top_p, min_p;
+};
+
+// The token at `uniform`, in [0, 1), of the cumulative shares of those that the filter keeps: min-p, then top-k, then top-p of
+// what is left. shares: [count], of each token in proportion to its probability, the largest 1; those left out become 0.
+// Equal ones go by index.
+int64_t draw(float* shares, int64_t count, const Filter& filter, double uniform);
+
+}  // namespace batchgen
