@@ -8,9 +8,9 @@ their log-sum-exp.
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -94,28 +94,37 @@ def find_shared_groups(
     matched_blocks: per sequence, how many leading blocks it took from the prefix cache. A block belongs to one
     prefix only, so equal blocks at equal depth mean equal prefixes; where matches end is where groups can end.
     """
-    ends = Counter((n, int(s.blocks[n - 1])) for s, n in zip(slices, matched_blocks, strict=True) if n > 0)
-    candidates = [(n, block) for n, block in ends if n * block_size >= _MIN_SHARED_TOKENS]
+    ends = {
+        (n, int(s.blocks[n - 1]))
+        for s, n in zip(slices, matched_blocks, strict=True)
+        if n * block_size >= _MIN_SHARED_TOKENS
+    }
+    if not ends:
+        return []
+    # Every query of a member must come after the shared keys.
+    reach = np.array([min(len(s.blocks), s.num_cached // block_size) for s in slices])
+    members: dict[tuple[int, int], list[int]] = {}
+    for depth in {n for n, _ in ends}:
+        for i in np.flatnonzero(reach >= depth).tolist():
+            end = depth, int(slices[i].blocks[depth - 1])
+            if end in ends:
+                members.setdefault(end, []).append(i)
+    # The most saving one first; what others save only gets less as their members are taken.
+    queue = [(-(len(m) - 1) * depth, depth, block) for (depth, block), m in members.items()]
+    heapq.heapify(queue)
     left = set(range(len(slices)))
     groups = []
-    while candidates and left:
-        best: tuple[int, SharedGroup] | None = None
-        for depth, block in candidates:
-            # Every query of a member must come after the shared keys.
-            members = tuple(
-                i
-                for i in sorted(left)
-                if slices[i].num_cached >= depth * block_size
-                and len(slices[i].blocks) >= depth
-                and slices[i].blocks[depth - 1] == block
-            )
-            saved = (len(members) - 1) * depth
-            if len(members) >= _MIN_SHARED_SEQUENCES and (best is None or saved > best[0]):
-                best = saved, SharedGroup(members, depth)
-        if best is None:
-            break
-        groups.append(best[1])
-        left -= set(best[1].members)
+    while queue:
+        promised, depth, block = heapq.heappop(queue)
+        found = members[depth, block] = [i for i in members[depth, block] if i in left]
+        if len(found) < _MIN_SHARED_SEQUENCES:
+            continue
+        saved = -(len(found) - 1) * depth
+        if saved > promised:
+            heapq.heappush(queue, (saved, depth, block))
+            continue
+        groups.append(SharedGroup(tuple(found), depth))
+        left -= set(found)
     return groups
 
 
@@ -151,7 +160,8 @@ def plan_attention(
             skip[i] = group.num_blocks
         shared.append(SharedItem(starts[first], starts[last + 1], slices[first].blocks[: group.num_blocks]))
 
-    prefill, decode, pending = [], [], []
+    prefill, decode = [], []
+    pending = _Pending()
     for i, s in enumerate(slices):
         used = -(-s.num_keys // block_size)
         if s.num_queries > 1:
@@ -161,28 +171,46 @@ def plan_attention(
             )
             continue
         low = skip[i] if window is None else max(0, s.num_keys - window) // block_size
-        if pending and (starts[i] != pending[-1][0] + 1 or _group_full(pending, used - low, block_size * key_bytes)):
+        if pending.members and not pending.takes(starts[i], used - low, block_size * key_bytes):
             decode.append(_decode_group(pending, slices, block_size, window))
-            pending = []
-        pending.append((starts[i], i, low, used))
-    if pending:
+            pending = _Pending()
+        pending.add(starts[i], i, low, used)
+    if pending.members:
         decode.append(_decode_group(pending, slices, block_size, window))
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
-def _group_full(pending: list[tuple[int, int, int, int]], blocks: int, block_bytes: int) -> bool:
-    sizes = [used - low for _, _, low, used in pending] + [blocks]
-    padded = max(sizes) * len(sizes)
-    return padded * block_bytes > _GROUP_BYTES or padded > 1.25 * sum(sizes) + 4
+@dataclass
+class _Pending:
+    """A decode group in the making. members: (index of the sequence, its first and last block that are read)."""
+
+    start: int = 0
+    most: int = 0  # blocks of a member
+    total: int = 0
+    members: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def takes(self, start: int, blocks: int, block_bytes: int) -> bool:
+        padded = max(self.most, blocks) * (len(self.members) + 1)
+        full = padded * block_bytes > _GROUP_BYTES or padded > 1.25 * (self.total + blocks) + 4
+        return start == self.start + len(self.members) and not full
+
+    def add(self, start: int, index: int, low: int, used: int) -> None:
+        if not self.members:
+            self.start = start
+        self.members.append((index, low, used))
+        self.most, self.total = max(self.most, used - low), self.total + used - low
 
 
-def _decode_group(pending, slices, block_size: int, window: int | None) -> DecodeGroup:
-    blocks = np.zeros((len(pending), max(used - low for _, _, low, used in pending)), dtype=np.int32)
-    num_keys = np.empty(len(pending), dtype=np.int64)
-    first_key = np.zeros(len(pending), dtype=np.int64)
-    for row, (_, i, low, used) in enumerate(pending):
+def _decode_group(
+    pending: _Pending, slices: Sequence[SequenceSlice], block_size: int, window: int | None
+) -> DecodeGroup:
+    count = len(pending.members)
+    blocks = np.zeros((count, pending.most), dtype=np.int32)
+    num_keys = np.empty(count, dtype=np.int64)
+    first_key = np.zeros(count, dtype=np.int64)
+    for row, (i, low, used) in enumerate(pending.members):
         blocks[row, : used - low] = slices[i].blocks[low:used]
         num_keys[row] = slices[i].num_keys - low * block_size
         if window is not None:
             first_key[row] = max(0, slices[i].num_keys - window - low * block_size)
-    return DecodeGroup(pending[0][0], pending[-1][0] + 1, blocks, num_keys, first_key)
+    return DecodeGroup(pending.start, pending.start + count, blocks, num_keys, first_key)

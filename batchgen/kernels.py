@@ -300,12 +300,25 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
 
 
 def draw(
-    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, uniform: np.ndarray
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
 ) -> Tensor:
     """As `ops.draw`."""
     index = torch.empty(len(temperature), dtype=torch.int64)
     _kernels.draw(
-        logits.data_ptr(), logits.stride(0), logits.shape[1], temperature, top_k, top_p, min_p, uniform, index.data_ptr()
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        uniform,
+        index.data_ptr(),
     )
     return index
 

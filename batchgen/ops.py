@@ -203,7 +203,12 @@ def lse(logits: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, uniform: np.ndarray
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
 ) -> Tensor:
     """A token of each row at random, int64 [rows], of fp32 logits [rows, columns].
 

@@ -245,7 +245,12 @@ _DRAWN_AT_ONCE = 32
 
 
 def draw(
-    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, uniform: np.ndarray
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    uniform: np.ndarray,
 ) -> Tensor:
     """As `ops.draw`."""
     per_row = [torch.from_numpy(x).to(logits.device)[:, None] for x in (temperature, top_k, top_p, min_p, uniform)]

@@ -431,7 +431,9 @@ def test_draws_are_those_of_the_reference(columns, temperature, top_k, top_p, mi
     got, meant = kernels.draw(logits, *chosen, uniform), reference.draw(logits, *chosen, uniform)
     # Shares are in fp32 here: what is drawn, or left out, may differ where it is decided by the last digits.
     near = [
-        reference.draw(logits, chosen[0], chosen[1], chosen[2] * (1 + p), chosen[3] * (1 + m), np.clip(uniform + e, 0, 1 - 1e-9))
+        reference.draw(
+            logits, chosen[0], chosen[1], chosen[2] * (1 + p), chosen[3] * (1 + m), np.clip(uniform + e, 0, 1 - 1e-9)
+        )
         for e in (-2e-6, 2e-6)
         for p in (-2e-6, 2e-6)
         for m in (-2e-6, 2e-6)
