@@ -37,7 +37,7 @@ def linear(
 ) -> Tensor:
     """activation(x weightᵀ + bias) + residual, for x [tokens, depth] and weight [columns, depth].
 
-    out: where it goes, of x's dtype; it may be the residual itself. out_dtype: of a new tensor.
+    out: where it goes, of x's dtype or fp32; it may be the residual itself. out_dtype: of a new tensor.
 
     activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the weight's first half of columns times the
     second one. On the CPU a row's result is the same whatever rows are beside it.

@@ -64,6 +64,7 @@ class Executor:
         self._batches_on_host = batches_on_host
         self._chunk_tokens = chunk_tokens
         self._logit_rows = logit_rows
+        self._logits: Tensor | None = None
         self._rope = layers.rope_table(config, max_positions) if config.rope else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
         self._on_logits: OnLogits = lambda sequences, logits: None
@@ -256,7 +257,8 @@ class Executor:
         if rows.shape[0] == self.config.vocab_size:
             count = self._logit_rows or len(sampled)
             for i in range(0, len(sampled), count):
-                self._on_logits(sampled[i : i + count], layers.logits(b.hidden[i : i + count], rows))
+                part = b.hidden[i : i + count]
+                self._on_logits(sampled[i : i + count], layers.logits(part, rows, self._logits_of(part)))
         else:
             if start == 0:
                 b.logits = torch.empty(len(sampled), self.config.vocab_size)
@@ -266,6 +268,13 @@ class Executor:
                 return
             self._on_logits(sampled, b.logits)
         b.hidden = b.logits = None
+
+    def _logits_of(self, x: Tensor) -> Tensor:
+        """A place for the logits of x, always the same: memory that is new to the process costs more than filling it."""
+        if self._logits is None or len(self._logits) < len(x):
+            self._logits = None
+            self._logits = x.new_empty(len(x), self.config.vocab_size, dtype=torch.float32)
+        return self._logits[: len(x)]
 
 
 _of_thread = threading.local()

@@ -107,6 +107,6 @@ def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tens
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
-def logits(x: Tensor, rows: ops.Weight) -> Tensor:
-    """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix."""
-    return ops.linear(x, rows, out_dtype=torch.float32)
+def logits(x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
+    """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix. out: where they go."""
+    return ops.linear(x, rows, out=out, out_dtype=torch.float32)
