@@ -154,7 +154,7 @@ class Engine:
         cpu_memory: int | str | None = None,
         admission: str = "continuous",
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 1024,
+        max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         share_prefixes: bool = True,
         expected_output_len: int | None = None,

@@ -220,7 +220,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, help="the engines take turns this many times")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of all that have such a limit")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="of batchgen")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of batchgen")
     parser.add_argument("--cpu-memory", type=parse_bytes, help="batchgen's budget [default: its own]")
     parser.add_argument("--openvino-batched-tokens", type=int, default=1024)
     parser.add_argument("--vllm-batched-tokens", type=int, default=2048)

@@ -138,16 +138,15 @@ struct Attend {
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            ahead.spread((left - 1) * (whole / 2) * ((n + 63) / 64));
-            for (int column = 0; column < n; column += 4 * W) {
-                with_count<kFewest>(count, [&]<int Rows>() {
-                    float* acc = s.acc + held_row * s.columns;
-                    if (n - column >= 4 * W)
-                        few_values<Rows, 4>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
-                    else
-                        few_values<Rows, 2>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
-                });
-            }
+            float* acc = s.acc + held_row * s.columns;
+            with_count<kFewest>(count, [&]<int Rows>() {
+                constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as there are registers for
+                ahead.spread((left - 1) * (whole / 2) * ((n + kVectors * W - 1) / (kVectors * W)));
+                int column = 0;
+                for (; column + kVectors * W <= n; column += kVectors * W)
+                    few_values<Rows, kVectors>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
+                if (column < n) few_values<Rows, 2>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
+            });
         }
 #else
         (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;

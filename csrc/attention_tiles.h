@@ -197,7 +197,7 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 // With few query rows, packing would be most of the work: products straight from the rows of K and V. Head sizes are
 // multiples of 32 here.
 
-constexpr int kFewest = 4;
+constexpr int kFewest = 8;
 
 // Scores of W keys for each row of a [rows, a_stride]: out [rows, out_stride].
 template <int Chunks>
@@ -224,7 +224,7 @@ template <int Rows, int Vectors>
 inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
                        int64_t stride, const float* change, Ahead& ahead) {
     vf all[Rows][Vectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; v++) all[r][v] = mul(load(acc + r * stride + column + v * W), set1(change[r]));
@@ -236,14 +236,14 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
         for (int v = 0; v < Vectors; v += 2)
             interleave(load_int((const uint32_t*)(values[i] + 2 * (column + v * W))),
                        load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
             const vi share = set1_int(p[r * p_stride + i / 2]);
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
