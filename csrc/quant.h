@@ -50,20 +50,32 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
 }
 
 template <class T>
+inline void dequantize_group(const uint8_t* packed, int size, vf scale, vf minimum, T* out) {
+    const int half = (size + 1) / 2;
+    for (int i = 0; i < half; i += W) {
+        const vi bytes = load_bytes_part(packed + i, half - i);
+        store_part(out + i, fma(low_nibbles(bytes), scale, minimum), half - i);
+        if (half + i < size) store_part(out + half + i, fma(high_nibbles(bytes), scale, minimum), size - half - i);
+    }
+}
+
+template <class T>
 inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
     const uint8_t* table = packed + nibble_bytes(int(n));
-    for (int64_t start = 0; start < n; start += kGroup, table += 4) {
-        const int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
-        f16 numbers[2];
-        memcpy(numbers, table, 4);
-        const vf scale = set1(f16_value(numbers[0])), minimum = set1(f16_value(numbers[1]));
-        for (int i = 0; i < half; i += W) {
-            const vi bytes = load_bytes_part(packed + i, half - i);
-            store_part(out + start + i, fma(low_nibbles(bytes), scale, minimum), half - i);
-            if (half + i < size)
-                store_part(out + start + half + i, fma(high_nibbles(bytes), scale, minimum), size - half - i);
+    const int64_t groups = (n + kGroup - 1) / kGroup;
+    for (int64_t first = 0; first < groups; first += W, table += 4 * W) {
+        const int count = int(smaller(W, groups - first));
+        uint32_t words[W] = {};
+        memcpy(words, table, 4 * count);
+        vf scale, minimum;
+        split_f16(load_int(words), scale, minimum);
+        float scales[W], minimums[W];
+        store(scales, scale), store(minimums, minimum);
+        for (int g = 0; g < count; g++, packed += kGroup / 2, out += kGroup) {
+            const int64_t left = n - (first + g) * kGroup;
+            if (left >= kGroup) dequantize_group(packed, kGroup, set1(scales[g]), set1(minimums[g]), out);
+            else dequantize_group(packed, int(left), set1(scales[g]), set1(minimums[g]), out);
         }
-        packed += half;
     }
 }
 

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 
