@@ -80,7 +80,7 @@ struct Attend {
                 look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next_item.num_heads);
             }
             for (int h = 0; h < item.num_heads; h++) {
-                for (int i = 0; i < whole; i++) {
+                for (int i = 0; i < round_up(whole, 2 * W); i++) {
                     keys[i] = now[i] + h * args.kv.head_bytes;
                     values[i] = keys[i] + args.kv.value_offset;
                 }
@@ -92,7 +92,8 @@ struct Attend {
                 }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
-                for (int i = 0; i < whole; i += W) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
+                const int together = packs_two<M, T>(n) ? 2 * W : W;
+                for (int i = 0; i < whole; i += together) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
                 ahead.spread((left - 1) * steps);
                 pack_values<T>(M(), values, whole, n, s, ahead);
                 if (kLevels) {

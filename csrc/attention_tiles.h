@@ -95,7 +95,13 @@ struct Ahead {
     }
 };
 
-// W keys as columns of K's tile at `out` [depth, kKeys].
+// Whether 2 W keys are packed together: of rows that take half a vector.
+template <class M, class T>
+inline bool packs_two(int n) {
+    return M::kPair == 2 && sizeof(T) == sizeof(Packed4) && n <= 4 * W;
+}
+
+// W keys, or twice as many, as columns of K's tile at `out` [depth, kKeys].
 template <class T>
 inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < W; i++) {
@@ -131,23 +137,37 @@ inline void level_order(const bf16* q, int n, bf16* out) {
 }
 
 #ifdef BATCHGEN_FAST_BF16
+// Eight levels of W keys as pairs, in the order of `level_order`.
+inline void store_levels(vi words, uint32_t* out, int64_t stride) {
+    store_int(out, nibbles_to_bf16(words));
+    store_int(out + stride, nibbles_to_bf16(shift_right_16<4>(words)));
+    store_int(out + 2 * stride, nibbles_to_bf16(shift_right_16<8>(words)));
+    store_int(out + 3 * stride, nibbles_to_bf16(shift_right_16<12>(words)));
+}
+
 template <class T>
 inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
     constexpr bool levels = sizeof(T) == sizeof(Packed4);
     const int words = levels ? n / 8 : n / 2;  // of 32 bits, of a row
+    if constexpr (levels) {
+        if (packs_two<Pairs, T>(n)) {
+            vi r[W];
+            for (int i = 0; i < W; i++) r[i] = load_int_halves((const uint32_t*)rows[i], (const uint32_t*)rows[i + W], words);
+            transpose(r);
+            ahead.fetch();
+            for (int d = 0; d < words; d++, out += 4 * s.tile)
+                store_levels(r[d], out, s.tile), store_levels(r[W / 2 + d], out + W, s.tile);
+            return;
+        }
+    }
     for (int d = 0; d < words; d += W) {
         int count = int(smaller(W, words - d));
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
         transpose(r);
         ahead.fetch();
-        if constexpr (levels) {  // in the order of `level_order`
-            for (int i = 0; i < count; i++, out += 4 * s.tile) {
-                store_int(out, nibbles_to_bf16(r[i]));
-                store_int(out + s.tile, nibbles_to_bf16(shift_right_16<4>(r[i])));
-                store_int(out + 2 * s.tile, nibbles_to_bf16(shift_right_16<8>(r[i])));
-                store_int(out + 3 * s.tile, nibbles_to_bf16(shift_right_16<12>(r[i])));
-            }
+        if constexpr (levels) {
+            for (int i = 0; i < count; i++, out += 4 * s.tile) store_levels(r[i], out, s.tile);
         } else {
             for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }

@@ -116,6 +116,11 @@ inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
 #define BATCHGEN_SCALES_BY_POW2
 
 #ifdef BATCHGEN_FAST_BF16
+// The first n <= W / 2 of both, each in its half.
+inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
+    const __mmask8 mask = __mmask8((1u << n) - 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(mask, low)), _mm256_maskz_loadu_epi32(mask, high), 1);
+}
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
