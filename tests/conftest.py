@@ -1,6 +1,7 @@
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: threads of several
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs in tests are planned with fixed rates; measuring the machine is tested by itself.
 os.environ.setdefault("BATCHGEN_HARDWARE", "zen4")
+# A shell starts what it runs in the background deaf to interrupts, which are what some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if "BATCHGEN_KERNELS" in os.environ:  # kernels built otherwise than those installed: `make sanitize`
