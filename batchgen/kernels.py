@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen import _kernels, formats
 from batchgen import attention_plan as plans
+from batchgen.draws import Draws
 from batchgen.machine import instruction_set
 
 AttentionPlan = _kernels.AttentionPlan
@@ -299,27 +300,10 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
     return index, maximum, lse
 
 
-def draw(
-    logits: Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-) -> Tensor:
+def draw(logits: Tensor, draws: Draws) -> Tensor:
     """As `ops.draw`."""
-    index = torch.empty(len(temperature), dtype=torch.int64)
-    _kernels.draw(
-        logits.data_ptr(),
-        logits.stride(0),
-        logits.shape[1],
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        uniform,
-        index.data_ptr(),
-    )
+    index = torch.empty(len(logits), dtype=torch.int64)
+    _kernels.draw(logits.data_ptr(), logits.stride(0), logits.shape[1], *draws, index.data_ptr())
     return index
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen import kernels, quant, reference
 from batchgen.attention_plan import AttentionPlan
+from batchgen.draws import Draws
 from batchgen.kernels import PackedWeight
 
 Weight = Tensor | PackedWeight
@@ -202,22 +203,10 @@ def lse(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1)
 
 
-def draw(
-    logits: Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-) -> Tensor:
-    """A token of each row at random, int64 [rows], of fp32 logits [rows, columns].
-
-    All others are arrays of a number for each row: temperature fp32, above 0; top_k int64, 0: all tokens; top_p fp64, 1: all;
-    min_p fp64; uniform fp64 in [0, 1), which decides on the token: the one at this share of the cumulative probabilities, in
-    the order of tokens, of those that min-p, then top-k, then top-p leave in. Of equal ones the first are likelier.
-    """
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """A token of each row at random, int64 [rows], of fp32 logits [rows, columns]."""
     compute = kernels.draw if logits.device.type == "cpu" else reference.draw
-    return compute(logits, temperature, top_k, top_p, min_p, uniform)
+    return compute(logits, draws)
 
 
 # 4-bit groups.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchgen import quant
 from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.draws import Draws
 
 # Scores of one product are tiled to this many bytes: large enough for an efficient product, small enough
 # that scores stay in cache between the product, the softmax and the second product.
@@ -244,16 +245,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _DRAWN_AT_ONCE = 32
 
 
-def draw(
-    logits: Tensor,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    uniform: np.ndarray,
-) -> Tensor:
+def draw(logits: Tensor, draws: Draws) -> Tensor:
     """As `ops.draw`."""
-    per_row = [torch.from_numpy(x).to(logits.device)[:, None] for x in (temperature, top_k, top_p, min_p, uniform)]
+    per_row = [torch.from_numpy(x).to(logits.device)[:, None] for x in draws]
     drawn = [
         _draw(logits[rows], *(x[rows] for x in per_row))
         for rows in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(logits), _DRAWN_AT_ONCE))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "batchgen"
 VOCABULARY = (
-    "attention_plan", "device", "direct_io", "errors", "formats", "hardware", "kernels", "machine", "model_config", "ops",
+    "attention_plan", "device", "direct_io", "draws", "errors", "formats", "hardware", "kernels", "machine", "model_config", "ops",
     "policy", "quant", "reference", "request", "rope", "units", "workload",
 )  # fmt: skip
 

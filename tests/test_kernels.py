@@ -22,6 +22,7 @@ from batchgen.attention_plan import (
     SharedItem,
     plan_attention,
 )
+from batchgen.draws import Draws
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Largest error of a result of size 1, for products made in fp32 and rounded to the type once.
@@ -401,12 +402,14 @@ def test_argmax(rows, columns, seed):
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
 
 
-def filters(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    return (
+def draws(uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    rows = len(uniform)
+    return Draws(
         np.full(rows, temperature, np.float32),
         np.full(rows, top_k, np.int64),
         np.full(rows, top_p),
         np.full(rows, min_p),
+        uniform,
     )
 
 
@@ -427,14 +430,17 @@ def test_draws_are_those_of_the_reference(columns, temperature, top_k, top_p, mi
         logits = logits.round()
     uniform = np.random.default_rng(seed).random(rows)
     uniform[0] = 0.0
-    chosen = filters(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    got, meant = kernels.draw(logits, *chosen, uniform), reference.draw(logits, *chosen, uniform)
+    given = draws(uniform, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    got, meant = kernels.draw(logits, given), reference.draw(logits, given)
     # Shares are in fp32 here: what is drawn, or left out, may differ where it is decided by the last digits.
     near = [
         reference.draw(
-            logits, chosen[0], chosen[1], chosen[2] * (1 + p), chosen[3] * (1 + m), np.clip(uniform + e, 0, 1 - 1e-9)
+            logits,
+            given._replace(
+                top_p=given.top_p * (1 + p), min_p=given.min_p * (1 + m), uniform=np.clip(uniform + u, 0, 1 - 1e-9)
+            ),
         )
-        for e in (-2e-6, 2e-6)
+        for u in (-2e-6, 2e-6)
         for p in (-2e-6, 2e-6)
         for m in (-2e-6, 2e-6)
     ]
@@ -448,19 +454,19 @@ def test_draws_follow_the_probabilities():
     probs = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
     uniform = (np.arange(8000) + 0.5) / 8000
     logits = probs.log().expand(8000, 5)
-    counts = torch.bincount(kernels.draw(logits, *filters(8000), uniform), minlength=5)
+    counts = torch.bincount(kernels.draw(logits, draws(uniform)), minlength=5)
     assert counts.tolist() == [4000, 0, 2000, 1000, 1000]
-    counts = torch.bincount(kernels.draw(logits, *filters(8000, top_k=3), uniform), minlength=5)
+    counts = torch.bincount(kernels.draw(logits, draws(uniform, top_k=3)), minlength=5)
     assert counts[4] == 0 and counts[3] > 0  # of equal ones the first
-    counts = torch.bincount(kernels.draw(logits, *filters(8000, top_p=0.6), uniform), minlength=5)
+    counts = torch.bincount(kernels.draw(logits, draws(uniform, top_p=0.6)), minlength=5)
     assert counts[[1, 3, 4]].sum() == 0 and abs(counts[0].item() - 8000 * 2 / 3) < 2
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_draw_is_a_token_whatever_the_logits(odd):
     for logits in (torch.full((1, 100), odd), random(1, 1, 100).index_fill(1, torch.tensor([17]), odd)):
-        for chosen in (filters(1), filters(1, top_k=5), filters(1, top_p=0.5), filters(1, min_p=0.5)):
-            assert 0 <= kernels.draw(logits, *chosen, np.array([0.999])).item() < 100
+        for chosen in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}):
+            assert 0 <= kernels.draw(logits, draws(np.array([0.999]), **chosen)).item() < 100
 
 
 @pytest.mark.parametrize(

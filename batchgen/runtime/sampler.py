@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen import ops
+from batchgen.draws import Draws
 from batchgen.runtime.sequence import Sequence
 
 
@@ -82,11 +83,11 @@ def _penalise(row: Tensor, sequence: Sequence) -> None:
 
 def _draw(logits: Tensor, sequences: Sized[Sequence]) -> Tensor:
     params = [s.sampling for s in sequences]
-    return ops.draw(
-        logits,
-        np.array([p.temperature for p in params], dtype=np.float32),
-        np.array([p.top_k for p in params], dtype=np.int64),
-        np.array([p.top_p for p in params], dtype=np.float64),
-        np.array([p.min_p for p in params], dtype=np.float64),
-        np.array([uniform(s.sampling.seed, s.row_id, s.sample_index, s.num_generated) for s in sequences]),
+    draws = Draws(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        min_p=np.array([p.min_p for p in params], dtype=np.float64),
+        uniform=np.array([uniform(s.sampling.seed, s.row_id, s.sample_index, s.num_generated) for s in sequences]),
     )
+    return ops.draw(logits, draws)
