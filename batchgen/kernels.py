@@ -51,6 +51,11 @@ def supports_head_dim(head_dim: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
+def supports_attention(head_dim: int, group: int) -> bool:
+    """group: query heads of a KV head."""
+    return supports_head_dim(head_dim) and group <= _kernels.MAX_GROUP
+
+
 # Attention.
 
 

@@ -126,7 +126,7 @@ def prepare_attention(
     kv_dtype: torch.dtype,
 ) -> PreparedAttention:
     """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries."""
-    if not kernels.supports_head_dim(head_dim):
+    if not kernels.supports_attention(head_dim, heads // kv_heads):
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
     width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
     return kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, width)

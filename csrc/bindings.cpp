@@ -170,6 +170,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_num_threads", &set_num_threads);
     m.def("set_alone", &set_alone);
 
+    m.attr("MAX_GROUP") = kTileRows;
     py::class_<AttentionPlan>(m, "AttentionPlan")
         .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"),
              py::arg("row_bytes"))

@@ -1,7 +1,6 @@
 #include "draw.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <numeric>
 #include <vector>

@@ -1,22 +1,25 @@
 // The largest of a row of logits, the log of the sum of exponentials, and each one's share of it.
 
+inline float largest_of(const float* x, int64_t n) {
+    vf best = set1(-__builtin_inff());
+    for (int64_t i = 0; i + W <= n; i += W) best = max(load(x + i), best);
+    float highest = largest(best);
+    for (int64_t i = n / W * W; i < n; i++) highest = x[i] > highest ? x[i] : highest;
+    return highest;
+}
+
 inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
     const int64_t n = args.columns;
     for (; row < stop; row++) {
         const float* x = args.logits + row * args.stride;
-        float highest = -__builtin_inff();
-        int64_t i = 0;
-        vf best = set1(highest);
-        for (; i + W <= n; i += W) best = max(load(x + i), best);
-        highest = largest(best);
-        for (; i < n; i++) highest = x[i] > highest ? x[i] : highest;
+        const float highest = largest_of(x, n);
         int64_t index = 0;
         while (index < n - 1 && !(x[index] == highest)) index++;
         args.index[row] = index;
         args.maximum[row] = highest;
         if (!args.lse) continue;
         double total = 0;
-        for (i = 0; i < n;) {  // some at a time: a long sum in fp32 would lose what is added last
+        for (int64_t i = 0; i < n;) {  // some at a time: a long sum in fp32 would lose what is added last
             vf all = zero();
             for (const int64_t stop = smaller(n / W * W, i + 64 * W); i < stop; i += W)
                 all = add(all, exp(sub(load(x + i), set1(highest))));
@@ -33,11 +36,7 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
 
 // out[i] = exp((logits[i] - the largest) / temperature), 0 for no number, for a row of n.
 inline void shares(const float* logits, int64_t n, float temperature, float* out) {
-    vf best = set1(-__builtin_inff());
-    for (int64_t i = 0; i + W <= n; i += W) best = max(load(logits + i), best);
-    float highest = largest(best);
-    for (int64_t i = n / W * W; i < n; i++) highest = logits[i] > highest ? logits[i] : highest;
-    const vf from = set1(highest), by = set1(1 / temperature);
+    const vf from = set1(largest_of(logits, n)), by = set1(1 / temperature);
     for (int64_t i = 0; i < n; i += W) {
         const int count = int(smaller(W, n - i));
         store_part(out + i, max(exp(mul(sub(load_part(logits + i, count), from), by)), zero()), count);

@@ -59,7 +59,6 @@ class Pool {
     explicit Pool(std::vector<int> cpus) : cpus_(std::move(cpus)) {}
 
     void grow(int workers) {
-        if (int(workers_.size()) >= workers) return;
         std::lock_guard lock(mutex_);
         while (int(workers_.size()) < workers) {
             std::thread thread(&Pool::work, this);

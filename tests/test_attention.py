@@ -8,7 +8,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import ops, reference
+from batchgen import kernels, ops, reference
 from batchgen.attention_plan import (
     SequenceSlice,
     plan_attention,
@@ -120,3 +120,16 @@ def test_write_kv_round_trip(num_slots):
         assert torch.equal(kv[slot // BLOCK, 0, :, slot % BLOCK], k[i])
         assert torch.equal(kv[slot // BLOCK, 1, :, slot % BLOCK], v[i])
     assert int((kv != 0).any(-1).sum()) == 2 * num_slots * 3
+
+
+@pytest.mark.parametrize("heads", [288, 300])
+def test_any_number_of_heads_may_share_a_kv_head(heads):
+    """Also more than the kernels have room for."""
+    slices = [SequenceSlice(3, 20, np.arange(2, dtype=np.int32)), SequenceSlice(1, 9, np.arange(2, 3, dtype=np.int32))]
+    plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=32 * 4)
+    torch.manual_seed(0)
+    q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
+    prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, torch.float32)
+    assert isinstance(prepared, kernels.AttentionPlan) == (heads == 288)
+    meant = reference.paged_attention(q, kv, reference.prepare_attention(plan, 1, BLOCK, torch.float32))
+    torch.testing.assert_close(ops.paged_attention(q, kv, prepared), meant.flatten(1), atol=1e-5, rtol=1e-5)
