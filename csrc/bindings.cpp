@@ -269,7 +269,8 @@ PYBIND11_MODULE(_kernels, m) {
     });
     m.def("dequantize", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int type, Address out) {
         Quant args{};
-        args.packed = at<uint8_t>(packed), args.out = at(out), args.columns = columns, args.row_bytes = row_bytes;
+        args.packed = at<uint8_t>(packed), args.out = at(out);
+        args.rows = rows, args.columns = columns, args.row_bytes = row_bytes;
         args.type = Type(type);
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;

@@ -121,7 +121,7 @@ struct Quant {
     const void* x;    // [rows, columns]
     uint8_t* packed;  // [rows, row_bytes]
     void* out;
-    int64_t columns, row_bytes;
+    int64_t rows, columns, row_bytes;
     Type type;
 };
 

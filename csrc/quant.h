@@ -60,7 +60,16 @@ inline void dequantize_group(const uint8_t* packed, int size, vf scale, vf minim
 }
 
 template <class T>
+inline void stream_group(const uint8_t* packed, vf scale, vf minimum, T* out) {
+    constexpr int kHalf = kGroup / 2;
+    for (int i = 0; i < kHalf; i += W) stream(out + i, fma(low_nibbles(load_bytes(packed + i)), scale, minimum));
+    for (int i = 0; i < kHalf; i += W) stream(out + kHalf + i, fma(high_nibbles(load_bytes(packed + i)), scale, minimum));
+}
+
+// Streamed: past the caches, for results that are larger than they are. Written through them, every line would be read first.
+template <bool Streamed, class T>
 inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
+    constexpr int kAhead = 6144;  // bytes: memory's latency takes this much reading
     const uint8_t* table = packed + nibble_bytes(int(n));
     const int64_t groups = (n + kGroup - 1) / kGroup;
     for (int64_t first = 0; first < groups; first += W, table += 4 * W) {
@@ -72,9 +81,15 @@ inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
         float scales[W], minimums[W];
         store(scales, scale), store(minimums, minimum);
         for (int g = 0; g < count; g++, packed += kGroup / 2, out += kGroup) {
-            const int64_t left = n - (first + g) * kGroup;
-            if (left >= kGroup) dequantize_group(packed, kGroup, set1(scales[g]), set1(minimums[g]), out);
-            else dequantize_group(packed, int(left), set1(scales[g]), set1(minimums[g]), out);
+            const int size = int(smaller(kGroup, n - (first + g) * kGroup));
+            __builtin_prefetch(packed + kAhead);
+            if (Streamed) {
+                stream_group(packed, set1(scales[g]), set1(minimums[g]), out);
+            } else if (size == kGroup) {
+                dequantize_group(packed, kGroup, set1(scales[g]), set1(minimums[g]), out);
+            } else {
+                dequantize_group(packed, size, set1(scales[g]), set1(minimums[g]), out);
+            }
         }
     }
 }
@@ -100,9 +115,17 @@ inline void quantize(const Quant& args, int64_t row, int64_t stop) {
 }
 
 inline void dequantize(const Quant& args, int64_t row, int64_t stop) {
+    constexpr int64_t kLarge = 16 << 20;  // bytes: beyond what is read again from a cache
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);
-        for (; row < stop; row++)
-            dequantize_row(args.packed + row * args.row_bytes, args.columns, (T*)args.out + row * args.columns);
+        const bool streamed = args.rows * args.columns * int64_t(sizeof(T)) >= kLarge && args.columns % kGroup == 0 &&
+                              uintptr_t(args.out) % 64 == 0;
+        for (; row < stop; row++) {
+            const uint8_t* packed = args.packed + row * args.row_bytes;
+            T* out = (T*)args.out + row * args.columns;
+            if (streamed) dequantize_row<true>(packed, args.columns, out);
+            else dequantize_row<false>(packed, args.columns, out);
+        }
+        if (streamed) end_streams();
     });
 }

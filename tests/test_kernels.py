@@ -383,6 +383,19 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
         assert ((b - group).abs() <= bound * 1.001).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_too_large_for_a_cache_are_expanded_to_the_same_values(dtype):
+    rows, n = (17 << 20) // (2048 * dtype.itemsize), 2048
+    packed = kernels.quantize(random(0, rows, n))
+    memory = torch.zeros(rows * n + 3 * 64, dtype=dtype)
+    few = torch.cat([kernels.dequantize(p, n, torch.empty(len(p), n, dtype=dtype)) for p in packed.split(100)])
+    for start in (64, 67):  # a whole number of lines of memory into it, and not
+        out = memory[start : start + rows * n].view(rows, n)
+        assert torch.equal(kernels.dequantize(packed, n, out), few)
+        assert not memory[:start].any() and not memory[start + rows * n :].any()
+        memory.zero_()
+
+
 def test_a_nan_spoils_its_group_and_nothing_else():
     x = random(0, 2, 200)
     x[1, 70] = float("nan")

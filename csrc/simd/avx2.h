@@ -43,13 +43,19 @@ inline void store(f16* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(
 inline __m128i narrow(vi a) {
     return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
 }
-inline void store(bf16* p, vf a) {
+inline __m128i to_bf16(vf a) {
     vi bits = _mm256_castps_si256(a), lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
     vi nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
-    _mm_storeu_si128((__m128i*)p, narrow(_mm256_srli_epi32(rounded, 16)));
+    return narrow(_mm256_srli_epi32(rounded, 16));
 }
+inline void store(bf16* p, vf a) { _mm_storeu_si128((__m128i*)p, to_bf16(a)); }
+// Past the caches, to a multiple of a vector's size.
+inline void stream(float* p, vf a) { _mm256_stream_ps(p, a); }
+inline void stream(f16* p, vf a) { _mm_stream_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+inline void stream(bf16* p, vf a) { _mm_stream_si128((__m128i*)p, to_bf16(a)); }
+inline void end_streams() { _mm_sfence(); }
 
 inline vi load_int(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 // The first n, 0 < n <= W; zero beyond.

@@ -33,17 +33,23 @@ inline vf load(const bf16* p) {
 inline vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline void store(float* p, vf a) { _mm512_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
-inline void store(bf16* p, vf a) {
+inline __m256i to_bf16(vf a) {
 #ifdef BATCHGEN_FAST_BF16
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a));
+    return (__m256i)_mm512_cvtneps_pbh(a);
 #else
     __m512i bits = _mm512_castps_si512(a), lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 #endif
 }
+inline void store(bf16* p, vf a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
+// Past the caches, to a multiple of a vector's size.
+inline void stream(float* p, vf a) { _mm512_stream_ps(p, a); }
+inline void stream(f16* p, vf a) { _mm256_stream_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+inline void stream(bf16* p, vf a) { _mm256_stream_si256((__m256i*)p, to_bf16(a)); }
+inline void end_streams() { _mm_sfence(); }
 
 inline vi load_int(const uint32_t* p) { return _mm512_loadu_si512(p); }
 // The first n, 0 < n <= W; zero beyond.

@@ -32,6 +32,13 @@ inline void store(bf16* p, vf a) {
     vst1_u16(&p->bits, vshrn_n_u32(rounded, 16));
 }
 
+// There is no writing past the caches.
+template <class T>
+inline void stream(T* p, vf a) {
+    store(p, a);
+}
+inline void end_streams() {}
+
 inline vi load_int(const uint32_t* p) { return vld1q_u32(p); }
 // The first n, 0 < n <= W; zero beyond.
 inline vi load_int_part(const uint32_t* p, int n) {

@@ -88,6 +88,13 @@ inline void store(bf16* p, vf a) {
     for (int i = 0; i < W; i++) p[i] = to_bf16(a[i]);
 }
 
+// There is no writing past the caches.
+template <class T>
+inline void stream(T* p, vf a) {
+    store(p, a);
+}
+inline void end_streams() {}
+
 inline vi load_int(const uint32_t* p) {
     vi a;
     memcpy(&a, p, sizeof a);
