@@ -76,9 +76,9 @@ def attention_plan(
     return made
 
 
-def attention(q: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-    """As `ops.paged_attention`."""
-    out = torch.empty_like(q)
+def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
+    """As `ops.paged_attention`; out: where it goes, of q's shape."""
+    out = torch.empty_like(q) if out is None else out
     _kernels.attention(plan, *_attention_arguments(q, out, kv))
     return out
 

@@ -19,6 +19,7 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.draws import Draws
 from batchgen.kernels import PackedWeight
 
+_CPU = torch.device("cpu")
 Weight = Tensor | PackedWeight
 PreparedAttention = reference.DeviceAttentionPlan | kernels.AttentionPlan
 
@@ -124,23 +125,26 @@ def prepare_attention(
     block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    *,
+    device: torch.device = _CPU,
 ) -> PreparedAttention:
-    """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries."""
+    """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries. device: that
+    attends."""
     if not kernels.supports_attention(head_dim, heads // kv_heads):
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
     width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
     return kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, width)
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:
     """Causal attention of packed query tokens over paged KV, prefill and decode in one call.
 
     q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
     kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
-    Returns [tokens, heads * head_dim].
+    Returns [tokens, heads * head_dim]. out: where it goes, of q's shape.
     """
     compute = kernels.attention if isinstance(plan, kernels.AttentionPlan) else reference.paged_attention
-    return compute(q, kv, plan).flatten(1)
+    return compute(q, kv, plan, out).flatten(1)
 
 
 @lru_cache

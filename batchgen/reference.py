@@ -59,12 +59,12 @@ def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype
     )
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan, out: Tensor | None = None) -> Tensor:
     """As `ops.paged_attention`."""
     tokens, heads, _ = q.shape
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
-    lse = torch.empty(tokens, heads) if plan.shared else None
+    lse = torch.empty(tokens, heads, device=q.device) if plan.shared else None
     for group, pages, mask in plan.decode:
         _decode_group(q, kv, group, pages, mask, out, lse)
     for item, pages in plan.prefill:

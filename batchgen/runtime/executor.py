@@ -24,9 +24,11 @@ from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.schedule import Step, Sweeps
+from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.transfer import Link
 from batchgen.runtime.weights import WeightHomes, Weights
 
+CPU = torch.device("cpu")
 # (sequences, their fp32 logits [sequences, vocab]) as soon as they are there.
 OnLogits = Callable[[Sequence[runtime_sequence.Sequence], Tensor], None]
 
@@ -46,26 +48,34 @@ class Executor:
         batches_on_host: int = 0,
         chunk_tokens: int | None = None,
         logit_rows: int | None = None,
+        device: torch.device = CPU,
+        driver: Driver | None = None,
         serial: bool = False,
         shared_cores: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
         """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
         batches, the last ones, whose activations wait in host memory between layers. chunk_tokens, logit_rows: tokens
-        that go through a layer's products, sequences whose logits are made together; None: a GPU batch. For the rest see
-        `Lanes`."""
+        that go through a layer's products, sequences whose logits are made together; None: a GPU batch. device, driver: what
+        computes, and its streams, if it has any. For the rest see `Lanes`."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
-        self.lanes = Lanes(
-            self._perform, serial=serial, shared_cores=shared_cores, on_step=on_step, on_thread=_prepare_thread
-        )
+        options = {"serial": serial, "on_step": on_step, "on_thread": _prepare_thread}
+        if driver is None:
+            self.lanes = Lanes(self._perform, shared_cores=shared_cores, **options)
+        else:
+            self.lanes = StreamLanes(self._perform, driver, **options)
+        self._device = device
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
         self._batches_on_host = batches_on_host
         self._chunk_tokens = chunk_tokens
         self._logit_rows = logit_rows
         self._logits: Tensor | None = None
-        self._rope = layers.rope_table(config, max_positions) if config.rope else None
+        self._rope = None
+        if config.rope:
+            cos, sin = layers.rope_table(config, max_positions)
+            self._rope = cos.to(device), sin.to(device)
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
         self._on_logits: OnLogits = lambda sequences, logits: None
 
@@ -110,20 +120,26 @@ class Executor:
         self.lanes.close()
         self.kv_cache.close()
         self.weights.close()
+        for arena in self.weights.arenas.values():
+            arena.memory.close()
 
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
         """What all layers need of a batch, as tensors."""
         parts = {}
         for segment in packed.segments:
-            plans = {window: self._prepared(plan) for window, plan in segment.plans.items()}
+            device = CPU if segment.place == "delegated" else self._device
+            plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
             rows = None
             if segment.place == "delegated":
-                rows = ops.kv_rows(segment.slots, self.config.num_kv_heads, self.kv_cache.shape.block_size)
-            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots), rows, plans)
-        moves = self.kv_cache.prepare(packed.staging) if packed.staging else None
-        return _Batch(packed, torch.from_numpy(packed.positions), parts, moves, on_host)
+                shape = self.kv_cache.shape
+                rows = ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).to(self._device)
+            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots).to(self._device), rows, plans)
+        moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
+        positions = torch.from_numpy(packed.positions)
+        sampled = torch.from_numpy(packed.sampled_rows).to(self._device)
+        return _Batch(packed, positions, positions.to(self._device), sampled, parts, moves, on_host)
 
-    def _prepared(self, plan: AttentionPlan) -> ops.PreparedAttention:
+    def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         config, shape = self.config, self.kv_cache.shape
         return ops.prepare_attention(
             plan,
@@ -133,6 +149,7 @@ class Executor:
             shape.block_size,
             self.weights.dtype,
             shape.dtype,
+            device=device,
         )
 
     def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
@@ -172,8 +189,10 @@ class Executor:
     # Activations.
 
     def _embed(self, step: Step, b: _Batch) -> None:
-        token_ids = torch.from_numpy(b.packed.token_ids)
-        hidden = layers.embed(self.config, self.weights.embeddings, token_ids, b.positions)
+        table = self.weights.embeddings["embed.weight"]
+        token_ids = torch.from_numpy(b.packed.token_ids).to(table.device)
+        positions = b.positions if table.device == self._device else b.host_positions
+        hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
         b.hidden = self.links[0].bring(hidden) if self.links and not b.on_host else hidden
 
     def _load_hidden(self, step: Step, b: _Batch) -> None:
@@ -214,25 +233,31 @@ class Executor:
         q, k, v = ops.rotary(b.qkv[tokens], *heads, turned=packed, **options)
         if packed:
             k, v = ops.quantize(k), ops.quantize(v)
-        b.sent_q = d2h.bring(q)
-        ops.write_kv(self.kv_cache.pools["cpu"][step.layer], part.rows, d2h.bring(k), d2h.bring(v))
+        home = self.kv_cache.pools["cpu"][step.layer]
+        behind = home.shape[2] * home.shape[3]  # V's rows lie this far behind K's
+        flat = home.view(-1, home.shape[-1])
+        d2h.scatter(flat, part.rows, k.reshape(-1, home.shape[-1]))
+        d2h.scatter(flat, part.rows + behind, v.reshape(-1, home.shape[-1]))
+        sent = d2h.bring(q)
+        attended = d2h.room(sent)
+        b.for_cpu[step.layer], b.from_cpu[step.layer] = (sent, attended), attended
 
     def _cpu_attention(self, step: Step, b: _Batch) -> None:
         kv = self.kv_cache.pools["cpu"][step.layer]
         plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
-        b.attended_on_cpu = ops.paged_attention(b.sent_q, kv, plan)
+        q, out = b.for_cpu.pop(step.layer)
+        ops.paged_attention(q, kv, plan, out=out)
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
-        b.attended["delegated"] = self.links[0].bring(b.attended_on_cpu)
+        b.attended["delegated"] = self.links[0].bring(b.from_cpu.pop(step.layer).flatten(1))
 
     def _post(self, step: Step, b: _Batch) -> None:
-        b.qkv = b.sent_q = b.attended_on_cpu = None  # memory for the other batches
+        b.qkv = None  # memory for the other batches
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
         if step.layer == self.config.num_layers - 1:  # only tokens that logits are asked for go on
-            sampled = torch.from_numpy(b.packed.sampled_rows)
-            attention, hidden = attention[sampled], hidden[sampled]
+            attention, hidden = attention[b.sampled_rows], hidden[b.sampled_rows]
         tensors = self.weights.layer(step.layer, step.slot)
         for tokens in self._chunks(len(hidden)):
             layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
@@ -261,7 +286,7 @@ class Executor:
                 self._on_logits(sampled[i : i + count], layers.logits(part, rows, self._logits_of(part)))
         else:
             if start == 0:
-                b.logits = torch.empty(len(sampled), self.config.vocab_size)
+                b.logits = torch.empty(len(sampled), self.config.vocab_size, device=self._device)
             stop = start + rows.shape[0]
             b.logits[:, start:stop] = layers.logits(b.hidden, rows)
             if stop < self.config.vocab_size:
@@ -314,17 +339,20 @@ class _Part:
 @dataclass
 class _Batch:
     """What a GPU batch has come to on its way through the layers. hidden: on the compute device, or between layers in
-    host memory."""
+    host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and room for what comes of them;
+    taken by CPU attention, which may be layers behind, and by what is launched after it."""
 
     packed: PackedBatch
+    host_positions: Tensor
     positions: Tensor
+    sampled_rows: Tensor
     parts: Mapping[str, _Part]
     moves: Moves | None
     on_host: bool
     hidden: Tensor | None = None
     qkv: Tensor | None = None
-    sent_q: Tensor | None = None
-    attended_on_cpu: Tensor | None = None
+    for_cpu: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    from_cpu: dict[int, Tensor] = field(default_factory=dict)
     attended: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
 

@@ -135,13 +135,14 @@ class KVCache:
         """Size of the file."""
         return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
 
-    def prepare(self, staging: Staging) -> Moves:
+    def prepare(self, staging: Staging, device: torch.device | str = "cpu") -> Moves:
+        """device: what computes, and copies rows that are not neighbours."""
         shape = self.shape
         behind = shape.kv_heads * shape.block_size  # V's rows lie this far behind K's
 
         def rows(slots) -> Tensor:
             keys = ops.kv_rows(slots, shape.kv_heads, shape.block_size)
-            return torch.cat((keys, keys + behind))
+            return torch.cat((keys, keys + behind)).to(device)
 
         dirty, writes = [], []
         for run in staging.writes:
@@ -149,10 +150,10 @@ class KVCache:
             dirty += range(run.staged, run.staged + run.count)
         return Moves(
             staging,
-            torch.from_numpy(staging.host_blocks),
+            torch.from_numpy(staging.host_blocks).to(device),
             rows(staging.new_slots),
             rows(staging.host_slots),
-            torch.tensor(dirty, dtype=torch.int64),
+            torch.tensor(dirty, dtype=torch.int64).to(device),
             tuple(writes),
         )
 

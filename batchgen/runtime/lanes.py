@@ -63,11 +63,7 @@ class Lanes:
             for step in steps:
                 with self._lock:
                     self._check()
-                    self._pending[step.id] = step.lane
-                if self._serial or step.lane == "compute":
-                    self._await_and_run(step, "compute")
-                else:
-                    self._issue(step)
+                self._begin(step)
         except BaseException as error:
             self._fail(error)
             self._failure_raised = True
@@ -90,6 +86,18 @@ class Lanes:
             if thread.is_alive():  # not so where an interrupt came while it was being started
                 thread.join()
         self._threads.clear()
+
+    def _begin(self, step: Step) -> None:
+        """Runs the Step, or hands it to its lane."""
+        with self._lock:
+            self._pending[step.id] = step.lane
+        if self._serial or step.lane == "compute":
+            self._await_and_run(step, "compute")
+        else:
+            self._issue(step)
+
+    def _ended(self, step: Step) -> None:
+        """Called with the lock held when a Step has ended."""
 
     def _issue(self, step: Step) -> None:
         if step.lane not in self._threads:
@@ -135,6 +143,7 @@ class Lanes:
         with self._lock:
             self.busy_s[step.lane] += ended - started
             del self._pending[step.id]
+            self._ended(step)
             if self._on_step:
                 self._on_step(step, started, ended)
             for lane, awaited in self._waits_for.items():

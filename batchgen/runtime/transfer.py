@@ -8,7 +8,8 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,12 +63,37 @@ class Prefault:
                     return
 
 
+class Memory(Protocol):
+    """Where a tier's tensors are."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor there; itself, if it is there already."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """Pages that are provided at first use."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return untouched(shape, dtype)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None: ...
+
+
 class Arena:
     """One tier's memory. Invariant: what is taken never exceeds the budget."""
 
-    def __init__(self, flag: str, budget_bytes: int | None = None) -> None:
-        """flag: that sets the budget, for the error. budget_bytes: None, only counts."""
+    def __init__(self, flag: str, budget_bytes: int | None = None, memory: Memory | None = None) -> None:
+        """flag: that sets the budget, for the error. budget_bytes: None, only counts. memory: None, the host's."""
         self.flag, self.budget_bytes = flag, budget_bytes
+        self.memory = memory or HostMemory()
         self.taken_bytes = 0
         self._lock = threading.Lock()
 
@@ -84,7 +110,12 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """Zeros of the tier, untouched. Raises BatchgenError where they do not fit."""
         self.take(math.prod(shape) * dtype.itemsize, what)
-        return untouched(shape, dtype)
+        return self.memory.zeros(shape, dtype)
+
+    def keep(self, tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """The tensors in the tier's memory, held from now on. Raises BatchgenError where they do not fit."""
+        self.take(sum(t.nbytes for t in tensors.values()), what)
+        return {name: self.memory.keep(t) for name, t in tensors.items()}
 
 
 class Link:
@@ -103,6 +134,10 @@ class Link:
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""
         return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
+
+    def room(self, like: Tensor) -> Tensor:
+        """For something of this kind that goes back."""
+        return torch.empty_like(like)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension."""

@@ -29,6 +29,8 @@ from batchgen.runtime.transfer import Arena, Link, as_buffer
 
 Tensors = dict[str, ops.Weight]
 
+OUTPUT_MATRIX = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class WeightHomes:
@@ -190,7 +192,7 @@ class Weights:
         resident: Tensors = {}
         on_host: Tensors = {}
         for group, tensors in groups.items():
-            self.arenas[kept[group]].take(_bytes_of(tensors), "the weights")
+            tensors = self.arenas[kept[group]].keep(tensors, "the weights")
             if kept[group] == self._compute_home:
                 resident |= _packed(tensors)
             else:
@@ -274,8 +276,11 @@ class Weights:
             ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
         embeddings, head = ends
         tied = self.config.tied_embeddings
-        self.arenas[self.homes.head if tied else "cpu"].take(_bytes_of(embeddings), "the embeddings")
+        embeddings = self.arenas[self.homes.head if tied else "cpu"].keep(embeddings, "the embeddings")
         self.arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
+        for name, tensor in head.items():  # what is small, where it is used
+            home = self.homes.head if name == OUTPUT_MATRIX else self._compute_home
+            head[name] = self.arenas[home].memory.keep(tensor)
         self._head_slots: list[Tensor] = []
         self._piece_rows = -(-self.config.vocab_size // HEAD_PIECES)
         if self._h2d is not None and self.homes.head != "gpu":
@@ -286,7 +291,7 @@ class Weights:
         return embeddings, head
 
     def _output_matrix(self) -> ops.Weight:
-        return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head["lm_head.weight"]
+        return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
 
     # What has been brought over.
 

@@ -1,0 +1,175 @@
+"""A CUDA GPU under `streams`: its streams and events, memory on it and pinned memory of the host, and copies between them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from batchgen import ops
+from batchgen.errors import BatchgenError
+from batchgen.runtime.streams import STREAMS
+from batchgen.runtime.transfer import untouched
+from batchgen.units import format_bytes
+
+_HOST_LANES = ("cpu_attention", "disk_read", "disk_write")
+_WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around
+
+
+class CudaDriver:
+    """The Driver of `streams` for the current CUDA device."""
+
+    def __init__(self) -> None:
+        # Small copies that compute waits for do not queue behind its kernels for a place on the device.
+        self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
+        self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
+        self._wait_value = _stream_wait_value()
+
+    def launch(self, lane: str, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.streams[lane]):
+            work()
+
+    def record(self, lane: str) -> torch.cuda.Event:
+        # Blocking: a thread that waits leaves its core to the kernels.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self.streams[lane])
+        return event
+
+    def wait(self, lane: str, event: torch.cuda.Event) -> None:
+        self.streams[lane].wait_event(event)
+
+    def wait_for_host(self, lane: str, host_lane: str, count: int) -> None:
+        gate = self._gates[_HOST_LANES.index(host_lane)]
+        error = self._wait_value(
+            ctypes.c_void_p(self.streams[lane].cuda_stream),
+            ctypes.c_uint64(gate.data_ptr()),
+            ctypes.c_uint32(count & 0xFFFFFFFF),
+            ctypes.c_uint(_WAIT_VALUE_GEQ),
+        )
+        if error:
+            raise BatchgenError(f"the GPU cannot wait for the CPU (cuStreamWaitValue32: CUDA error {error})")
+
+    def open_gate(self, host_lane: str, count: int) -> None:
+        # x86 and Arm's release order: what the lane has written is there before the counter.
+        self._gates[_HOST_LANES.index(host_lane)] = ctypes.c_int32(count & 0xFFFFFFFF).value
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        return start.elapsed_time(stop) / 1e3
+
+    def finish(self) -> None:
+        for stream in self.streams.values():
+            stream.synchronize()
+
+
+def _stream_wait_value():
+    """cuStreamWaitValue32 of the driver's own library: torch has no door to it."""
+    library = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWaitValue32_v2", "cuStreamWaitValue32"):
+        with contextlib.suppress(AttributeError):
+            return getattr(library, name)
+    raise BatchgenError("this CUDA driver is too old: batchgen needs one of CUDA 11.7 or later")
+
+
+def cap_memory(num_bytes: int) -> None:
+    """Has torch refuse to take more of the GPU's memory than this, however much there is."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+
+class GpuMemory:
+    """Memory of the current CUDA device, for an `Arena`."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        return tensor.cuda()
+
+    def close(self) -> None: ...
+
+
+class PinnedMemory:
+    """Memory of the host that the GPU copies from and to by itself, for an `Arena`. torch's own pinned memory comes in powers
+    of two, of which a model of 70 GB would take 128."""
+
+    def __init__(self) -> None:
+        self._pinned: list[Tensor] = []
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = untouched(shape, dtype)
+        if tensor.nbytes:
+            _check_pinning(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0), tensor.nbytes)
+            self._pinned.append(tensor)
+        return tensor
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if tensor.is_pinned():
+            return tensor
+        return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+    def close(self) -> None:
+        """Ends the pinning: nothing may be under way."""
+        for tensor in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        self._pinned.clear()
+
+
+def _check_pinning(error, num_bytes: int) -> None:
+    if int(error):
+        raise BatchgenError(
+            f"cannot pin {format_bytes(num_bytes)} of host memory (CUDA error {int(error)}): give less --cpu-memory"
+        )
+
+
+class CudaLink:
+    """Copies from one memory to another on the current stream, as `transfer.Link`, but behind the caller's back: what is
+    copied must not change until an event of the stream has come."""
+
+    def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:
+        self._driver, self._to_gpu = driver, to_gpu
+        self.bytes_per_s = None
+        self.moved_bytes = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> Tensor:
+        """target[...] = source, both contiguous."""
+        self._count(source)
+        return target.copy_(source, non_blocking=True)
+
+    def bring(self, source: Tensor) -> Tensor:
+        """A copy of the source on the other side."""
+        if not self._to_gpu:
+            # Memory goes back to the stream that took it: not before this one has read it.
+            source.record_stream(torch.cuda.current_stream())
+            return self.copy(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source)
+        if not source.is_pinned():
+            source = source.pin_memory()
+        target = self.copy(torch.empty(source.shape, dtype=source.dtype, device="cuda"), source)
+        target.record_stream(self._driver.streams["compute"])
+        return target
+
+    def room(self, like: Tensor) -> Tensor:
+        """For something of this kind that goes back."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=not like.is_cuda, device=like.device)
+
+    def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
+        """target[i] = source[index[i]], along the first dimension; index on the GPU."""
+        self._count(target)
+        ops.gather_rows(target, source, index)
+
+    def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
+        """target[index[i]] = source[i], along the first dimension; index on the GPU."""
+        self._count(source)
+        source.record_stream(torch.cuda.current_stream())
+        ops.scatter_rows(target, index, source)
+
+    def _count(self, moved: Tensor) -> None:
+        self.moved_bytes += moved.numel() * moved.element_size()

@@ -1,0 +1,104 @@
+"""The executor on a device with streams: the same tokens whatever runs when, and a dependency that is missing is noticed."""
+
+import itertools
+import random
+
+import pytest
+from fake_device import ORDERS, FakeDevice, run_on
+from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
+
+from batchgen import ops
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_random = random.Random(3)
+PROMPTS = [[_random.randrange(4, 500) for _ in range(n)] for n in (5, 30, 17, 1, 16, 40, 9, 22)]
+LENGTHS = [3, 6, 4, 5, 2, 6, 4, 3]
+
+
+def policies(path):
+    return {
+        "resident": make_policy(path, EMULATED, kv_seqs={"gpu": 4}),
+        "everything moves": everything_moves(path, weight_format="float32"),
+        "everything but activations": everything_moves(path, weight_format="float32", activation_batches=(2, 0)),
+        "4 bits": everything_moves(path, kv_format="int4"),
+        "weights from the host": make_policy(
+            path, EMULATED, weight_layers={"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (1, 2, 0), "down": (0, 3, 0)},
+        ),
+        "disk alone": make_policy(path, EMULATED, kv_seqs={"disk": 8}, num_gpu_batches=2, gpu_batch_size=4),
+        "delegated alone": make_policy(path, EMULATED, kv_seqs={"cpu": 8}, num_gpu_batches=2, gpu_batch_size=4),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def make(tiny_models, tmp_path, monkeypatch):
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    path = tiny_models("llama", num_hidden_layers=3)[0]
+
+    def make(name):
+        return make_parts(path, EMULATED, policies(path)[name], tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("name", list(policies("demo")))
+def test_the_order_of_what_is_launched_changes_no_token(make, monkeypatch, name):
+    expected = generate(make(name), PROMPTS, LENGTHS)
+    for order, eager in ORDERS[:: 2 if name.startswith("everything") else 7]:
+        with monkeypatch.context() as patch:
+            parts = run_on(make(name), FakeDevice(order, eager), patch)
+            assert generate(parts, PROMPTS, LENGTHS) == expected, (order, eager)
+
+
+# (kind of Step, kind that it waits for); only such that no other wait stands in for, where activations stay on the device or
+# where they move too.
+NEEDED = {
+    "everything but activations": [
+        ("load_weight", "post"),
+        ("load_weight", "read_weight"),
+        ("read_weight", "load_weight"),
+        ("attention", "load_cache"),
+        ("load_cache", "read_cache"),
+        ("load_cache", "store_cache"),
+        ("store_cache", "attention"),
+        ("write_cache", "store_cache"),
+        ("send_qkv", "pre"),
+        ("cpu_attention", "send_qkv"),
+        ("load_attention", "cpu_attention"),
+        ("head", "load_head"),
+        ("load_head", "head"),
+    ],
+    "weights from the host": [("pre", "load_weight")],
+    "disk alone": [("read_cache", "load_cache"), ("store_cache", "write_cache")],
+    "everything moves": [("pre", "load_hidden"), ("load_hidden", "store_hidden"), ("store_hidden", "post")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "earlier"), [(name, *pair) for name, pairs in NEEDED.items() for pair in pairs]
+)
+def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier):
+    expected = generate(make(name), PROMPTS, LENGTHS)
+    seen = 0
+    for late, (order, eager) in itertools.product((False, True), ORDERS[::3]):
+        with monkeypatch.context() as patch:
+            parts = run_on(make(name), FakeDevice(order, eager), patch, late)
+            steps, kinds = parts.executor._sweeps.steps, {}
+
+            def without(batches, steps=steps, kinds=kinds):
+                nonlocal seen
+                for step in steps(batches):
+                    kinds[step.id] = step.kind
+                    kept = tuple(i for i in step.after if (step.kind, kinds[i]) != (kind, earlier))
+                    seen += kept != step.after
+                    yield step._replace(after=kept)
+
+            parts.executor._sweeps.steps = without
+            try:
+                if generate(parts, PROMPTS, LENGTHS) != expected:
+                    break
+            except Exception:  # poison may also lead to what cannot go on
+                break
+    else:
+        pytest.fail("the same tokens in every order")
+    assert seen
