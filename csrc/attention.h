@@ -118,7 +118,7 @@ struct Attend {
 
     bool few() const {
 #ifdef BATCHGEN_FAST_BF16
-        return M::kPair == 2 && !kLevels && count <= kFewest && n % (2 * W) == 0;
+        return M::kPair == 2 && count <= kFewest && n % (kLevels ? kGroup : 2 * W) == 0;
 #else
         return false;
 #endif
@@ -128,7 +128,9 @@ struct Attend {
     void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
                   int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (M::kPair == 2) {
+        if constexpr (kLevels) {
+            few_levels(held_row, key, count_keys, whole, keys, values, left);
+        } else if constexpr (M::kPair == 2) {
             ahead.spread(left * (whole / W));
             const uint32_t* a = s.a + held_row * s.depth;
             for (int i = 0; i < whole; i += W) {
@@ -148,6 +150,54 @@ struct Attend {
                     few_values<Rows, kVectors>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
                 if (column < n) few_values<Rows, 2>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
             });
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;
+#endif
+    }
+
+    // The same of 4-bit KV.
+    void few_levels(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
+                    int left) {
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2) {
+            ahead.spread(left * (whole / W) * ((n + 2 * kGroup - 1) / (2 * kGroup)));
+            for (int i = 0; i < whole; i += 2 * W) turn_levels(keys + i, n, s.k + i, ahead);
+            read_tables(keys, whole, n, s.k_scale, s.k_minimum);
+            with_count<kFewest>(count, [&]<int Rows>() {
+                constexpr int kVectors = Rows > 4 ? 1 : 2;
+                for (int i = 0; i < whole; i += kVectors * W)
+                    level_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
+                                                 s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
+                                                 s.k_minimum + i, s.s + i);
+            });
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            ahead.spread((left - 1) * (whole / 4));
+            interleave_levels(values, whole, n, s.v, ahead);
+            read_tables(values, whole, n, s.v_scale, s.v_minimum);
+            for (int r = 0; r < count; r++) {
+                for (int g = 0; g < groups; g++) {
+                    vf all = zero();
+                    s.p_step[g * kFewest + r] =
+                        fixed_shares(s.s + r * kFewKeys, s.v_scale + g * kKeys, s.v_minimum + g * kKeys, whole,
+                                     s.fixed_p + (r * kGroups + g) * kFixedShares, all);
+                    float* least = s.least + (held_row + r) * kGroups + g;
+                    *least = *least * s.change[r] + sum(all);
+                }
+            }
+            for (int r = 0; r < count; r += kFewest / 2) {
+                with_count<kFewest / 2>(int(smaller(kFewest / 2, count - r)), [&]<int Rows>() {
+                    constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
+                    for (int column = 0; column < n / 2; column += kVectors * W) {
+                        const int g = column / (kGroup / 2);
+                        level_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + g * kFewest + r,
+                                                     s.v + column, n / 2, whole,
+                                                     s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns,
+                                                     s.change + r);
+                    }
+                });
+            }
         }
 #else
         (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;
@@ -191,6 +241,10 @@ struct Attend {
             for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
             for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
         }
+#ifdef BATCHGEN_FAST_BF16
+        if constexpr (M::kPair == 2 && kLevels)
+            if (n % kGroup == 0 && group <= kFewest) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
+#endif
         for (int g = 0; kLevels && g < groups; g++) {
             float all = 0;
             for (int i = g * kGroup; i < n && i < (g + 1) * kGroup; i += W)

@@ -8,6 +8,10 @@ constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowe
 
 constexpr int kRowsAtOnce = 12;
 
+constexpr int kFewest = 8;  // rows that are not worth packing K and V for
+// Bytes of a row in fixed point: the high parts, then the low ones. At fixed places, for the sake of addresses.
+constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedShares = 2 * kFewKeys;
+
 template <class M>
 struct AttentionScratch {
     int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
@@ -19,6 +23,9 @@ struct AttentionScratch {
     int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
     int64_t expanded_stride;
+    // With few rows over 4-bit KV, whose tile is in k and v: queries and shares in fixed point.
+    int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedShares]
+    float *q_step, *p_step;     // [rows], [groups, kFewest]
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -41,6 +48,11 @@ struct AttentionScratch {
         v_minimum = carve.take<float>(kGroups * kKeys);
         expanded_stride = columns + 2 * W;
         expanded = carve.take<float>(W * expanded_stride);
+        const int64_t fixed = M::kPair == 2 && args.kv.type == Type::Int4 && args.kv.head_dim % kGroup == 0;
+        fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
+        fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedShares);
+        q_step = carve.take<float>(fixed * kTileRows);
+        p_step = carve.take<float>(fixed * kGroups * kFewest);
     }
 };
 
@@ -209,64 +221,6 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
                 if (j + W < n) store_int(out + j + W, second);
             }
         }
-    }
-}
-#endif
-
-#ifdef BATCHGEN_FAST_BF16
-// With few query rows, packing would be most of the work: products straight from the rows of K and V. Head sizes are
-// multiples of 32 here.
-
-constexpr int kFewest = 8;
-
-// Scores of W keys for each row of a [rows, a_stride]: out [rows, out_stride].
-template <int Chunks>
-inline void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* const* keys, float* out,
-                       int64_t out_stride) {
-    for (int r = 0; r < rows; r++) {
-        vi q[Chunks];
-#pragma GCC unroll 8
-        for (int c = 0; c < Chunks; c++) q[c] = load_int(a + r * a_stride + c * W);
-        vf all[W];
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) {
-            const uint32_t* key = (const uint32_t*)keys[i];
-            all[i] = zero();
-#pragma GCC unroll 8
-            for (int c = 0; c < Chunks; c++) all[i] = dot_pairs(q[c], load_int(key + c * W), all[i]);
-        }
-        store(out + r * out_stride, sums(all));
-    }
-}
-
-// acc [Rows, stride] * change + shares of `keys` rows of V, for Vectors vectors of columns from `column` on.
-template <int Rows, int Vectors>
-inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
-                       int64_t stride, const float* change, Ahead& ahead) {
-    vf all[Rows][Vectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 4
-        for (int v = 0; v < Vectors; v++) all[r][v] = mul(load(acc + r * stride + column + v * W), set1(change[r]));
-    }
-    for (int i = 0; i < keys; i += 2) {
-        ahead.fetch();
-        vi pairs[Vectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < Vectors; v += 2)
-            interleave(load_int((const uint32_t*)(values[i] + 2 * (column + v * W))),
-                       load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++) {
-            const vi share = set1_int(p[r * p_stride + i / 2]);
-#pragma GCC unroll 4
-            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 4
-        for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
     }
 }
 #endif

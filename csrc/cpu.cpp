@@ -27,7 +27,8 @@ std::vector<const Kernels*> usable_kernels() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_kernels());
+    const bool products = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (avx512 && products) found.push_back(&avx512_bf16_kernels());
     if (avx512) found.push_back(&avx512_kernels());
     if (avx2) found.push_back(&avx2_kernels());
 #elif defined(__aarch64__)

@@ -25,6 +25,7 @@ namespace {
 #include "norm.h"
 #include "quant.h"
 #include "attention_tiles.h"
+#include "attention_few.h"
 #include "attention.h"
 #include "rotary.h"
 #include "logits.h"

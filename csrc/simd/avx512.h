@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ), and with BATCHGEN_FAST_BF16 its products of bf16 pairs.
+// AVX-512 (F, BW, VL, DQ), and with BATCHGEN_FAST_BF16 its products of bf16 pairs and of bytes (VNNI).
 
 constexpr int W = 16;
 using vf = __m512;
@@ -149,4 +149,44 @@ inline vi shift_right_16(vi a) {
 }
 // Bytes of a in the low, of b in the high half of each lane.
 inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b, 16)); }
+
+inline vi and_bits(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
+inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+inline vi max_int(vi a, vi b) { return _mm512_max_epi32(a, b); }
+template <int N>
+inline vi shift_left(vi a) {
+    return _mm512_slli_epi32(a, N);
+}
+template <int N>
+inline vi shift_right(vi a) {
+    return _mm512_srli_epi32(a, N);
+}
+inline vf absolute(vf a) { return _mm512_abs_ps(a); }
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+// To the nearest; -2^31 of what is no number or beyond all integers.
+inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
+// The float whose bits are the largest integer.
+inline float largest_bits(vi a) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(a)))); }
+inline void store_low_bytes(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+inline vi set1_bytes(const int8_t* four) { return _mm512_set1_epi32(*(const int*)four); }
+// In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
+inline vi dot_bytes(vi a, vi b, vi c) {
+    asm("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+// The 32 bytes of each of four rows as (a_i, b_i, c_i, d_i): first and second half of them.
+inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
+    auto both = [](const uint8_t* p, const uint8_t* q) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)),
+                                  _mm256_loadu_si256((const __m256i*)q), 1);
+    };
+    const vi ac = both(a, c), bd = both(b, d);
+    // Pairs of a and b in the lower, of c and d in the upper half; of each 16 bytes the first 8, and the others.
+    const vi even = _mm512_unpacklo_epi8(ac, bd), odd = _mm512_unpackhi_epi8(ac, bd);
+    const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21, 5,
+                                      20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    first = _mm512_permutex2var_epi16(even, order, odd);
+    second = _mm512_permutex2var_epi16(even, _mm512_add_epi16(order, _mm512_set1_epi16(8)), odd);
+}
 #endif

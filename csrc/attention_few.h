@@ -1,0 +1,233 @@
+// Attention of few query rows, where packing K and V into pairs would be most of the work.
+
+#ifdef BATCHGEN_FAST_BF16
+// Products of pairs straight from the rows of K and V. Head sizes are multiples of 32 here.
+
+// Scores of W keys for each row of a [rows, a_stride]: out [rows, out_stride].
+template <int Chunks>
+inline void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint8_t* const* keys, float* out,
+                       int64_t out_stride) {
+    for (int r = 0; r < rows; r++) {
+        vi q[Chunks];
+#pragma GCC unroll 8
+        for (int c = 0; c < Chunks; c++) q[c] = load_int(a + r * a_stride + c * W);
+        vf all[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            const uint32_t* key = (const uint32_t*)keys[i];
+            all[i] = zero();
+#pragma GCC unroll 8
+            for (int c = 0; c < Chunks; c++) all[i] = dot_pairs(q[c], load_int(key + c * W), all[i]);
+        }
+        store(out + r * out_stride, sums(all));
+    }
+}
+
+// acc [Rows, stride] * change + shares of `keys` rows of V, for Vectors vectors of columns from `column` on.
+template <int Rows, int Vectors>
+inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
+                       int64_t stride, const float* change, Ahead& ahead) {
+    vf all[Rows][Vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) all[r][v] = mul(load(acc + r * stride + column + v * W), set1(change[r]));
+    }
+    for (int i = 0; i < keys; i += 2) {
+        ahead.fetch();
+        vi pairs[Vectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v += 2)
+            interleave(load_int((const uint32_t*)(values[i] + 2 * (column + v * W))),
+                       load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) {
+            const vi share = set1_int(p[r * p_stride + i / 2]);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
+    }
+}
+// 4-bit KV. Levels are bytes, and there is an instruction that adds up four products of bytes. The other factor, a query or a
+// share, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is. Head sizes are multiples of kGroup.
+
+constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
+
+// What numbers up to `most` are multiplied with to be in fixed point. What is no number comes out as 0: its step is none either.
+inline float fixed_scale(float most) { return most > 0 ? kFixedMost / most : 0; }
+
+// W numbers in fixed point, which are integers.
+inline void store_fixed(vf x, int8_t* high, int8_t* low) {
+    const vi whole = to_int(x);
+    store_low_bytes(low, whole);  // as a number of -128 .. 127, so that the high part may be one more
+    store_low_bytes(high, shift_right<8>(add_int(whole, set1_int(128))));
+}
+inline vi join_fixed(vi high, vi low) { return add_int(shift_left<8>(high), low); }
+
+// A query of n values: out [kFixedRow]. Returns the step.
+template <class Q>
+inline float fixed_query(const Q* q, int n, int8_t* out) {
+    vf most = zero();
+    for (int i = 0; i < n; i += W) most = max(max(load(q + i), sub(zero(), load(q + i))), most);
+    const float highest = largest(most);
+    const vf scale = set1(fixed_scale(highest));
+    for (int i = 0; i < n; i += W) store_fixed(mul(load(q + i), scale), out + i, out + kMaxHeadDim + i);
+    return highest / kFixedMost;
+}
+
+// The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
+inline void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
+    const int words = n / 8;
+    for (int d = 0; d < words; d += W) {
+        vi r[W];
+        ahead.fetch();
+        if (words - d < W) {  // half of it: keys i and i + W in one vector
+            for (int i = 0; i < W; i++)
+                r[i] = load_int_halves((const uint32_t*)keys[i] + d, (const uint32_t*)keys[i + W] + d, W / 2);
+            transpose(r);
+#pragma GCC unroll 8
+            for (int i = 0; i < W / 2; i++, out += kFewKeys) store_int(out, r[i]), store_int(out + W, r[W / 2 + i]);
+            return;
+        }
+        for (int half = 0; half < 2 * W; half += W) {
+            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)keys[half + i] + d);
+            transpose(r);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store_int(out + half + i * kFewKeys, r[i]);
+        }
+        out += W * kFewKeys;
+    }
+}
+
+// Scores of Vectors * W keys for each of Rows queries.
+template <int Rows, int Vectors>
+__attribute__((noinline)) void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups, const uint32_t* words,
+                         const float* scale, const float* minimum, float* out) {
+    const vi four_bits = set1_int(0x0f0f0f0f);
+    for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
+        vi high[Rows][Vectors], low[Rows][Vectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 2
+            for (int v = 0; v < Vectors; v++) high[r][v] = low[r][v] = set1_int(0);
+        }
+        for (int d = 0; d < kGroup / 2; d += 4, words += kFewKeys) {
+            vi first[Vectors], second[Vectors];
+#pragma GCC unroll 2
+            for (int v = 0; v < Vectors; v++) {
+                const vi both = load_int(words + v * W);
+                first[v] = and_bits(both, four_bits), second[v] = and_bits(shift_right_16<4>(both), four_bits);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; r++) {
+                const int8_t* row = q + r * kFixedRow + d;
+#pragma GCC unroll 2
+                for (int v = 0; v < Vectors; v++) {
+                    high[r][v] = dot_bytes(first[v], set1_bytes(row), high[r][v]);
+                    low[r][v] = dot_bytes(first[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; r++) {
+                const int8_t* row = q + r * kFixedRow + d + kGroup / 2;
+#pragma GCC unroll 2
+                for (int v = 0; v < Vectors; v++) {
+                    high[r][v] = dot_bytes(second[v], set1_bytes(row), high[r][v]);
+                    low[r][v] = dot_bytes(second[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) {
+            const vf step = set1(steps[r]), sum = set1(query_sum[r * kGroups + g]);
+#pragma GCC unroll 2
+            for (int v = 0; v < Vectors; v++) {
+                float* to = out + r * kFewKeys + v * W;
+                const vf score = mul(sum, load(minimum + v * W));
+                const vf levels = mul(to_float(join_fixed(high[r][v], low[r][v])), step);
+                store(to, fma(levels, load(scale + v * W), g ? add(load(to), score) : score));
+            }
+        }
+    }
+}
+
+// Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
+inline void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+    for (int i = 0; i < keys; i += 4) {
+        ahead.fetch();
+        for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
+            vi first, second;
+            interleave_four(values[i] + g, values[i + 1] + g, values[i + 2] + g, values[i + 3] + g, first, second);
+            store_int(out, first), store_int(out + W, second);
+        }
+    }
+}
+
+// Shares of `keys` keys times their scales, in fixed point: out [kFixedShares]. Returns the step; adds up shares times
+// minimums in `least`.
+inline float fixed_shares(const float* shares, const float* scale, const float* minimum, int keys, int8_t* out, vf& least) {
+    float x[kFewKeys];
+    vi most = set1_int(0);
+    for (int i = 0; i < keys; i += W) {
+        const vf share = load(shares + i), scaled = mul(share, load(scale + i));
+        least = fma(share, load(minimum + i), least);
+        // Compared as integers: what is no number is above all numbers, and there are none below zero.
+        most = max_int(as_int(absolute(scaled)), most);
+        store(x + i, scaled);
+    }
+    const float highest = largest_bits(most);
+    const vf to_fixed = set1(fixed_scale(highest));
+    for (int i = 0; i < keys; i += W) store_fixed(mul(load(x + i), to_fixed), out + i, out + kFewKeys + i);
+    return highest / kFixedMost;
+}
+
+// acc [Rows, stride] * change + shares of keys, four at a time, times levels of V, for one group's columns: those of
+// Vectors * W bytes.
+template <int Rows, int Vectors>
+__attribute__((noinline)) void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes, int64_t bytes_stride, int keys,
+                         float* acc, int64_t stride, const float* change) {
+    const vi high_bits = set1_int(0xf0f0f0f0);
+    // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
+    vi whole[Rows][Vectors][2], upper[Rows][Vectors][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v++)
+            whole[r][v][0] = whole[r][v][1] = upper[r][v][0] = upper[r][v][1] = set1_int(0);
+    }
+    for (int i = 0; i < keys; i += 4, bytes += bytes_stride) {
+        vi both[Vectors], high[Vectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v++) both[v] = load_int(bytes + v * W), high[v] = and_bits(both[v], high_bits);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) {
+            const int8_t* row = shares + r * kGroups * kFixedShares + i;
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                const vi share = set1_bytes(row + part * kFewKeys);
+#pragma GCC unroll 2
+                for (int v = 0; v < Vectors; v++) {
+                    whole[r][v][part] = dot_bytes(both[v], share, whole[r][v][part]);
+                    upper[r][v][part] = dot_bytes(high[v], share, upper[r][v][part]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+        const vf changed = set1(change[r]), step = set1(steps[r]), upper_step = set1(steps[r] / 16);
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v++) {
+            float* out = acc + r * stride + v * W;
+            const vi all = join_fixed(whole[r][v][0], whole[r][v][1]), high = join_fixed(upper[r][v][0], upper[r][v][1]);
+            store(out, fma(to_float(sub_int(all, high)), step, mul(load(out), changed)));
+            store(out + kGroup / 2, fma(to_float(high), upper_step, mul(load(out + kGroup / 2), changed)));
+        }
+    }
+}
+#endif
