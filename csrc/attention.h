@@ -32,6 +32,7 @@ struct Attend {
     // is carried along is kept for all heads, one after the other.
     int start, count;
     int at, rows_now;  // of the span's rows the ones whose scores there are
+    bool packs;         // whether the item has spans with more than few rows
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
@@ -43,6 +44,8 @@ struct Attend {
     void run(const AttentionItem& given, const AttentionItem* next) {
         item = given;
         const int held = item.num_heads * rows();
+        packs = false;
+        for (int i = 0; i < item.num_spans; i++) packs |= !few(item.spans[i].num_tokens * group);
         load_queries();
         for (int r = 0; r < held; r++) s.highest[r] = kLowest;
         memset(s.total, 0, held * W * sizeof(float));
@@ -85,7 +88,7 @@ struct Attend {
                     values[i] = keys[i] + args.kv.value_offset;
                 }
                 const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
-                if (few()) {
+                if (few(count)) {
                     at = 0, rows_now = count;
                     few_rows(held_row, int(key), count_keys, whole, keys, values, left);
                     continue;
@@ -116,10 +119,12 @@ struct Attend {
         }
     }
 
-    bool few() const {
+    // Whether so many rows are few.
+    bool few(int count) const {
 #ifdef BATCHGEN_FAST_BF16
         return M::kPair == 2 && count <= kFewest && n % (kLevels ? kGroup : 2 * W) == 0;
 #else
+        (void)count;
         return false;
 #endif
     }
@@ -161,37 +166,35 @@ struct Attend {
                     int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
-            ahead.spread(left * (whole / W) * ((n + 2 * kGroup - 1) / (2 * kGroup)));
+            // Lines are asked for beside the products, too: many at once would take the places of those that are waited for.
+            constexpr int kRowsOfValues = kFewest / 2;
+            const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
+            ahead.spread(left * (1 + passes) * turns);
             for (int i = 0; i < whole; i += 2 * W) turn_levels(keys + i, n, s.k + i, ahead);
             read_tables(keys, whole, n, s.k_scale, s.k_minimum);
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
-                for (int i = 0; i < whole; i += kVectors * W)
+                for (int i = 0; i < whole; i += kVectors * W) {
+                    ahead.fetch();
                     level_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
                                                  s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
                                                  s.k_minimum + i, s.s + i);
+                }
             });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
-            ahead.spread((left - 1) * (whole / 4));
+            ahead.spread((left - 1) * (whole / W + passes * groups));
             interleave_levels(values, whole, n, s.v, ahead);
             read_tables(values, whole, n, s.v_scale, s.v_minimum);
-            for (int r = 0; r < count; r++) {
-                for (int g = 0; g < groups; g++) {
-                    vf all = zero();
-                    s.p_step[g * kFewest + r] =
-                        fixed_shares(s.s + r * kFewKeys, s.v_scale + g * kKeys, s.v_minimum + g * kKeys, whole,
-                                     s.fixed_p + (r * kGroups + g) * kFixedShares, all);
-                    float* least = s.least + (held_row + r) * kGroups + g;
-                    *least = *least * s.change[r] + sum(all);
-                }
-            }
-            for (int r = 0; r < count; r += kFewest / 2) {
-                with_count<kFewest / 2>(int(smaller(kFewest / 2, count - r)), [&]<int Rows>() {
+            fixed_shares(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step,
+                         s.least + held_row * kGroups, s.change);
+            for (int r = 0; r < count; r += kRowsOfValues) {
+                with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
                     constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
                     for (int column = 0; column < n / 2; column += kVectors * W) {
                         const int g = column / (kGroup / 2);
-                        level_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + g * kFewest + r,
+                        if (column % (kGroup / 2) == 0) ahead.fetch();
+                        level_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + r * kGroups + g,
                                                      s.v + column, n / 2, whole,
                                                      s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns,
                                                      s.change + r);
@@ -234,8 +237,8 @@ struct Attend {
         if constexpr (M::kPair == 2) {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
-                if (kLevels) level_order((const bf16*)q, n, (bf16*)a);
-                else memcpy(a, q, n * sizeof(Q));
+                if (!kLevels) memcpy(a, q, n * sizeof(Q));
+                else if (packs) level_order((const bf16*)q, n, (bf16*)a);
             }
         } else {
             for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
@@ -243,7 +246,7 @@ struct Attend {
         }
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2 && kLevels)
-            if (n % kGroup == 0 && group <= kFewest) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
+            if (few(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
 #endif
         for (int g = 0; kLevels && g < groups; g++) {
             float all = 0;

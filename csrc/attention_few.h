@@ -53,15 +53,14 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
         for (int v = 0; v < Vectors; v++) store(acc + r * stride + column + v * W, all[r][v]);
     }
 }
+
 // 4-bit KV. Levels are bytes, and there is an instruction that adds up four products of bytes. The other factor, a query or a
 // share, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is. Head sizes are multiples of kGroup.
+// The larger functions are not inlined: in one function for all, vectors do not keep their registers.
 
 constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
 
-// What numbers up to `most` are multiplied with to be in fixed point. What is no number comes out as 0: its step is none either.
-inline float fixed_scale(float most) { return most > 0 ? kFixedMost / most : 0; }
-
-// W numbers in fixed point, which are integers.
+// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no number either.
 inline void store_fixed(vf x, int8_t* high, int8_t* low) {
     const vi whole = to_int(x);
     store_low_bytes(low, whole);  // as a number of -128 .. 127, so that the high part may be one more
@@ -75,17 +74,18 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
     vf most = zero();
     for (int i = 0; i < n; i += W) most = max(max(load(q + i), sub(zero(), load(q + i))), most);
     const float highest = largest(most);
-    const vf scale = set1(fixed_scale(highest));
+    const vf scale = set1(kFixedMost / highest);
     for (int i = 0; i < n; i += W) store_fixed(mul(load(q + i), scale), out + i, out + kMaxHeadDim + i);
     return highest / kFixedMost;
 }
 
 // The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
-inline void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline))
+void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
     const int words = n / 8;
+    ahead.fetch();
     for (int d = 0; d < words; d += W) {
         vi r[W];
-        ahead.fetch();
         if (words - d < W) {  // half of it: keys i and i + W in one vector
             for (int i = 0; i < W; i++)
                 r[i] = load_int_halves((const uint32_t*)keys[i] + d, (const uint32_t*)keys[i + W] + d, W / 2);
@@ -106,7 +106,8 @@ inline void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead&
 
 // Scores of Vectors * W keys for each of Rows queries.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups, const uint32_t* words,
+__attribute__((noinline))
+void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups, const uint32_t* words,
                          const float* scale, const float* minimum, float* out) {
     const vi four_bits = set1_int(0x0f0f0f0f);
     for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
@@ -157,9 +158,10 @@ __attribute__((noinline)) void level_scores(const int8_t* q, const float* steps,
 }
 
 // Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
-inline void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline))
+void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
-        ahead.fetch();
+        if (i % W == 0) ahead.fetch();
         for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
             vi first, second;
             interleave_four(values[i] + g, values[i + 1] + g, values[i + 2] + g, values[i + 3] + g, first, second);
@@ -168,28 +170,51 @@ inline void interleave_levels(const uint8_t* const* values, int keys, int n, uin
     }
 }
 
-// Shares of `keys` keys times their scales, in fixed point: out [kFixedShares]. Returns the step; adds up shares times
-// minimums in `least`.
-inline float fixed_shares(const float* shares, const float* scale, const float* minimum, int keys, int8_t* out, vf& least) {
-    float x[kFewKeys];
-    vi most = set1_int(0);
-    for (int i = 0; i < keys; i += W) {
-        const vf share = load(shares + i), scaled = mul(share, load(scale + i));
-        least = fma(share, load(minimum + i), least);
-        // Compared as integers: what is no number is above all numbers, and there are none below zero.
-        most = max_int(as_int(absolute(scaled)), most);
-        store(x + i, scaled);
+// Shares of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedShares], with a step for each
+// row and group [rows, kGroups]. least [rows, kGroups] * change + shares times minimums.
+__attribute__((noinline))
+void fixed_shares(const float* shares, int rows, int groups, const float* scale, const float* minimum, int keys,
+                         int8_t* out, float* step, float* least, const float* change) {
+    constexpr int kAtOnce = W / kGroups;  // rows: a vector of numbers for a row and group
+    for (int first = 0; first < rows; first += kAtOnce) {
+        const int count = int(smaller(kAtOnce, rows - first));
+        vf most[W], all[W];
+        for (int i = 0; i < W; i++) most[i] = all[i] = zero();
+        for (int r = 0; r < count; r++) {
+            for (int g = 0; g < groups; g++) {
+                vf largest = zero(), sum = zero();
+                for (int i = 0; i < keys; i += W) {
+                    const vf share = load(shares + (first + r) * kFewKeys + i);
+                    sum = fma(share, load(minimum + g * kKeys + i), sum);
+                    largest = max_or_nan(largest, mul(share, load(scale + g * kKeys + i)));
+                }
+                most[r * kGroups + g] = largest, all[r * kGroups + g] = sum;
+            }
+        }
+        float to_fixed[W], added[W];
+        const vf highest = across(most, [](vf a, vf b) { return max_or_nan(a, b); });
+        store(step + first * kGroups, mul(highest, set1(1 / kFixedMost)));
+        store(to_fixed, div(set1(kFixedMost), highest));
+        store(added, sums(all));
+        for (int r = 0; r < count; r++) {
+            for (int g = 0; g < groups; g++) {
+                const int at = (first + r) * kGroups + g;
+                least[at] = least[at] * change[first + r] + added[r * kGroups + g];
+                const vf fixed = set1(to_fixed[r * kGroups + g]);
+                for (int i = 0; i < keys; i += W) {
+                    const vf x = mul(load(shares + (first + r) * kFewKeys + i), load(scale + g * kKeys + i));
+                    store_fixed(mul(x, fixed), out + at * kFixedShares + i, out + at * kFixedShares + kFewKeys + i);
+                }
+            }
+        }
     }
-    const float highest = largest_bits(most);
-    const vf to_fixed = set1(fixed_scale(highest));
-    for (int i = 0; i < keys; i += W) store_fixed(mul(load(x + i), to_fixed), out + i, out + kFewKeys + i);
-    return highest / kFixedMost;
 }
 
 // acc [Rows, stride] * change + shares of keys, four at a time, times levels of V, for one group's columns: those of
 // Vectors * W bytes.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes, int64_t bytes_stride, int keys,
+__attribute__((noinline))
+void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes, int64_t bytes_stride, int keys,
                          float* acc, int64_t stride, const float* change) {
     const vi high_bits = set1_int(0xf0f0f0f0);
     // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
@@ -220,7 +245,7 @@ __attribute__((noinline)) void level_values(const int8_t* shares, const float* s
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-        const vf changed = set1(change[r]), step = set1(steps[r]), upper_step = set1(steps[r] / 16);
+        const vf changed = set1(change[r]), step = set1(steps[r * kGroups]), upper_step = set1(steps[r * kGroups] / 16);
 #pragma GCC unroll 2
         for (int v = 0; v < Vectors; v++) {
             float* out = acc + r * stride + v * W;

@@ -25,7 +25,7 @@ struct AttentionScratch {
     int64_t expanded_stride;
     // With few rows over 4-bit KV, whose tile is in k and v: queries and shares in fixed point.
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedShares]
-    float *q_step, *p_step;     // [rows], [groups, kFewest]
+    float *q_step, *p_step;     // [rows], [kFewest, groups]
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -52,7 +52,7 @@ struct AttentionScratch {
         fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
         fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedShares);
         q_step = carve.take<float>(fixed * kTileRows);
-        p_step = carve.take<float>(fixed * kGroups * kFewest);
+        p_step = carve.take<float>(fixed * kFewest * kGroups);
     }
 };
 
@@ -226,7 +226,8 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 #endif
 
 // Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
-inline void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
+__attribute__((noinline))
+void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
     const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
     for (int g = 0; g < groups; g++) {
         for (int i = 0; i < keys; i += W) {

@@ -142,6 +142,62 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("window", [None, 40])
+def test_decode_over_4_bit_kv(head_dim, group, window):
+    """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
+    lengths = [0, 1, 15, 16, 31, 62, 63, 64, 65, 200, 1100]
+    sequences = [(1, cached, i % 2 == 1) for i, cached in enumerate(lengths)]
+    for prefix_blocks, chosen in ((0, [(q, c, False) for q, c, _ in sequences]), (5, sequences)):
+        case = (prefix_blocks, chosen, window, (3 * group, 3), head_dim, 16, head_dim + group)
+        check_attention(case, torch.bfloat16, "int4", 0.008)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("what", ["scale", "minimum", "both"])
+def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what):
+    """Of one key's K or V: 4-bit, of one group of it."""
+    dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
+    slices, _, num_blocks = laid_out(0, [(1, 90, False), (1, 70, False), (1, 130, False)], 16, 5)
+    kv, _ = paged(random(1, num_blocks, 2, 2, 16, head_dim), kv_format)
+    q = random(2, 3, 8, head_dim, dtype=dtype, scale=head_dim**-0.5)
+    plan = plan_attention(slices, [], block_size=16, key_bytes=256)
+    made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
+    before = kernels.attention(q, kv, made)
+    row = kv[int(slices[1].blocks[2]), part, 0, 3]
+    if kv_format == "int4":
+        table = row[head_dim // 2 :].view(torch.float16)  # (scale, minimum) of each group
+        table[:2][{"scale": slice(0, 1), "minimum": slice(1, 2), "both": slice(0, 2)}[what]] = math.nan
+    else:
+        row[0] = math.nan
+    got = kernels.attention(q, kv, made)
+    assert got[1, :4, : min(head_dim, 64) if part and kv_format == "int4" else 1].isnan().all()
+    if not part:
+        assert got[1, :4].isnan().all()
+    assert torch.equal(got[1, 4:], before[1, 4:])
+    assert torch.equal(got[[0, 2]], before[[0, 2]])
+
+
+def test_4_bit_decode_with_numbers_of_any_size():
+    """Queries that are zero, shares that are far apart, groups that are one value repeated."""
+    slices, _, num_blocks = laid_out(0, [(1, 200, False)] * 4, 16, 5)
+    kv = random(1, num_blocks, 2, 1, 16, 128)
+    kv[:, 1, :, ::3, 64:] *= 1e-4
+    kv[:, 1, :, 1::3, :64] = 0.5
+    kv[int(slices[2].blocks[5]), 0] *= 40
+    stored, meant = paged(kv, "int4")
+    q = random(2, 4, 4, 128, dtype=torch.bfloat16, scale=0.1)
+    q[0] = 0
+    q[1, :, 1:] *= 1e-30
+    q[3] *= 100
+    plan = plan_attention(slices, [], block_size=16, key_bytes=256)
+    got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1]))
+    torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
+
+
 def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
     """Bit by bit: what a resumed job computes is what it would have computed."""
     slices, _, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (90, 300, False)], 16, 5)

@@ -100,22 +100,25 @@ inline void transpose(vi* r) {
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-// Lane i: the sum of r[i].
-inline vf sums(const vf* r) {
+// Lane i: all lanes of r[i] joined two by two.
+template <class F>
+inline vf across(const vf* r, F join) {
     vf fours[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const vf *a = r + 4 * i;
-        vf first = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-        vf second = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+        vf first = join(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+        vf second = join(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
         vf low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
         vf high = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
-        fours[i] = add(low, high);  // in each quarter parts of the four sums
+        fours[i] = join(low, high);  // in each quarter parts of the four
     }
-    vf first = add(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-    vf second = add(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-    return add(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+    vf first = join(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    vf second = join(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return join(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
 }
+// Lane i: the sum of r[i].
+inline vf sums(const vf* r) { return across(r, add); }
 
 // p times 2 to the integer n, 0 where that is too small.
 inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
@@ -153,7 +156,6 @@ inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b
 inline vi and_bits(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
 inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
-inline vi max_int(vi a, vi b) { return _mm512_max_epi32(a, b); }
 template <int N>
 inline vi shift_left(vi a) {
     return _mm512_slli_epi32(a, N);
@@ -162,16 +164,22 @@ template <int N>
 inline vi shift_right(vi a) {
     return _mm512_srli_epi32(a, N);
 }
-inline vf absolute(vf a) { return _mm512_abs_ps(a); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 // To the nearest; -2^31 of what is no number or beyond all integers.
 inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
-// The float whose bits are the largest integer.
-inline float largest_bits(vi a) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(a)))); }
+// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+inline vf max_or_nan(vf a, vf b) {
+    return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b))));
+}
 inline void store_low_bytes(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
-inline vi set1_bytes(const int8_t* four) { return _mm512_set1_epi32(*(const int*)four); }
+inline vi set1_bytes(const int8_t* four) {
+    int bits;
+    memcpy(&bits, four, 4);
+    return _mm512_set1_epi32(bits);
+}
 // In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
 inline vi dot_bytes(vi a, vi b, vi c) {
+    // By its name: around the intrinsic, GCC 12 copies and spills sums.
     asm("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(c) : "v"(a), "v"(b));
     return c;
 }
