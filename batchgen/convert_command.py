@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from batchgen.convert import convert
+from batchgen.device import parse_device
 from batchgen.loading import resolve_dtype
 from batchgen.model_files import read_config, resolve_model
 from batchgen.progress import Progress
@@ -17,7 +18,7 @@ def run_convert(*, model: str, output: str, quantization: str, dtype: str, overw
     started_s = time.monotonic()
     shown = Progress(progress)
     files = resolve_model(model, notify=shown.say)
-    dtype = resolve_dtype(read_config(files), dtype)
+    dtype = resolve_dtype(read_config(files), dtype, parse_device("auto"))
     shown.say(f"converting {files.name} to {dtype if quantization == 'none' else f'{quantization} and {dtype}'}")
     with shown.layers() as on_layer:
         store = convert(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from batchgen.errors import InputError
 from batchgen.units import format_bytes, parse_bytes
@@ -35,12 +37,28 @@ class Device:
         return text
 
 
+@cache
+def has_cuda() -> bool:
+    """Whether torch can use a CUDA GPU. torch takes seconds to import: it is asked only where a driver has devices."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def parse_device(text: str) -> Device:
-    """The device of a `--device` flag; "auto" is the CPU. Raises InputError."""
-    if text in ("auto", "cpu"):
+    """The device of a `--device` flag; "auto" is a CUDA GPU where there is one, else the CPU. Raises InputError."""
+    if text == "auto":
+        return Device("cuda" if has_cuda() else "cpu")
+    if text == "cpu":
         return Device("cpu")
     if text == "cuda":
-        raise InputError("device 'cuda' is not supported yet: jobs run on the CPU, or on an emulated:gpu-memory=16GiB")
+        if not has_cuda():
+            raise InputError(
+                "--device cuda: torch finds no CUDA device here; leave it out, or install a torch built for this GPU's driver"
+            )
+        return Device("cuda")
     kind, _, options = text.partition(":")
     if kind != _EMULATED:
         raise InputError(f"device {text!r} is not supported: use {_KNOWN}")

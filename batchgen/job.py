@@ -76,7 +76,7 @@ def run_job(options: JobOptions) -> dict:
         source = open_source(options)
         files = resolve_model(options.model, notify=progress.say)
         config = read_config(files)
-        dtype = resolve_dtype(config, options.dtype)
+        dtype = resolve_dtype(config, options.dtype, parse_device(options.device))
         tokenizer = background.submit(_load_tokenizer, files)  # most of it is importing transformers
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()

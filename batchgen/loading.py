@@ -49,12 +49,12 @@ _PREFAULT_BYTES = 1 << 30
 TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
 
 
-def resolve_dtype(config: ModelConfig, dtype: str) -> str:
+def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
     """The dtype to compute in; "auto" as `Engine` says. Raises InputError for an unknown name."""
     if dtype == "auto":
         if config.dtype == "float32":
             return "float32"
-        return "bfloat16" if has_fast_bfloat16() else "float32"
+        return "bfloat16" if device.kind == "cuda" or has_fast_bfloat16() else "float32"
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
     return dtype
@@ -101,7 +101,11 @@ def resolve_budgets(
     if offload_dir is not None:
         free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC))
         budgets["disk"] = free if disk_memory is None else min(free, size_bytes(disk_memory))
-    if device.accelerated:
+    if device.kind == "cuda":
+        from batchgen.runtime.cuda import usable_memory
+
+        budgets["gpu"] = usable_memory(None if gpu_memory is None else size_bytes(gpu_memory))
+    elif device.accelerated:
         budgets["gpu"] = device.gpu_memory_bytes if gpu_memory is None else size_bytes(gpu_memory)
         if cpu_memory is None:  # an emulated memory is a part of the host's
             budgets["cpu"] = max(1, budgets["cpu"] - budgets["gpu"])
@@ -127,7 +131,7 @@ def in_memory_policy(
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
-    dtype = resolve_dtype(config, dtype)
+    dtype = resolve_dtype(config, dtype, device)
     home = "gpu" if device.accelerated else "cpu"
     layers = tuple(config.num_layers if tier == home else 0 for tier in TIERS)
     return Policy(
@@ -198,7 +202,7 @@ def load_parts(
     started = time.perf_counter()
     instruction_set()  # refuses a wrong BATCHGEN_ISA
     config = read_config(files)
-    dtype = resolve_dtype(config, dtype)
+    dtype = resolve_dtype(config, dtype, device)
     context = policy.max_model_len
 
     import torch
@@ -230,11 +234,25 @@ def load_parts(
         most_kv_tokens=most_kv_tokens,
     )
     tokenizer = tokenizer()
-    arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", budgets.get("gpu"))}
+    driver, memories, links = None, {}, None
+    if device.kind == "cuda":
+        from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory, cap_memory
+
+        cap_memory(budgets["gpu"])
+        driver = CudaDriver()
+        memories = {"cpu": PinnedMemory(), "gpu": GpuMemory()}
+        links = CudaLink(driver, to_gpu=True), CudaLink(driver, to_gpu=False)
+    elif device.accelerated:
+        links = Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)
+    arenas = {
+        "cpu": Arena("--cpu-memory", memory=memories.get("cpu")),
+        "gpu": Arena("--gpu-memory", budgets.get("gpu"), memories.get("gpu")),
+    }
     if device.accelerated:
         arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
-    links = (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)) if device.accelerated else None
     with contextlib.ExitStack() as undo:
+        for made in memories.values():
+            undo.callback(made.close)
         kv_cache = KVCache(
             config,
             kv_shape(config, policy.kv_block_size, policy.kv_format),
@@ -269,10 +287,12 @@ def load_parts(
             compute_home=compute_home,
             links=links,
             batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
-            chunk_tokens=chunk_tokens(config, torch_dtype.itemsize),
+            chunk_tokens=chunk_tokens(config, torch_dtype.itemsize, on_gpu=device.accelerated),
             logit_rows=logit_rows(config, torch_dtype.itemsize),
+            device=torch.device("cuda" if device.kind == "cuda" else "cpu"),
+            driver=driver,
             serial=serial,
-            shared_cores=device.accelerated,
+            shared_cores=device.kind == "emulated",
             on_step=on_step,
         )
         undo.pop_all()

@@ -145,7 +145,7 @@ def _case_here(
 
     def here() -> _Case:
         job = options.job
-        dtype = resolve_dtype(config, job.dtype)
+        dtype = resolve_dtype(config, job.dtype, parse_device(job.device))
         request = _request(options, files, config, dtype, context)
         hardware, request = machine_of(replace(job, hardware=None), files, config, request, progress.say)
         return _Case(hardware, request, time.monotonic() - started_s)
@@ -212,15 +212,10 @@ def _write_json(path: str, value: dict, flag: str) -> None:
 
 def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None, refresh: bool, output: str | None):
     """Measures, or recalls, this machine's profile; returns the lines that show it."""
-    import torch
 
     progress = Progress("plain")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no CUDA device here; leave it out to profile the CPU")
-    emulated = None if device == "cuda" else parse_device(device)
-    device = "cuda" if emulated is None else "cpu"
+    where = parse_device(device)
+    device = "cuda" if where.kind == "cuda" else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in dtype or ("auto",))
     profile = None
     for name in formats:
@@ -228,8 +223,8 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
             "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), cache_dir=cache_dir(), device=device,
             refresh=refresh and profile is None, notify=progress.say,
         )  # fmt: skip
-    if emulated is not None and emulated.accelerated:
-        profile = emulated_profile(profile, emulated)
+    if where.kind == "emulated":
+        profile = emulated_profile(profile, where)
     if output == "-":
         return [json.dumps(profile.to_json(), indent=2)]
     if output:

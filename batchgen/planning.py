@@ -121,18 +121,24 @@ def machine_of(
         offload_dir=directory,
         cache_dir=cache_dir(),
         model=config,
+        device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple({request.quantization, request.kv_cache_dtype} & {INT4}),
         notify=notify,
     )
-    if profile.gpu is not None:
+    if profile.gpu is not None and device.kind != "cuda":
         raise InputError(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
         )
+    if profile.gpu is None and device.kind == "cuda":
+        raise InputError(
+            f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
+        )
     profile = on_this_machine(profile)
-    cpu_memory = resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)["cpu"]
+    budgets = resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)
+    cpu_memory = budgets["cpu"]
     if _MEMORY_FRAC_WITHOUT_DISK * cpu_memory < store_bytes(config, request.dtype, request.quantization):
         profile = disk_at_this_moment(profile, directory)
-    if device.accelerated:
+    if device.kind == "emulated":
         profile = emulated_profile(profile, device)
     store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
@@ -141,6 +147,7 @@ def machine_of(
         request,
         process_bytes=process_bytes(),  # which gives back what measuring took
         cpu_memory=cpu_memory,
+        gpu_memory=budgets.get("gpu"),
         store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
     )
     return profile, request
@@ -278,7 +285,7 @@ def runnable(
     on_gpu = "gpu" in plan.budgets
     if on_gpu != device.accelerated:
         raise InputError(
-            "--plan is for a machine with a GPU: give --device emulated:gpu-memory=..., or plan without --hardware"
+            "--plan is for a machine with a GPU: give --device cuda, or emulated:gpu-memory=..., or plan without --hardware"
             if on_gpu
             else f"--plan is for the CPU: leave out --device {device}, or make a plan for it"
         )

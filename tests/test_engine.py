@@ -56,7 +56,7 @@ def test_a_chunk_of_tokens_at_a_time_gives_the_same_tokens(tiny_models, family, 
     rows = [Request(ids) for ids in prompts(12)]
     tokens = {}
     for count in (1 << 20, 7):
-        monkeypatch.setattr("batchgen.loading.chunk_tokens", lambda config, dtype_bytes, count=count: count)
+        monkeypatch.setattr("batchgen.loading.chunk_tokens", lambda *_, count=count, **__: count)
         tokens[count] = [c.samples[0].token_ids for c in generate(path, rows)[0]]
     assert tokens[7] == tokens[1 << 20]
 
@@ -302,7 +302,7 @@ def test_input_is_read_lazily(tiny_models):
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8'"),
-        ({"device": "cuda"}, "device 'cuda'"),
+        ({"device": "cuda"}, "no CUDA device"),
         ({"admission": "eager"}, "admission 'eager'"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_model_len": 100000}, "between 2 and the model's context of 512"),

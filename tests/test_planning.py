@@ -226,7 +226,7 @@ class TestRunnable:
 
     def test_a_plan_for_another_device(self, in_memory):
         on_gpu = make(gpu_box())
-        assert "--plan is for a machine with a GPU: give --device emulated" in complaint(self.runnable, on_gpu)
+        assert "--plan is for a machine with a GPU: give --device cuda, or emulated" in complaint(self.runnable, on_gpu)
         assert self.runnable(on_gpu, device=EMULATED) is on_gpu
         assert "--plan is for the CPU: leave out --device emulated" in complaint(
             self.runnable, in_memory, device=EMULATED

@@ -243,20 +243,6 @@ class TestAttention:
         whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
         assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([12 / 64] * len(whole))
 
-    def test_contiguous_decode_counts_only_what_fits_the_pool(self):
-        token_numbers = 2 * 2 * 16  # K and V
-        pool = torch.randn(100 * token_numbers)
-        trial = profile_compute._contiguous_decode(pool, self.model, 8, 40)
-        assert trial.work == 2 * 40 * token_numbers * 4
-        assert trial.run(0).shape == (2, 4, 1, 16)
-
-    def test_contiguous_prefill_is_causal(self):
-        pool = torch.randn(2 * 2 * 12 * 16)
-        run = profile_compute._contiguous_prefill(pool, self.model, 12)
-        first_token = run(0)[0, :, 0]  # [heads, head_dim]: sees one key, so it is that key's value
-        values = pool[pool.numel() // 2 :].view(2, 12, 16)[:, 0]
-        assert torch.allclose(first_token, values.repeat_interleave(2, dim=0))
-
 
 class TestTransfers:
     @pytest.mark.parametrize("where", ["disk", "memory"])

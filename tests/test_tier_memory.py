@@ -72,7 +72,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
     tensors too, and have their own reservation there; so does the output matrix's result, where it comes in pieces."""
     if chunk:
         for module in ("planner.memory", "loading"):
-            monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda config, dtype_bytes: chunk)
+            monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
     model = tiny_models(family, **WIDE[family])[0]
     fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]
     tokens = BATCH_TOKENS * fields["num_gpu_batches"]

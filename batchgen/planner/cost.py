@@ -302,7 +302,7 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     kv = kv_bytes(s, at)
     weights = s.layer_bytes * model.num_layers
     between = s.batch_tokens * s.hidden_bytes
-    work = activation_bytes(model, int(element), s.batch_tokens, s.gpu_batch_size)
+    work = activation_bytes(model, int(element), s.batch_tokens, s.gpu_batch_size, on_gpu=s.on_gpu)
     expanded = s.expanded_layer_bytes if s.weight_format == INT4 else 0.0
     cpu = s.process_bytes + WORKSPACE_BYTES + s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))

@@ -16,11 +16,14 @@ WORKSPACE_BYTES = 192 << 20
 # The same of an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
+_GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
 
-def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+def activation_bytes(
+    config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int, *, on_gpu: bool
+) -> int:
     """Peak bytes of a sweep beside weights and KV: one layer's activations and the logits.
 
     Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
@@ -34,14 +37,16 @@ def activation_bytes(config: ModelConfig, dtype_bytes: int, max_num_batched_toke
     if config.rope is not None:
         per_token += 4 * config.head_dim
         per_chunk_token += 4 * 3 * heads
-    chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes))
+    chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
     rows = min(max_num_seqs, logit_rows(config, dtype_bytes))
     return max_num_batched_tokens * per_token + chunk * per_chunk_token + rows * config.vocab_size * (dtype_bytes + 8)
 
 
-def chunk_tokens(config: ModelConfig, dtype_bytes: int) -> int:
+def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
     """Tokens that go through a layer's products together: enough for their best rate, few enough for what is between two
-    of them to stay in cache."""
+    of them to stay in a CPU's cache, or to take little of a GPU's memory."""
+    if on_gpu:
+        return _GPU_CHUNK_TOKENS
     widest = max(config.intermediate_size * (2 if config.gated_mlp else 1), config.qkv_size)
     return max(_FEWEST_CHUNK_TOKENS, _CHUNK_BYTES // (widest * dtype_bytes))
 
@@ -131,7 +136,7 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, a
 
 def _add_activations(config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, add) -> None:
     size = int(FORMAT_BYTES[dtype])
-    work = activation_bytes(config, size, batch_tokens, policy.gpu_batch_size)
+    work = activation_bytes(config, size, batch_tokens, policy.gpu_batch_size, on_gpu=device == "gpu")
     between = batch_tokens * config.hidden_size * size
     if device == "cpu":
         add("cpu", "activations", work + WORKSPACE_BYTES + (policy.num_gpu_batches - 1) * between)

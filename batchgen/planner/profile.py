@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import InputError
+from batchgen.formats import INT4
 from batchgen.hardware import ComputeRates, HardwareProfile
 from batchgen.machine import available_memory_bytes, instruction_set, resident_bytes
 from batchgen.model_config import DTYPES, ModelConfig
@@ -139,17 +140,21 @@ def add_int4(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of 4-bit weights and KV, beside computing in `dtype`, merged in. Raises
-    InputError on a GPU."""
-    if profile.gpu:
-        raise InputError("4-bit formats cannot be measured on a GPU yet: leave out --quantization and --kv-cache-dtype")
-    from batchgen.planner.profile_compute import measure_int4, subjects_of
+    """A profile of this machine with the rates of 4-bit weights and KV, beside computing in `dtype`, merged in."""
+    from batchgen.planner.profile_compute import measure_decode_attention, measure_int4, subjects_of
 
-    check_measurable("cpu", (dtype,))
+    device = "cuda" if profile.gpu else "cpu"
+    check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
-    rates = measure_int4(Device("cpu"), dtype, subjects_of("cpu", effort, model), effort, watch)
+    subjects = subjects_of(device, effort, model)
+    rates = measure_int4(Device(device), dtype, subjects, effort, watch)
+    if device == "cpu":
+        profile = replace(profile, cpu=merged(profile.cpu, rates))
+    else:
+        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, INT4)
+        profile = replace(profile, gpu=merged(profile.gpu, rates), cpu=merged(profile.cpu, beside))
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
-    return replace(profile, cpu=merged(profile.cpu, rates), measured=profile.measured | {"seconds": seconds})
+    return replace(profile, measured=profile.measured | {"seconds": seconds})
 
 
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen import ops
@@ -75,13 +74,19 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
 
 @torch.inference_mode()
 def measure_decode_attention(
-    device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed
+    device: Device,
+    dtype_name: str,
+    subjects: Subjects,
+    effort: Effort,
+    timed: Timed,
+    kv_format: str | None = None,
 ) -> ComputeRates:
-    """What a CPU does beside a GPU: decode attention, for one dtype."""
+    """What a CPU does beside a GPU: decode attention, for one dtype; kv_format: as `decode_rates`."""
     pool = device.pool(getattr(torch, dtype_name), effort)
-    name = f"decode attention in {dtype_name} on {device.kind}"
-    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort))
-    return ComputeRates(decode_attention_bytes_per_s={dtype_name: rates})
+    kind = kv_format or dtype_name
+    name = f"decode attention in {kind} on {device.kind}"
+    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format))
+    return ComputeRates(decode_attention_bytes_per_s={kind: rates})
 
 
 @torch.inference_mode()
@@ -160,17 +165,15 @@ def decode_rates(
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
     kv_format: "int4", or None: the pool's dtype."""
-    kvs = [None if device.kind == "cuda" else _paged_kv(pool, model, kv_format) for model in models]
+    kvs = [_paged_kv(pool, model, kv_format) for model in models]
 
-    def trial(model: ModelConfig, kv: Tensor | None, batch: int, context: int) -> Trial:
-        if kv is None:
-            return _contiguous_decode(pool, model, batch, context)
+    def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
         run = _paged_attention(kv, model, [(1, n - 1) for n in contexts], pool.dtype)
         return Trial(sum(contexts) * (kv[0].nbytes // _KV_BLOCK_TOKENS), run)
 
-    def over_context(model: ModelConfig, kv: Tensor | None, batch: int) -> tuple:
+    def over_context(model: ModelConfig, kv: Tensor, batch: int) -> tuple:
         return device.rising_rates(effort.contexts, lambda context: trial(model, kv, batch, context), effort)
 
     points = tuple(
@@ -184,12 +187,10 @@ def prefill_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
     """FLOP/s of causal attention of a whole prompt to itself, over its length; hidden keys are not counted."""
-    kv = None if device.kind == "cuda" else _paged_kv(pool, model, kv_format)
+    kv = _paged_kv(pool, model, kv_format)
 
     def trial(context: int) -> Trial:
         flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
-        if kv is None:
-            return Trial(flops, _contiguous_prefill(pool, model, context))
         return Trial(flops, _paged_attention(kv, model, [(context, 0)], pool.dtype))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
@@ -214,9 +215,10 @@ def _paged_attention(
         ]
         key_bytes = heads * model.head_dim * dtype.itemsize
         plan = plan_attention(slices, [], block_size=size, key_bytes=key_bytes)
-        plans.append(ops.prepare_attention(plan, model.num_heads, heads, model.head_dim, size, dtype, kv.dtype))
+        shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
+        plans.append(ops.prepare_attention(plan, *shapes, device=kv.device))
     tokens = sum(new for new, _ in sequences)
-    q = torch.randn(tokens, model.num_heads, model.head_dim).to(dtype) * model.head_dim**-0.5
+    q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5
     return lambda i: ops.paged_attention(q, kv, plans[i % len(plans)])
 
 
@@ -226,37 +228,6 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
     return ops.quantize(kv) if kv_format == INT4 else kv
-
-
-# Until `ops` has CUDA kernels, a GPU's attention is measured on contiguous KV with torch's own function: the two
-# functions below are to be replaced by `_paged_attention` then.
-
-
-def _contiguous_decode(pool: Tensor, model: ModelConfig, batch: int, context: int) -> Trial:
-    """As many of the sequences as the pool holds K and V for."""
-    half, kv_heads = pool.numel() // 2, model.num_kv_heads
-    batch = max(1, min(batch, half // (kv_heads * context * model.head_dim)))
-    keys = pieces(pool[:half], batch, kv_heads, context, model.head_dim)
-    values = pieces(pool[half:], batch, kv_heads, context, model.head_dim)
-    q = torch.randn(batch, model.num_heads, 1, model.head_dim, device=pool.device).to(pool.dtype)
-
-    def run(i: int) -> Tensor:
-        return F.scaled_dot_product_attention(q, keys[i % len(keys)], values[i % len(keys)], enable_gqa=True)
-
-    return Trial(batch * context * 2 * kv_heads * model.head_dim * pool.dtype.itemsize, run)
-
-
-def _contiguous_prefill(pool: Tensor, model: ModelConfig, context: int) -> Callable[[int], Tensor]:
-    half, kv_heads = pool.numel() // 2, model.num_kv_heads
-    keys = pieces(pool[:half], 1, kv_heads, context, model.head_dim)
-    values = pieces(pool[half:], 1, kv_heads, context, model.head_dim)
-    q = torch.randn(1, model.num_heads, context, model.head_dim, device=pool.device).to(pool.dtype)
-
-    def run(i: int) -> Tensor:
-        k, v = keys[i % len(keys)], values[i % len(keys)]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return run
 
 
 def elementwise_rates(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen import ops
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.runtime.streams import STREAMS
 from batchgen.runtime.transfer import untouched
 from batchgen.units import format_bytes
@@ -79,10 +79,27 @@ def _stream_wait_value():
     raise BatchgenError("this CUDA driver is too old: batchgen needs one of CUDA 11.7 or later")
 
 
+# What the driver takes of a GPU for itself, its libraries and the kernels that are loaded.
+_CONTEXT_BYTES = 600 << 20
+# torch gives memory out in blocks of its own sizes.
+_MARGIN_FRAC = 0.03
+
+
+def usable_memory(card_bytes: int | None) -> int:
+    """What tensors may take of a card of this size; None: of the current device as it is. Raises InputError."""
+    free, total = torch.cuda.mem_get_info()
+    usable = free + torch.cuda.memory_reserved()
+    if card_bytes is not None:
+        if card_bytes > total:
+            raise InputError(f"--gpu-memory {format_bytes(card_bytes)}: this GPU has {format_bytes(total)}; give less")
+        usable = min(usable, card_bytes - _CONTEXT_BYTES)
+    return max(1, int(usable * (1 - _MARGIN_FRAC)))
+
+
 def cap_memory(num_bytes: int) -> None:
     """Has torch refuse to take more of the GPU's memory than this, however much there is."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / (1 - _MARGIN_FRAC) / total))
 
 
 class GpuMemory:
@@ -140,9 +157,13 @@ class CudaLink:
         self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
-        """target[...] = source, both contiguous."""
+        """target[...] = source; each row of them is contiguous."""
         self._count(source)
-        return target.copy_(source, non_blocking=True)
+        if target.is_contiguous() and source.is_contiguous():
+            return target.copy_(source, non_blocking=True)
+        for part, row in zip(target, source, strict=True):  # torch would copy it to and fro at once
+            part.copy_(row, non_blocking=True)
+        return target
 
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""
