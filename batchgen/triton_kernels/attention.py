@@ -1,0 +1,327 @@
+"""Attention over paged KV: online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et
+al., 2022), over the items of a DevicePlan, and the merge of partial results (flash-decoding)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.attention_plan import AttentionPlan
+from batchgen.triton_kernels import plan as plans
+from batchgen.triton_kernels.groups import aligned, columns, unpack
+from batchgen.triton_kernels.launch import Launch, Tile, attention_tiles, card, power_of_two
+from batchgen.triton_kernels.plan import DevicePlan, Geometry
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile
+
+_MERGED_AT_ONCE = 8
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_ITEM = tl.constexpr(plans.COLUMNS)
+
+
+def supports_attention(head_dim: int, group: int, block_size: int) -> bool:
+    """group: query heads of a KV head."""
+    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP and block_size & (block_size - 1) == 0
+
+
+def geometry(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> Geometry:
+    """What plans are cut for. dtype: of queries."""
+    this = card(device)
+    few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_dtype, this.shared_memory)
+    return Geometry(heads, kv_heads, head_dim, block_size, few, many, this.num_sms)
+
+
+def prepare_attention(
+    plan: AttentionPlan,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> DevicePlan:
+    """As `ops.prepare_attention`."""
+    return plans.prepare(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device), device)
+
+
+def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan) -> Tensor:
+    """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for launch in launches(q, kv, plan, out):
+        launch()
+    return out
+
+
+def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launch]:
+    """Few rows, many rows, merges: those of them that there are."""
+    shape = plan.geometry
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
+    assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.block_size)
+    rows = plan.capacity.partial_rows
+    # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of shares.
+    partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
+    found = [
+        _attend_launch(q, kv, plan, out, partial, stats, items, tile)
+        for items, tile in ((plan.few, shape.few), (plan.many, shape.many))
+        if len(items)
+    ]
+    if len(plan.merge_tokens):
+        args = {
+            "out": out,
+            "partial": partial,
+            "stats": stats,
+            "tokens": plan.merge_tokens,
+            "starts": plan.merge_starts,
+            "rows": plan.merge_rows,
+        }
+        constants = {
+            "HEADS": shape.heads,
+            "HEAD_DIM": shape.head_dim,
+            "DIM": power_of_two(shape.head_dim, 16),
+            "PARTS": _MERGED_AT_ONCE,
+        }
+        found.append(Launch(_merge, (len(plan.merge_tokens), shape.heads), args, constants, warps=1))
+    return found
+
+
+def _attend_launch(
+    q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, partial: Tensor, stats: Tensor, items: Tensor, tile: Tile
+) -> Launch:
+    shape = plan.geometry
+    args = {
+        "q": q,
+        "kv": kv,
+        "out": out,
+        "partial": partial,
+        "stats": stats,
+        "items": items,
+        "table": plan.table,
+        "q_stride": q.stride(0),
+    }
+    constants = {
+        "KV_HEADS": shape.kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "WIDTH": kv.shape[4],
+        "PACKED": kv.dtype == torch.uint8,
+        "ALIGNED": aligned(shape.head_dim),
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "DIM": power_of_two(shape.head_dim, 64 if kv.dtype == torch.uint8 else 16),
+    }
+    return Launch(_attend, (len(items), shape.kv_heads), args, constants, tile.warps, tile.stages)
+
+
+@triton.jit
+def _attend(
+    q,
+    kv,
+    out,
+    partial,
+    stats,
+    items,
+    table,
+    q_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One item and KV head. Rows are the item's tokens x the query heads of the KV head. With 4-bit KV (PACKED) queries and
+    results are taken in two halves, of the columns in low and in high nibbles, so that bytes are read once."""
+    item = items + tl.program_id(0) * _ITEM
+    num_tokens = tl.load(item + 1)
+    if num_tokens == 0:
+        return
+    first_token, first_key, last_key = tl.load(item), tl.load(item + 2), tl.load(item + 3)
+    causal, window = tl.load(item + 4), tl.load(item + 5)
+    table += tl.load(item + 6)
+    partial_row = tl.load(item + 7)
+    kv_head = tl.program_id(1)
+
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    there = token < num_tokens
+    q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
+    if PACKED:
+        low, high, low_there, high_there = columns(0, HEAD_DIM, DIM // 64)
+        low, low_there = tl.reshape(low, (DIM // 2,)), tl.reshape(low_there, (DIM // 2,))
+        high, high_there = tl.reshape(high, (DIM // 2,)), tl.reshape(high_there, (DIM // 2,))
+        q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
+        sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
+    else:
+        low = tl.arange(0, DIM)
+        low_there = low < HEAD_DIM
+        q_high = 0.0
+        sum_high = 0.0
+    q_low = tl.load(q_rows[:, None] + low[None, :], mask=there[:, None] & low_there[None, :], other=0)
+    sum_low = tl.zeros(q_low.shape, tl.float32)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    shares = tl.zeros((ROWS,), tl.float32)
+
+    kv += kv_head * (BLOCK_SIZE * WIDTH)
+    # Keys that every token sees need no mask: those up to the first token's own, where no window hides some.
+    unmasked = tl.minimum(last_key, causal + 1)
+    if window < 2147483647:
+        unmasked = first_key
+    whole = first_key + tl.maximum(unmasked - first_key, 0) // KEYS * KEYS
+    for key in range(first_key, whole, KEYS):
+        sum_low, sum_high, most, shares = _attend_keys(
+            q_low, q_high, sum_low, sum_high, most, shares, kv, table, key, last_key, causal + token, window,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, False,
+        )  # fmt: skip
+    for key in range(whole, last_key, KEYS):
+        sum_low, sum_high, most, shares = _attend_keys(
+            q_low, q_high, sum_low, sum_high, most, shares, kv, table, key, last_key, causal + token, window,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, True,
+        )  # fmt: skip
+
+    low_mask = there[:, None] & low_there[None, :]
+    if partial_row >= 0:
+        rows = (partial_row + token).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(stats + rows * 2, most, mask=there)
+        tl.store(stats + rows * 2 + 1, shares, mask=there)
+        tl.store(partial + rows[:, None] * HEAD_DIM + low[None, :], sum_low, mask=low_mask)
+        if PACKED:
+            high_mask = there[:, None] & high_there[None, :]
+            tl.store(partial + rows[:, None] * HEAD_DIM + high[None, :], sum_high, mask=high_mask)
+    else:
+        rows = (first_token + token).to(tl.int64) * (KV_HEADS * GROUP) + head
+        divisor = tl.where(shares > 0, shares, 1.0)[:, None]  # no key in sight: zeros
+        type: tl.constexpr = out.dtype.element_ty
+        tl.store(out + rows[:, None] * HEAD_DIM + low[None, :], (sum_low / divisor).to(type), mask=low_mask)
+        if PACKED:
+            high_mask = there[:, None] & high_there[None, :]
+            tl.store(out + rows[:, None] * HEAD_DIM + high[None, :], (sum_high / divisor).to(type), mask=high_mask)
+
+
+@triton.jit
+def _attend_keys(
+    q_low,
+    q_high,
+    sum_low,
+    sum_high,
+    most,
+    shares,
+    kv,
+    table,
+    first_key,
+    last_key,
+    position,
+    window,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """A tile of keys from first_key on. position: the last key that each row sees. Returns the new sums, largest scores and
+    sums of shares."""
+    key = first_key + tl.arange(0, KEYS)
+    there = tl.full((KEYS,), True, tl.int1)
+    if MASKED:
+        there = key < last_key
+    block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    k_rows = kv + block * (2 * KV_HEADS * BLOCK_SIZE * WIDTH) + key % BLOCK_SIZE * WIDTH
+    v_rows = k_rows + KV_HEADS * BLOCK_SIZE * WIDTH
+    if PACKED:
+        k_low, k_high = unpack(k_rows, there, 0, HEAD_DIM, DIM // 64, ALIGNED)
+        k_low = tl.reshape(k_low, (KEYS, DIM // 2)).to(q_low.dtype)
+        k_high = tl.reshape(k_high, (KEYS, DIM // 2)).to(q_low.dtype)
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+    else:
+        column = tl.arange(0, DIM)[None, :]
+        loaded = there[:, None]
+        if HEAD_DIM < DIM:
+            loaded = loaded & (column < HEAD_DIM)
+        k = tl.load(k_rows[:, None] + column, mask=loaded, other=0).to(q_low.dtype)
+        scores = tl.dot(q_low, tl.trans(k), input_precision="ieee")
+    scores *= _LOG2_E
+    if MASKED:
+        seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    now_most = tl.maximum(most, tl.max(scores, 1))
+    # Rows that see nothing yet have no largest score to take away.
+    base = tl.where(now_most == float("-inf"), 0.0, now_most) if MASKED else now_most
+    share = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(most - base)
+    shares = shares * faded + tl.sum(share, 1)
+    share = share.to(q_low.dtype)
+    sum_low = sum_low * faded[:, None]
+    if PACKED:
+        v_low, v_high = unpack(v_rows, there, 0, HEAD_DIM, DIM // 64, ALIGNED)
+        v_low = tl.reshape(v_low, (KEYS, DIM // 2)).to(q_low.dtype)
+        v_high = tl.reshape(v_high, (KEYS, DIM // 2)).to(q_low.dtype)
+        sum_low = tl.dot(share, v_low, sum_low, input_precision="ieee")
+        sum_high = tl.dot(share, v_high, sum_high * faded[:, None], input_precision="ieee")
+    else:
+        v = tl.load(v_rows[:, None] + column, mask=loaded, other=0).to(q_low.dtype)
+        sum_low = tl.dot(share, v, sum_low, input_precision="ieee")
+    return sum_low, sum_high, now_most, shares
+
+
+@triton.jit
+def _merge(
+    out,
+    partial,
+    stats,
+    tokens,
+    starts,
+    rows,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One token and head: its partial results in a fixed order."""
+    token = tl.load(tokens + tl.program_id(0)).to(tl.int64)
+    if token < 0:
+        return
+    start, stop = tl.load(starts + tl.program_id(0)), tl.load(starts + tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    column = tl.arange(0, DIM)
+    total = tl.zeros((DIM,), tl.float32)
+    most = float("-inf")
+    shares = 0.0
+    for first in range(start, stop, PARTS):
+        place = first + tl.arange(0, PARTS)
+        row = tl.load(rows + place, mask=place < stop, other=0).to(tl.int64) * HEADS + head
+        part_most = tl.load(stats + row * 2, mask=place < stop, other=float("-inf"))
+        part_shares = tl.load(stats + row * 2 + 1, mask=place < stop, other=0.0)
+        now_most = tl.maximum(most, tl.max(part_most, 0))
+        base = tl.where(now_most == float("-inf"), 0.0, now_most)
+        weight, faded = tl.exp2(part_most - base), tl.exp2(most - base)
+        mask = (place < stop)[:, None] & (column < HEAD_DIM)[None, :]
+        part = tl.load(partial + row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+        total = total * faded + tl.sum(part * weight[:, None], 0)
+        shares = shares * faded + tl.sum(part_shares * weight, 0)
+        most = now_most
+    total = total / tl.where(shares > 0, shares, 1.0)
+    place = (token * HEADS + head) * HEAD_DIM + column
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=column < HEAD_DIM)

@@ -1,0 +1,95 @@
+"""How kernels are launched: block shapes by data type and card, and a launch as data, so that it can be compiled ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+# Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications).
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_LEAST_SHARED_MEMORY = 48 << 10
+# Streaming multiprocessors that plans are cut for where there is no card: those of an H100 or H200.
+_DEFAULT_SMS = 132
+
+
+class Launch(NamedTuple):
+    """One call of a kernel."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]  # tensors and numbers
+    constants: dict[str, Any]  # compiled in
+    warps: int = 4
+    stages: int = 1
+
+    def __call__(self) -> None:
+        if 0 not in self.grid:
+            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.warps, num_stages=self.stages)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What an attention program works on at once: `rows` of queries (tokens x heads of a KV head) and `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
+
+    num_sms: int
+    shared_memory: int
+
+
+@lru_cache
+def card(device: torch.device) -> Card:
+    """What launches depend on. On the CPU, under Triton's interpreter: an H200's."""
+    if device.type != "cuda":
+        return Card(_DEFAULT_SMS, SHARED_MEMORY[90])
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return Card(properties.multi_processor_count, SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY))
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and `least`."""
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+@lru_cache
+def attention_tiles(
+    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
+) -> tuple[Tile, Tile]:
+    """The tiles of programs with few rows (decode) and with many (prefill, shared prefixes).
+
+    group: query heads of a KV head. Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under
+    way. Prefill is bound by products: as many rows as registers have room for.
+    """
+    dim, exact = power_of_two(head_dim, 16), dtype == torch.float32
+    few_rows = power_of_two(group, 16)
+    if exact:  # products without tensor cores
+        few = Tile(few_rows, 32 if dim <= 128 else 16, 4, 2)
+        many = Tile(max(few_rows, 32 if dim <= 128 else 16), 32 if dim <= 128 else 16, 4, 2)
+    elif kv_dtype == torch.uint8:  # expanded in registers: fewer rows leave room for that
+        few = Tile(few_rows, 64 if dim <= 128 else 32, 4, 3)
+        many = Tile(max(few_rows, 64), 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 2)
+    else:
+        few = Tile(few_rows, 64 if dim <= 128 else 32, 4, 3)
+        many = Tile(max(few_rows, 128), 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 3)
+
+    def fitting(tile: Tile) -> Tile:
+        # Q and shares of keys once, K and V once a stage.
+        size = max(2, dtype.itemsize if kv_dtype == torch.uint8 else kv_dtype.itemsize)
+        fixed = tile.rows * (dim + tile.keys) * dtype.itemsize
+        stages = max(1, min(tile.stages, (shared_memory - fixed) // (2 * tile.keys * dim * size)))
+        return Tile(tile.rows, tile.keys, tile.warps, stages)
+
+    return fitting(few), fitting(many)

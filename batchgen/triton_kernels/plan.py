@@ -1,0 +1,258 @@
+"""An AttentionPlan as flat int32 arrays on a device, made once a sweep and used by every layer.
+
+Everything is cut into items: a few tokens of consecutive positions, and a range of keys that they see. Items go to one of
+two launches, by the rows they have. Long ranges of keys are cut into parts where there are too few items to fill the card
+(flash-decoding), and a shared prefix is an item beside its tokens' own; in both cases each item leaves an unnormalised
+partial result, and merges put a token's together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.attention_plan import AttentionPlan
+from batchgen.triton_kernels.launch import Tile, power_of_two
+
+# Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i - WINDOW;
+# key k lies in block k // block_size after TABLE of the block table. PARTIAL: its first partial row, or -1: it is alone.
+FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
+COLUMNS = 8
+ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
+NO_WINDOW = (1 << 31) - 1
+
+# Keys of a part: no fewer than these, so that reading them is worth a merge. (few rows, many rows)
+_LEAST_PART = (256, 1024)
+# Programs that a card's multiprocessor is given: memory is kept busy by several at a time. (few rows, many rows)
+_PROGRAMS_PER_SM = (2, 1)
+_ALIGNED = 4  # arrays start at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a plan is cut for. few, many: tiles of the two launches. num_sms: multiprocessors to fill."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    few: Tile
+    many: Tile
+    num_sms: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Lengths of the arrays: items of the two launches, entries of the block table, merged tokens, partial rows."""
+
+    few: int
+    many: int
+    table: int
+    merges: int
+    partial_rows: int
+
+
+@dataclass
+class DevicePlan:
+    """The arrays, all in one buffer.
+
+    few, many: int32 [items, COLUMNS]; those with NUM_TOKENS 0 are empty. table: int32, block tables one after another.
+    merge_tokens: int32 [merges], -1 where there is none. merge_starts: int32 [merges + 1] into merge_rows: int32
+    [partial_rows].
+    """
+
+    geometry: Geometry
+    capacity: Capacity
+    host: Tensor  # pinned
+    buffer: Tensor
+    copied: torch.cuda.Event | None = None  # the host's copy may be written again after this
+
+    def __post_init__(self) -> None:
+        views = _views(self.buffer, self.capacity)
+        self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
+
+
+def prepare(
+    plan: AttentionPlan, geometry: Geometry, device: torch.device, capacity: Capacity | None = None
+) -> DevicePlan:
+    """The plan on a device. capacity: of arrays that later plans are to be written into as well (`fill`)."""
+    arrays = _cut(plan, geometry)
+    capacity = capacity or _lengths(arrays)
+    host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    _write(host, capacity, arrays)
+    prepared = DevicePlan(geometry, capacity, host, to_device(host, device))
+    _mark_copied(prepared)
+    return prepared
+
+
+def fill(prepared: DevicePlan, plan: AttentionPlan) -> None:
+    """Another plan in the same memory and launches: for CUDA graphs. Raises ValueError where the capacity does not do."""
+    arrays = _cut(plan, prepared.geometry)
+    needed = _lengths(arrays)
+    if any(have < need for have, need in zip(_sizes(prepared.capacity), _sizes(needed), strict=True)):
+        raise ValueError(f"a plan of {needed} does not fit {prepared.capacity}")
+    if prepared.copied is not None:
+        prepared.copied.synchronize()
+    _write(prepared.host, prepared.capacity, arrays)
+    if prepared.buffer is not prepared.host:
+        prepared.buffer.copy_(prepared.host, non_blocking=True)
+        _mark_copied(prepared)
+
+
+def measure(plan: AttentionPlan, geometry: Geometry) -> Capacity:
+    """The capacity that a plan needs."""
+    return _lengths(_cut(plan, geometry))
+
+
+def to_device(host_buffer: Tensor, device: torch.device) -> Tensor:
+    """The pinned buffer on the device, copied behind the host's back; on the CPU itself."""
+    return host_buffer if device.type == "cpu" else host_buffer.to(device, non_blocking=True)
+
+
+def _mark_copied(prepared: DevicePlan) -> None:
+    if prepared.buffer.device.type == "cuda":
+        prepared.copied = prepared.copied or torch.cuda.Event()
+        prepared.copied.record()
+
+
+# Arrays in a buffer.
+
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def _sizes(capacity: Capacity) -> tuple[int, ...]:
+    merges = capacity.merges
+    return COLUMNS * capacity.few, COLUMNS * capacity.many, capacity.table, merges, merges + 1, capacity.partial_rows
+
+
+def _starts(capacity: Capacity) -> list[int]:
+    rounded = [max(_ALIGNED, -(-size // _ALIGNED) * _ALIGNED) for size in _sizes(capacity)]
+    return np.concatenate([[0], np.cumsum(rounded)]).tolist()
+
+
+def _views(buffer: Tensor, capacity: Capacity) -> list[Tensor]:
+    starts = _starts(capacity)[:-1]
+    views = [buffer[start : start + size] for start, size in zip(starts, _sizes(capacity), strict=True)]
+    return [views[0].view(-1, COLUMNS), views[1].view(-1, COLUMNS), *views[2:]]
+
+
+def _lengths(arrays: _Arrays) -> Capacity:
+    few, many, table, tokens, _, rows = (len(a) for a in arrays)
+    return Capacity(few, many, table, tokens, rows)
+
+
+def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
+    """What is left of the arrays' capacity is filled with empty items and merges."""
+    views = [view.numpy() for view in _views(host, capacity)]
+    for view, array, rest in zip(views, arrays, (0, 0, 0, -1, 0, 0), strict=True):
+        view[: len(array)] = array
+        view[len(array) :] = rest
+
+
+# Cutting.
+
+
+def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
+    """(few, many, table, merge_tokens, merge_starts, merge_rows)"""
+    spans, table = _spans(plan, geometry.block_size)
+    tiles = _tiled(spans, geometry.many.rows // geometry.group)
+    is_few = tiles[:, NUM_TOKENS] * geometry.group <= geometry.few.rows
+    few, many = (
+        _longest_first(_parts(items, geometry.kv_heads, programs * geometry.num_sms, least))
+        for items, programs, least in zip((tiles[is_few], tiles[~is_few]), _PROGRAMS_PER_SM, _LEAST_PART, strict=True)
+    )
+    items = np.concatenate((few, many))
+    merges = _mark_partial(items)
+    return items[: len(few)], items[len(few) :], table, *merges
+
+
+def _spans(plan: AttentionPlan, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of one sequence, or sharing keys, each with all of these: items not yet cut, int64; and the block table."""
+    spans, tables, used = [], [], 0
+    for group in plan.decode:
+        span = np.empty((group.stop - group.start, COLUMNS), np.int64)
+        span[:, FIRST_TOKEN] = np.arange(group.start, group.stop)
+        span[:, FIRST_KEY], span[:, LAST_KEY] = group.first_key, np.maximum(group.num_keys, group.first_key)
+        span[:, TABLE] = used + np.arange(len(span)) * group.blocks.shape[1]
+        span[:, [NUM_TOKENS, CAUSAL, WINDOW, PARTIAL]] = 1, ALL_KEYS, NO_WINDOW, -1
+        spans.append(span)
+        tables.append(group.blocks.reshape(-1))
+        used += group.blocks.size
+    rest = []
+    for item in plan.prefill:
+        count = item.stop - item.start
+        keys, window = item.query_offset + count, item.window or NO_WINDOW
+        rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
+        tables.append(item.blocks)
+        used += len(item.blocks)
+    for item in plan.shared:
+        keys = len(item.blocks) * block_size
+        rest.append((item.start, item.stop - item.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
+        tables.append(item.blocks)
+        used += len(item.blocks)
+    spans.append(np.array(rest, np.int64).reshape(-1, COLUMNS))
+    return np.concatenate(spans), np.concatenate(tables) if tables else np.zeros(0, np.int32)
+
+
+def _repeated(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each item `counts` times, and of each copy which one it is."""
+    return np.repeat(items, counts, axis=0), _within(counts)
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0 .. count - 1 for each count, one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _tiled(spans: np.ndarray, most_tokens: int) -> np.ndarray:
+    """Cut by tokens; and by what these see, the keys."""
+    tiles, which = _repeated(spans, -(-spans[:, NUM_TOKENS] // most_tokens))
+    first = which * most_tokens
+    tiles[:, FIRST_TOKEN] += first
+    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - first, most_tokens)
+    tiles[:, CAUSAL] += np.where(tiles[:, CAUSAL] == ALL_KEYS, 0, first)
+    tiles[:, LAST_KEY] = np.minimum(tiles[:, LAST_KEY], tiles[:, CAUSAL] + tiles[:, NUM_TOKENS])
+    tiles[:, FIRST_KEY] = np.maximum(tiles[:, FIRST_KEY], tiles[:, CAUSAL] - tiles[:, WINDOW] + 1)
+    return tiles
+
+
+def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.ndarray:
+    """Cut by keys into parts of at most an equal share of all programs' keys, rounded up to a power of two."""
+    keys = items[:, LAST_KEY] - items[:, FIRST_KEY]
+    size = power_of_two(-(-int(keys.sum()) * kv_heads // programs), least)
+    parts, which = _repeated(items, np.maximum(1, -(-keys // size)))
+    parts[:, FIRST_KEY] += which * size
+    parts[:, LAST_KEY] = np.minimum(parts[:, LAST_KEY], parts[:, FIRST_KEY] + size)
+    return parts
+
+
+def _longest_first(items: np.ndarray) -> np.ndarray:
+    """No multiprocessor is left with a long one at the end."""
+    return items[np.argsort(items[:, FIRST_KEY] - items[:, LAST_KEY], kind="stable")]
+
+
+def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gives rows to items whose tokens are in other items too. Returns tokens to merge, where their rows start, rows."""
+    first, count = items[:, FIRST_TOKEN], items[:, NUM_TOKENS]
+    size = int((first + count).max(initial=0)) + 1
+    changes = np.bincount(first, minlength=size) - np.bincount(first + count, minlength=size)
+    several = np.concatenate([[0], np.cumsum(np.cumsum(changes) > 1)])
+    partial = several[first + count] > several[first]
+    counts = np.where(partial, count, 0)
+    items[:, PARTIAL] = np.where(partial, np.cumsum(counts) - counts, -1)
+    token_of_row = np.repeat(first, counts) + _within(counts)
+    rows = np.argsort(token_of_row, kind="stable")
+    tokens, starts = np.unique(token_of_row[rows], return_index=True)
+    return tokens, np.append(starts, len(rows)), rows
+
+
+def with_num_sms(geometry: Geometry, num_sms: int) -> Geometry:
+    return replace(geometry, num_sms=num_sms)
