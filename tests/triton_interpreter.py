@@ -31,9 +31,7 @@ def _converted(whole):
 
 
 def _dot(self, a, b, total, input_precision, max_num_imprecise_acc):
-    return interpreter.TensorHandle(
-        np.matmul(_wide(a), _wide(b), dtype=np.float32) + total.data, total.dtype.scalar
-    )
+    return interpreter.TensorHandle(np.matmul(_wide(a), _wide(b), dtype=np.float32) + total.data, total.dtype.scalar)
 
 
 _builder = interpreter.InterpreterBuilder

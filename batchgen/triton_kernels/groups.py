@@ -84,12 +84,8 @@ def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.con
     spoilt = tl.max(odd.to(tl.int32), 2) > 0
     low = tl.minimum(tl.maximum(low, -MAX_FP16), MAX_FP16)
     high = tl.minimum(tl.maximum(high, -MAX_FP16), MAX_FP16)
-    least = tl.minimum(
-        tl.min(tl.where(low_there, low, MAX_FP16), 2), tl.min(tl.where(high_there, high, MAX_FP16), 2)
-    )
-    most = tl.maximum(
-        tl.max(tl.where(low_there, low, -MAX_FP16), 2), tl.max(tl.where(high_there, high, -MAX_FP16), 2)
-    )
+    least = tl.minimum(tl.min(tl.where(low_there, low, MAX_FP16), 2), tl.min(tl.where(high_there, high, MAX_FP16), 2))
+    most = tl.maximum(tl.max(tl.where(low_there, low, -MAX_FP16), 2), tl.max(tl.where(high_there, high, -MAX_FP16), 2))
     minimum = least.to(tl.float16)
     base = minimum.to(tl.float32)
     scale = tl.maximum(tl.div_rn(most - base, 15.0), 0.0).to(tl.float16)

@@ -1,0 +1,201 @@
+"""Compiles every kernel for a card that need not be there: `python -m batchgen.triton_kernels.compile_ahead --capability 90`.
+
+Each is compiled from the launches that the engine would make for representative models, and reported with what it takes
+of the card. Fails where a block would use more shared memory than the card has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from batchgen import quant
+from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.triton_kernels import attention, norm, plan, rotary, weights
+from batchgen.triton_kernels.launch import SHARED_MEMORY, Launch, attention_tiles
+
+_TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+_BLOCK_SIZE = 16
+_KV_HEADS = 2
+# (queries, KV)
+_FORMATS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.uint8),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """shared_memory: bytes a block. registers: a thread. stack: bytes a thread, which is where spilled registers go."""
+
+    name: str
+    shared_memory: int
+    registers: int | None
+    stack: int | None
+
+
+def compile_all(
+    capability: int, head_dims: tuple[int, ...] = (64, 128), groups: tuple[int, ...] = (1, 4, 8)
+) -> Iterator[Compiled]:
+    """Of compute capability major * 10 + minor. Raises triton's errors where a kernel cannot be compiled."""
+    for name, launch in all_launches(SHARED_MEMORY[capability], head_dims, groups):
+        yield compile_launch(name, launch, capability)
+
+
+def compile_launch(name: str, launch: Launch, capability: int) -> Compiled:
+    """As Triton would when it is called: numbers that divide by 16 are known to."""
+    names = launch.kernel.arg_names
+    signature, constants, hints = {}, dict(launch.constants), {}
+    for i, argument in enumerate(names):
+        value = launch.args.get(argument)
+        if argument in constants or value is None:
+            signature[argument] = "constexpr"
+            constants.setdefault(argument, None)
+            continue
+        signature[argument] = _type(value)
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, hints)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _resources(made.asm["cubin"])
+    return Compiled(name, made.metadata.shared, registers, stack)
+
+
+def _type(value: Tensor | int | float) -> str:
+    return _TYPES[value.dtype] if isinstance(value, Tensor) else "i32" if isinstance(value, int) else "fp32"
+
+
+def _resources(binary: bytes) -> tuple[int | None, int | None]:
+    """Registers and stack as cuobjdump tells them, if Triton's package has it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    counts = dict(word.split(":", 1) for word in told.split() if word.startswith(("REG:", "STACK:")))
+    return (int(counts["REG"]), int(counts["STACK"])) if len(counts) == 2 else (None, None)
+
+
+# The launches.
+
+
+def all_launches(
+    shared_memory: int, head_dims: tuple[int, ...], groups: tuple[int, ...]
+) -> Iterator[tuple[str, Launch]]:
+    """Names and launches, on CPU tensors: those of models of these head sizes and query heads of a KV head."""
+    for head_dim, (dtype, kv_dtype) in itertools.product(head_dims, _FORMATS):
+        what = f"head_dim {head_dim}, {_short(dtype)} over {_short(kv_dtype)}"
+        for group in groups:
+            for launch in _attention_launches(head_dim, group, dtype, kv_dtype, shared_memory):
+                if group == groups[0] or launch.kernel is not attention._merge:
+                    rows = launch.constants.get("ROWS")
+                    yield (
+                        f"{launch.kernel.__name__}, {what}, group {group}" + (f", {rows} rows" if rows else ""),
+                        launch,
+                    )
+        for name, launch in _rotary_launches(head_dim, dtype, kv_dtype):
+            yield f"{launch.kernel.__name__}, {what}, {name}", launch
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for columns in (896, 4096, 16384):
+            x, weight = torch.empty(2, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+            for bias in (None, weight):
+                launch = norm.norm_launch(x, weight, bias, 1e-5, x)
+                yield (
+                    f"{launch.kernel.__name__}, {_short(dtype)}, {columns} columns"
+                    + ("" if bias is None else ", bias"),
+                    launch,
+                )
+        yield (
+            f"_silu_mul, {_short(dtype)}",
+            norm.silu_mul_launch(torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)),
+        )
+        for n in (100, 128, 4096):
+            x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
+            yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
+            yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
+
+
+def _attention_launches(
+    head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
+) -> list[Launch]:
+    blocks = np.zeros(64, np.int32)
+    tail = np.array([20])
+    sweep = AttentionPlan(
+        (SharedItem(0, 1, blocks),),
+        (DecodeGroup(0, 1, blocks[None], tail, np.zeros(1, np.int64)),),
+        (PrefillItem(1, 257, blocks, 0),),
+    )
+    tiles = attention_tiles(group, head_dim, dtype, kv_dtype, shared_memory)
+    shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, _BLOCK_SIZE, *tiles, num_sms=132)
+    q = torch.empty(257, _KV_HEADS * group, head_dim, dtype=dtype)
+    kv = _kv(head_dim, kv_dtype)
+    return attention.launches(q, kv, plan.prepare(sweep, shape, torch.device("cpu")), torch.empty_like(q))
+
+
+def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    heads, tokens = 4 * _KV_HEADS, 16
+    qkv = torch.empty(tokens, (heads + 2 * _KV_HEADS) * head_dim, dtype=dtype)
+    q = torch.empty(tokens, heads, head_dim, dtype=dtype)
+    k = torch.empty(tokens, _KV_HEADS, head_dim, dtype=dtype)
+    table, weight = torch.empty(64, head_dim // 2), torch.empty(head_dim, dtype=dtype)
+    places = torch.zeros(tokens, dtype=torch.int64)
+    turn = torch.empty(head_dim, head_dim) if kv_dtype == torch.uint8 else None
+    for name, rope, norms in (
+        ("rope", (table, table), None),
+        ("rope and norms", (table, table), (weight, weight)),
+        ("learned", None, None),
+    ):
+        inputs = qkv, heads, _KV_HEADS, 0.1, rope, places, norms, 1e-6, turn
+        yield f"{name}, stored", rotary.rotary_launch(*inputs, _kv(head_dim, kv_dtype), places, q, None, None)
+        if name == "rope":
+            yield f"{name}, apart", rotary.rotary_launch(*inputs, None, None, q, k, k)
+
+
+def _kv(head_dim: int, kv_dtype: torch.dtype) -> Tensor:
+    width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim
+    return torch.empty(64, 2, _KV_HEADS, _BLOCK_SIZE, width, dtype=kv_dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compiles every Triton kernel without a card.")
+    parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED_MEMORY), help="major * 10 + minor")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--group", type=int, nargs="+", default=[1, 4, 8], help="query heads of a KV head")
+    given = parser.parse_args()
+    limit, too_large = SHARED_MEMORY[given.capability], 0
+    print("registers  stack  shared memory  kernel")
+    for made in compile_all(given.capability, tuple(given.head_dim), tuple(given.group)):
+        over = made.shared_memory > limit
+        too_large += over
+        registers, stack = ("?" if n is None else n for n in (made.registers, made.stack))
+        print(f"{registers:>9}  {stack:>5}  {made.shared_memory:>13}  {made.name}{'  TOO LARGE' * over}", flush=True)
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

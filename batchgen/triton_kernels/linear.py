@@ -1,0 +1,58 @@
+"""Linear layers by cuBLAS, with what surrounds the product taken into it where cuBLAS can."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.triton_kernels.norm import silu_mul
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `ops.linear`."""
+    result_dtype = out.dtype if out is not None else out_dtype or x.dtype
+    if activation is None and result_dtype == x.dtype:
+        if residual is not None:
+            # The residual is what the product is added to: rounded once, and in place where it is also the result.
+            y = torch.addmm(residual, x, weight.T, out=out)
+            return y if bias is None else y.add_(bias)
+        return F.linear(x, weight, bias) if out is None else _into(out, x, weight, bias)
+    if activation is None and residual is None and _wide_products(x):
+        y = torch.mm(x, weight.T, out_dtype=result_dtype)  # fp32 logits, never rounded to 16 bits
+        y = y if bias is None else y.add_(bias)
+        return y if out is None else out.copy_(y)
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        y = _ACTIVATIONS[activation](y)
+    if residual is not None:
+        return torch.add(residual, y, out=out) if out is not None else residual.add(y).to(result_dtype)
+    if out is not None:
+        return out.copy_(y)
+    return y.to(result_dtype)
+
+
+def _into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+
+
+def _wide_products(x: Tensor) -> bool:
+    """Whether torch gives fp32 products of 16-bit matrices."""
+    return x.device.type == "cuda" and tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+_ACTIVATIONS = {
+    "relu": F.relu_,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu_mul": silu_mul,
+}

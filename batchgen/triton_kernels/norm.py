@@ -1,0 +1,89 @@
+"""RMSNorm and LayerNorm of rows, and silu of one half of a row times the other half; computed in fp32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.triton_kernels.launch import Launch, power_of_two
+
+MAX_COLUMNS = 1 << 15  # of a row that is kept in a program's registers
+_PROGRAM_VALUES = 1024  # short rows are taken together until there are so many
+_SILU_COLUMNS = 1024
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
+    """As `ops.norm`. Rows of up to MAX_COLUMNS."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert out.is_contiguous()
+    norm_launch(x, weight, bias, eps, out)()
+    return out
+
+
+def norm_launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> Launch:
+    columns = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    assert rows.stride(1) == 1 and columns <= MAX_COLUMNS
+    block = power_of_two(columns, 16)
+    together = max(1, _PROGRAM_VALUES // block)
+    args = {
+        "x": rows,
+        "weight": weight,
+        "bias": bias,
+        "out": out,
+        "num_rows": len(rows),
+        "x_stride": rows.stride(0),
+        "eps": eps,
+    }
+    constants = {"N": columns, "ROWS": together, "BLOCK": block}
+    # About 16 values a thread.
+    warps = min(16, max(4, block * together // 512))
+    return Launch(_norm, (triton.cdiv(len(rows), together),), args, constants, warps)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm(
+    x, weight, bias, out, num_rows, x_stride, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = column < N
+    mask = (row < num_rows) & there
+    value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        value -= (tl.sum(value, 1) / N)[:, None]
+        value = tl.where(there, value, 0.0)
+    variance = tl.sum(value * value, 1) / N
+    value *= tl.rsqrt(variance + eps)[:, None]
+    value *= tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(a) * b for x [tokens, 2 n], a being its first n columns and b the others; [tokens, n]."""
+    out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    silu_mul_launch(x, out)()
+    return out
+
+
+def silu_mul_launch(x: Tensor, out: Tensor) -> Launch:
+    tokens, columns = out.shape
+    assert x.stride(1) == 1 and x.shape == (tokens, 2 * columns)
+    args = {"x": x, "out": out, "columns": columns, "x_stride": x.stride(0)}
+    return Launch(_silu_mul, (tokens, triton.cdiv(columns, _SILU_COLUMNS)), args, {"BLOCK": _SILU_COLUMNS})
+
+
+@triton.jit
+def _silu_mul(x, out, columns, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    gate = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + columns + column, mask=mask, other=0.0).to(tl.float32)
+    made = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * columns + column, made.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,249 @@
+"""From fused QKV to scaled, rotated queries, and keys and values in their places of the paged KV, in one kernel.
+
+RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions), and
+for 4-bit KV the turn by `ops.rotation` and packing. Computed in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen import quant
+from batchgen.triton_kernels.groups import aligned, columns, pack
+from batchgen.triton_kernels.launch import Launch, power_of_two
+
+MAX_HEAD_DIM = 256
+_TOKENS = 8  # of a program
+_TURNED_TOKENS = 16  # the least rows of a product
+
+
+def supports_rotary(head_dim: int) -> bool:
+    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
+
+
+def rotary_store(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    scale: float,
+    rope: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    rotation: Tensor | None = None,
+    kv: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `ops.rotary_store`, and without KV as `ops.rotary`. rotation: what queries and keys are turned with, fp32
+    [head_dim, head_dim]; must be given with 4-bit KV."""
+    tokens = len(qkv)
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    k = v = None
+    if kv is None:
+        k, v = (torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+    rotary_launch(qkv, heads, kv_heads, scale, rope, positions, norms, eps, rotation, kv, slots, q, k, v)()
+    return q, k, v
+
+
+def rotary_launch(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    rope: tuple[Tensor, Tensor] | None,
+    positions: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: Tensor | None,
+    kv: Tensor | None,
+    slots: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+) -> Launch:
+    head_dim = q.shape[2]
+    packed = kv is not None and kv.dtype == torch.uint8
+    assert qkv.stride(1) == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
+    assert rotation is not None or not packed
+    assert kv is None or kv.shape[4] == (quant.row_bytes(head_dim) if packed else head_dim)
+    cos, sin = rope or (None, None)
+    q_norm, k_norm = norms or (None, None)
+    args = {
+        "qkv": qkv,
+        "q": q,
+        "k": k if kv is None else kv,
+        "v": v if kv is None else kv,
+        "slots": None if kv is None else slots,
+        "positions": None if rope is None else positions,
+        "cos": cos,
+        "sin": sin,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "rotation": rotation,
+        "num_tokens": len(qkv),
+        "qkv_stride": qkv.stride(0),
+        "scale": scale,
+        "eps": eps,
+    }
+    tokens = _TOKENS if rotation is None else _TURNED_TOKENS
+    constants = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 1 if kv is None else kv.shape[3],
+        "WIDTH": head_dim if kv is None else kv.shape[4],
+        "PACKED": packed,
+        "ALIGNED": aligned(head_dim),
+        "TOKENS": tokens,
+        "HALF_DIM": power_of_two(head_dim // 2, 16),
+        "GROUPS": power_of_two(triton.cdiv(head_dim, 64)),
+    }
+    return Launch(_rotary_store, (triton.cdiv(len(qkv), tokens), heads + 2 * kv_heads), args, constants)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotary_store(
+    qkv,
+    q,
+    k,
+    v,
+    slots,
+    positions,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    rotation,
+    num_tokens,
+    qkv_stride,
+    scale,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Some tokens of one head, of q, k or v."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    there = token < num_tokens
+    head = tl.program_id(1)
+    source = qkv + token.to(tl.int64) * qkv_stride + head * HEAD_DIM
+    # Rows of what k and v are written to, counted from the first KV head.
+    if slots is not None:
+        slot = tl.load(slots + token, mask=there, other=0)
+        place = slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+        head_rows: tl.constexpr = BLOCK_SIZE
+        value_rows: tl.constexpr = KV_HEADS * BLOCK_SIZE
+    else:
+        place = token.to(tl.int64) * KV_HEADS
+        head_rows: tl.constexpr = 1
+        value_rows: tl.constexpr = 0
+
+    if head >= HEADS + KV_HEADS:
+        rows = v + (place + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
+        if PACKED:
+            low, high, low_there, high_there = columns(0, HEAD_DIM, GROUPS)
+            all_there = there[:, None, None]
+            low_mask, high_mask = all_there & low_there[None, :, :], all_there & high_there[None, :, :]
+            low_value = tl.load(source[:, None, None] + low[None, :, :], mask=low_mask, other=0.0)
+            high_value = tl.load(source[:, None, None] + high[None, :, :], mask=high_mask, other=0.0)
+            pack(low_value.to(tl.float32), high_value.to(tl.float32), rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
+        else:
+            column = tl.arange(0, HALF_DIM)[None, :]
+            mask = there[:, None] & (column < HEAD_DIM // 2)
+            first = tl.load(source[:, None] + column, mask=mask, other=0.0)
+            second = tl.load(source[:, None] + HEAD_DIM // 2 + column, mask=mask, other=0.0)
+            _store_halves(first, second, rows, mask, column, HEAD_DIM)
+        return
+
+    column = tl.arange(0, HALF_DIM)[None, :]
+    inside = column < HEAD_DIM // 2
+    mask = there[:, None] & inside
+    first = tl.load(source[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source[:, None] + HEAD_DIM // 2 + column, mask=mask, other=0.0).to(tl.float32)
+    if q_norm is not None:
+        mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM
+        factor = tl.rsqrt(mean_square + eps)[:, None]
+        for_q, for_k = inside & (head < HEADS), inside & (head >= HEADS)
+        first_weight = tl.load(q_norm + column, mask=for_q, other=0.0) + tl.load(k_norm + column, mask=for_k, other=0.0)
+        second_weight = tl.load(q_norm + HEAD_DIM // 2 + column, mask=for_q, other=0.0) + tl.load(
+            k_norm + HEAD_DIM // 2 + column, mask=for_k, other=0.0
+        )
+        first *= factor * first_weight.to(tl.float32)
+        second *= factor * second_weight.to(tl.float32)
+    if cos is not None:
+        angle = tl.load(positions + token, mask=there, other=0)[:, None] * (HEAD_DIM // 2) + column
+        c = tl.load(cos + angle, mask=mask, other=0.0)
+        s = tl.load(sin + angle, mask=mask, other=0.0)
+        first, second = first * c - second * s, second * c + first * s
+    if head < HEADS:
+        first *= scale
+        second *= scale
+
+    if rotation is None:
+        if head < HEADS:
+            _store_halves(first, second, q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, mask, column, HEAD_DIM)
+        else:
+            _store_halves(first, second, k + (place + (head - HEADS) * head_rows) * WIDTH, mask, column, HEAD_DIM)
+    else:
+        # Turned, into columns of low and of high nibbles.
+        low, high, low_there, high_there = columns(0, HEAD_DIM, GROUPS)
+        exact: tl.constexpr = qkv.dtype.element_ty == tl.float32
+        low_value = _turned(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, GROUPS, exact)
+        high_value = _turned(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, GROUPS, exact)
+        low_value = tl.reshape(low_value, (TOKENS, GROUPS, 32))
+        high_value = tl.reshape(high_value, (TOKENS, GROUPS, 32))
+        low_mask = there[:, None, None] & low_there[None, :, :]
+        high_mask = there[:, None, None] & high_there[None, :, :]
+        if head < HEADS:
+            q_rows = (q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM)[:, None, None]
+            tl.store(q_rows + low[None, :, :], low_value.to(q.dtype.element_ty), mask=low_mask)
+            tl.store(q_rows + high[None, :, :], high_value.to(q.dtype.element_ty), mask=high_mask)
+        else:
+            k_rows = k + (place + (head - HEADS) * head_rows) * WIDTH
+            if PACKED:
+                pack(low_value, high_value, k_rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
+            else:
+                tl.store(k_rows[:, None, None] + low[None, :, :], low_value.to(k.dtype.element_ty), mask=low_mask)
+                tl.store(k_rows[:, None, None] + high[None, :, :], high_value.to(k.dtype.element_ty), mask=high_mask)
+
+
+@triton.jit
+def _store_halves(first, second, rows, mask, column, HEAD_DIM: tl.constexpr):
+    type: tl.constexpr = rows.dtype.element_ty
+    tl.store(rows[:, None] + column, first.to(type), mask=mask)
+    tl.store(rows[:, None] + HEAD_DIM // 2 + column, second.to(type), mask=mask)
+
+
+@triton.jit
+def _turned(
+    first,
+    second,
+    rotation,
+    column,
+    there,
+    HEAD_DIM: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Columns [GROUPS, 32] of the halves' product with the rotation. tf32 has as many digits as 16-bit numbers, or more."""
+    depth = tl.arange(0, HALF_DIM)[:, None]
+    column = tl.reshape(column, (1, GROUPS * 32))
+    mask = (depth < HEAD_DIM // 2) & tl.reshape(there, (1, GROUPS * 32))
+    upper = tl.load(rotation + depth * HEAD_DIM + column, mask=mask, other=0.0)
+    lower = tl.load(rotation + (HEAD_DIM // 2 + depth) * HEAD_DIM + column, mask=mask, other=0.0)
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    total = tl.dot(first, upper, input_precision=precision)
+    return tl.dot(second, lower, total, input_precision=precision)

@@ -1,0 +1,96 @@
+"""4-bit groups (batchgen/quant.py): rows expanded and packed, each byte read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen import quant
+from batchgen.triton_kernels.groups import aligned, columns, pack, unpack
+from batchgen.triton_kernels.launch import Launch, power_of_two
+
+_PROGRAM_GROUPS = 32  # 1 KiB of nibbles: 8 bytes a thread
+_MAX_GROUPS = 32  # of a row
+
+
+def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
+    """Expands packed rows uint8 [..., quant.row_bytes(n)] into `out` [..., n], of any float dtype. Both contiguous."""
+    dequantize_launch(packed, n, out)()
+    return out
+
+
+def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
+    assert packed.is_contiguous() and out.is_contiguous() and out.numel() // n == packed.numel() // quant.row_bytes(n)
+    args = {"packed": packed, "out": out}
+    return Launch(_dequantize, *_shapes(args, out.numel() // n, n, packed))
+
+
+def quantize(x: Tensor) -> Tensor:
+    """As `quant.quantize` without importance."""
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
+    quantize_launch(x.contiguous(), packed)()
+    return packed
+
+
+def quantize_launch(x: Tensor, packed: Tensor) -> Launch:
+    n = x.shape[-1]
+    return Launch(_quantize, *_shapes({"x": x, "packed": packed}, x.numel() // n, n, packed))
+
+
+def _shapes(args: dict, num_rows: int, n: int, packed: Tensor) -> tuple[tuple[int, int], dict, dict]:
+    groups = triton.cdiv(n, 64)
+    across = power_of_two(min(groups, _MAX_GROUPS))
+    rows = max(1, _PROGRAM_GROUPS // across)
+    constants = {
+        "N": n,
+        "WIDTH": quant.row_bytes(n),
+        "ROWS": rows,
+        "GROUPS": across,
+        "ALIGNED": aligned(n, packed.data_ptr()),
+    }
+    return (triton.cdiv(num_rows, rows), triton.cdiv(groups, across)), args | {"num_rows": num_rows}, constants
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dequantize(
+    packed,
+    out,
+    num_rows,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_group = tl.program_id(1) * GROUPS
+    low, high = unpack(packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
+    low_column, high_column, low_there, high_there = columns(first_group, N, GROUPS)
+    there = (row < num_rows)[:, None, None]
+    rows = out + row[:, None, None] * N
+    type: tl.constexpr = out.dtype.element_ty
+    tl.store(rows + low_column[None, :, :], low.to(type), mask=there & low_there[None, :, :])
+    tl.store(rows + high_column[None, :, :], high.to(type), mask=there & high_there[None, :, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize(
+    x,
+    packed,
+    num_rows,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_group = tl.program_id(1) * GROUPS
+    low_column, high_column, low_there, high_there = columns(first_group, N, GROUPS)
+    there = (row < num_rows)[:, None, None]
+    rows = x + row[:, None, None] * N
+    low = tl.load(rows + low_column[None, :, :], mask=there & low_there[None, :, :], other=0.0).to(tl.float32)
+    high = tl.load(rows + high_column[None, :, :], mask=there & high_there[None, :, :], other=0.0).to(tl.float32)
+    pack(low, high, packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
