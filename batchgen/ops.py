@@ -1,7 +1,7 @@
 """The one door to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
-On the CPU these are the C++ kernels (`kernels`); elsewhere, and for shapes that the kernels do not know, torch
-(`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
+On the CPU these are the C++ kernels (`kernels`), on a CUDA card Triton's (`triton_kernels`) where Triton is installed;
+elsewhere, and for shapes that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
 or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept turned (`rotation`).
 """
@@ -9,6 +9,9 @@ or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -19,9 +22,27 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.draws import Draws
 from batchgen.kernels import PackedWeight
 
-_CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from batchgen.triton_kernels import DevicePlan
+
 Weight = Tensor | PackedWeight
-PreparedAttention = reference.DeviceAttentionPlan | kernels.AttentionPlan
+PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
+CPU = torch.device("cpu")
+
+
+@lru_cache
+def _triton() -> ModuleType | None:
+    """Triton's kernels, if Triton is installed: imported when first asked for, which takes a second."""
+    if find_spec("triton") is None:
+        return None
+    from batchgen import triton_kernels
+
+    return triton_kernels
+
+
+def _device_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels for tensors that are not on the CPU; None: there are none, and torch does it."""
+    return _triton() if device.type == "cuda" else None
 
 
 # Linear layers and norms.
@@ -44,8 +65,8 @@ def linear(
     activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the weight's first half of columns times the
     second one. On the CPU a row's result is the same whatever rows are beside it.
     """
-    compute = kernels.linear if x.device.type == "cpu" else reference.linear
-    return compute(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+    compute = kernels if x.device.type == "cpu" else _device_kernels(x.device) or reference
+    return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False) -> Weight:
@@ -62,7 +83,11 @@ def weight_bytes(weight: Weight) -> int:
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight over the last dimension; with a bias, LayerNorm. Sums in fp32. out: where it goes, x perhaps."""
-    return (kernels.norm if x.device.type == "cpu" else reference.norm)(x, weight, bias, eps, out)
+    if x.device.type == "cpu":
+        return kernels.norm(x, weight, bias, eps, out)
+    made = _device_kernels(x.device)
+    compute = made if made and x.shape[-1] <= made.MAX_COLUMNS else reference
+    return compute.norm(x, weight, bias, eps, out)
 
 
 # Attention.
@@ -93,10 +118,13 @@ def rotary(
         "positions": positions,
         "norms": norms,
         "eps": eps,
-        "rotation": rotation(head_dim) if turned else None,
+        "rotation": rotation(head_dim, qkv.device) if turned else None,
     }
     if _has_kernels(qkv, head_dim):
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
+    made = _device_kernels(qkv.device)
+    if made and made.supports_rotary(head_dim):
+        return made.rotary_store(qkv, heads, kv_heads, **options)
     return reference.rotary(qkv, heads, kv_heads, **options)
 
 
@@ -110,10 +138,14 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
     if _has_kernels(qkv, head_dim):
         matrix = rotation(head_dim) if turned else None
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, kv=kv, slots=slots, rotation=matrix, **options)[0]
+    made = _device_kernels(qkv.device)
+    if made and made.supports_rotary(head_dim):
+        matrix = rotation(head_dim, qkv.device) if turned else None
+        return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, turned=turned, **options)
     if turned:
         k, v = quantize(k), quantize(v)
-    write_kv(kv, kv_rows(slots.numpy(), kv_heads, kv.shape[3]), k, v)
+    write_kv(kv, kv_rows(slots, kv_heads, kv.shape[3]), k, v)
     return q
 
 
@@ -125,15 +157,20 @@ def prepare_attention(
     block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    *,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
 ) -> PreparedAttention:
-    """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries. device: that
-    attends."""
-    if not kernels.supports_attention(head_dim, heads // kv_heads):
+    """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries. device: where
+    they and the KV are."""
+    group = heads // kv_heads
+    if device.type != "cpu":
+        made = _device_kernels(device)
+        if made and made.supports_attention(head_dim, group, block_size):
+            return made.prepare_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
+        return reference.prepare_attention(plan, kv_heads, block_size, dtype, device)
+    if not kernels.supports_attention(head_dim, group):
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
     width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
-    return kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, width)
+    return kernels.attention_plan(plan, kv_heads, group, block_size, width)
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:
@@ -143,12 +180,17 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
     kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
     Returns [tokens, heads * head_dim]. out: where it goes, of q's shape.
     """
-    compute = kernels.attention if isinstance(plan, kernels.AttentionPlan) else reference.paged_attention
+    if isinstance(plan, kernels.AttentionPlan):
+        compute = kernels.attention
+    elif isinstance(plan, reference.DeviceAttentionPlan):
+        compute = reference.paged_attention
+    else:
+        compute = _triton().paged_attention
     return compute(q, kv, plan, out).flatten(1)
 
 
 @lru_cache
-def rotation(n: int) -> Tensor:
+def rotation(n: int, device: torch.device = CPU) -> Tensor:
     """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are turned with, and queries alike: Hadamard's where n is a
     power of two, else the cosine transform's.
 
@@ -159,11 +201,11 @@ def rotation(n: int) -> Tensor:
         matrix = torch.ones(1, 1)
         while len(matrix) < n:
             matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-        return matrix / n**0.5
+        return (matrix / n**0.5).to(device)
     angles = torch.outer(torch.arange(n).double() + 0.5, torch.arange(n)) * (torch.pi / n)
     matrix = angles.cos() * (2 / n) ** 0.5
     matrix[:, 0] = n**-0.5
-    return matrix.float()
+    return matrix.float().to(device)
 
 
 def _has_kernels(x: Tensor, head_dim: int) -> bool:
@@ -173,15 +215,17 @@ def _has_kernels(x: Tensor, head_dim: int) -> bool:
 # KV.
 
 
-def kv_rows(slots: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
+def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, block_size: int) -> Tensor:
     """Rows of a [num_blocks * 2 * kv_heads * block_size, width] view that hold each token's K; V lies
     kv_heads * block_size rows behind.
 
-    slots: physical slot (block * block_size + offset) per token. Returns int64 [tokens * kv_heads].
+    slots: physical slot (block * block_size + offset) per token. Returns int64 [tokens * kv_heads], on the
+    device of a tensor.
     """
-    block, offset = np.divmod(slots.astype(np.int64), block_size)
-    rows = (block[:, None] * 2 * kv_heads + np.arange(kv_heads)) * block_size + offset[:, None]
-    return torch.from_numpy(rows.reshape(-1))
+    slots = torch.as_tensor(slots).long()[:, None]
+    heads = torch.arange(kv_heads, device=slots.device)
+    rows = (slots // block_size * (2 * kv_heads) + heads) * block_size + slots % block_size
+    return rows.view(-1)
 
 
 def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
@@ -218,11 +262,12 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 def quantize(x: Tensor) -> Tensor:
     """Packs rows [..., n] into uint8 [..., quant.row_bytes(n)]."""
-    return kernels.quantize(x) if x.device.type == "cpu" else quant.quantize(x)
+    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
     """Expands packed rows into `out` [..., n]."""
-    if packed.device.type == "cpu" and packed.is_contiguous() and out.is_contiguous():
-        return kernels.dequantize(packed, out.shape[-1], out)
+    compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
+    if compute and packed.is_contiguous() and out.is_contiguous():
+        return compute.dequantize(packed, out.shape[-1], out)
     return quant.dequantize(packed, out.shape[-1], out=out)

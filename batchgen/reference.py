@@ -35,13 +35,19 @@ class DeviceAttentionPlan:
     prefill: tuple[tuple[PrefillItem, Tensor], ...]
 
 
-def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype: torch.dtype) -> DeviceAttentionPlan:
-    """Turns block numbers into page numbers and lengths into additive masks. dtype: of queries."""
+def prepare_attention(
+    plan: AttentionPlan,
+    kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> DeviceAttentionPlan:
+    """Turns block numbers into page numbers and lengths into additive masks. dtype: of queries. device: the CPU by default."""
 
     def pages(blocks: np.ndarray) -> Tensor:  # [..., blocks] -> [..., kv_heads, blocks], flat
         return torch.from_numpy(
             (blocks.astype(np.int64)[..., None, :] * 2 * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
-        )
+        ).to(device)
 
     decode = []
     for group in plan.decode:
@@ -50,7 +56,7 @@ def prepare_attention(plan: AttentionPlan, kv_heads: int, block_size: int, dtype
         mask = None
         if hidden.any():
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-            mask = mask[:, None, None, :]
+            mask = mask[:, None, None, :].to(device)
         decode.append((group, pages(group.blocks), mask))
     return DeviceAttentionPlan(
         shared=tuple((item, pages(item.blocks)) for item in plan.shared),
@@ -128,7 +134,7 @@ def _tile_rows(q: Tensor, num_keys: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Mask [1, 1, queries, columns] for the last `queries` of `keys` positions asking; without a window only
     the last `queries` columns, since all keys before the first query are visible."""
     columns = queries if window is None else keys
@@ -136,7 +142,7 @@ def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
 def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
@@ -148,7 +154,7 @@ def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
         b = min(a + step, count)
         last = item.query_offset + b
         first = 0 if item.window is None else max(0, item.query_offset + a - item.window + 1)
-        mask = _causal_mask(b - a, last - first, item.window, q.dtype)
+        mask = _causal_mask(b - a, last - first, item.window, q.dtype, q.device)
         rows = _by_kv_head(q[item.start + a : item.start + b], kv_heads)
         result, part = _attend(rows, k[:, first:last], v[:, first:last], mask, lse is not None)
         out[item.start + a : item.start + b] = _by_token(result, b - a)

@@ -43,9 +43,18 @@ def test_the_rooms_below_do_not_know_the_front_doors():
 
 
 def test_the_vocabulary_knows_only_itself():
-    for name in VOCABULARY:
-        known = {m.split(".")[1] for m in imports(PACKAGE / f"{name}.py")}
-        assert known <= {*VOCABULARY, "_kernels", "_version"}, f"{name}.py imports {known}"
+    files = [PACKAGE / f"{name}.py" for name in VOCABULARY] + sorted((PACKAGE / "triton_kernels").glob("*.py"))
+    for path in files:
+        known = {m.split(".")[1] for m in imports(path)}
+        assert known <= {*VOCABULARY, "triton_kernels", "_kernels", "_version"}, f"{path.name} imports {known}"
+
+
+def test_triton_is_imported_where_a_card_is_used_and_nowhere_else():
+    users = {p.name for p in PACKAGE.rglob("*.py") if any(m.startswith("batchgen.triton_kernels") for m in imports(p))}
+    inside = {p.name for p in (PACKAGE / "triton_kernels").glob("*.py")}
+    assert users - inside == {"ops.py"}
+    code = "import sys, batchgen.engine, batchgen.ops\nsys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_planning_and_scheduling_need_no_torch():

@@ -2,3 +2,27 @@
 
 Nothing imports this but `ops`, and only where a tensor lies on a card and Triton is installed.
 """
+
+from batchgen.triton_kernels.attention import paged_attention, prepare_attention, supports_attention
+from batchgen.triton_kernels.linear import linear
+from batchgen.triton_kernels.norm import MAX_COLUMNS, norm, silu_mul
+from batchgen.triton_kernels.plan import Capacity, DevicePlan, fill
+from batchgen.triton_kernels.rotary import rotary_store, supports_rotary
+from batchgen.triton_kernels.weights import dequantize, quantize
+
+__all__ = [
+    "MAX_COLUMNS",
+    "Capacity",
+    "DevicePlan",
+    "dequantize",
+    "fill",
+    "linear",
+    "norm",
+    "paged_attention",
+    "prepare_attention",
+    "quantize",
+    "rotary_store",
+    "silu_mul",
+    "supports_attention",
+    "supports_rotary",
+]

@@ -8,7 +8,7 @@ partial result, and merges put a token's together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -252,7 +252,3 @@ def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     rows = np.argsort(token_of_row, kind="stable")
     tokens, starts = np.unique(token_of_row[rows], return_index=True)
     return tokens, np.append(starts, len(rows)), rows
-
-
-def with_num_sms(geometry: Geometry, num_sms: int) -> Geometry:
-    return replace(geometry, num_sms=num_sms)

@@ -1,0 +1,62 @@
+"""Triton's kernels: checked by its interpreter, checked on a card where there is one, and compiled for cards that are not.
+
+The checks are in triton_checks.py. Kernels are made for the interpreter or for a card when they are imported, so each of
+these is a process of its own, whatever this one has imported.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(*command, **environment):
+    whole = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))}
+    whole |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])} | environment
+    done = subprocess.run([sys.executable, *command], env=whole, capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def check(which, device, tmp_path):
+    told = run(
+        *("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / "triton_checks.py"),
+        BATCHGEN_CHECK_DEVICE=device,
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+    assert "passed" in told
+
+
+ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [ATTENTION, f"not ({ATTENTION})"], ids=["attention", "the rest"])
+def test_under_the_interpreter(which, tmp_path):
+    check(which, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", [ATTENTION, f"not ({ATTENTION})"], ids=["attention", "the rest"])
+def test_on_a_card(which, tmp_path):
+    check(which, "cuda", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_all_kernels_compile_and_fit(capability, tmp_path):
+    """For models of 64 and 128 to a head; the module itself, run by hand, goes through more of them."""
+    told = run(
+        *("-m", "batchgen.triton_kernels.compile_ahead", "--capability", capability, "--group", "4"),
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+    assert told.count("_attend") >= 16 and "_quantize" in told and "TOO LARGE" not in told

@@ -1,0 +1,535 @@
+"""Every Triton kernel against float64. `test_triton_kernels.py` runs this file, in processes of their own: under Triton's
+interpreter, and on a card where there is one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import attended, laid_out
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_device import DEVICE
+
+from batchgen import ops, quant, reference, triton_kernels
+from batchgen.attention_plan import (
+    AttentionPlan,
+    DecodeGroup,
+    PrefillItem,
+    SequenceSlice,
+    SharedItem,
+    plan_attention,
+)
+from batchgen.triton_kernels import attention
+from batchgen.triton_kernels import plan as plans
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# A card runs many more in the same time than the interpreter.
+MORE = 1 if DEVICE.type == "cpu" else 6
+
+
+def random(seed, *shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+# Attention.
+
+FORMATS = {  # (queries, KV): the largest error
+    ("float32", "float32"): 2e-5,
+    ("bfloat16", "bfloat16"): 0.015,
+    ("float16", "float16"): 2e-3,
+    ("float32", "int4"): 5e-5,
+    ("bfloat16", "int4"): 0.03,
+}
+
+
+@st.composite
+def sweeps(draw):
+    """Sequences (queries, cached tokens, shared with the common prefix?), the prefix's blocks, and shapes."""
+    block_size = draw(st.sampled_from([16, 16, 8, 32]))
+    prefix_blocks = draw(st.sampled_from([0, 0, 64 // block_size, 64 // block_size + 1]))
+    sequences = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([1, 1, 1, 1, 2, 7, 24]),
+                st.one_of(st.sampled_from([0, 15, 16, 17, 63, 64]), st.integers(0, 200)),
+                st.booleans() if prefix_blocks else st.just(False),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    kv_heads, group = draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16), (1, 20)]))
+    return (
+        prefix_blocks,
+        sequences,
+        draw(st.sampled_from([None, None, None, 1, 20, 100])),
+        (kv_heads * group, kv_heads),
+        draw(st.sampled_from([8, 32, 40, 64, 80, 96, 128, 256, 34])),
+        block_size,
+        draw(st.sampled_from([1, 20, 132])),
+        draw(st.integers(0, 2**20)),
+    )
+
+
+def paged(kv, kv_format):
+    """KV as the kernels read it, and in fp32 what that stands for."""
+    if kv_format == "int4":
+        packed = quant.quantize(kv)
+        return packed, quant.dequantize(packed, kv.shape[-1])
+    stored = kv.to(getattr(torch, kv_format))
+    return stored, stored.float()
+
+
+def prepared(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, num_sms=132, capacity=None):
+    shape = attention.geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, DEVICE)
+    return plans.prepare(plan, replace(shape, num_sms=num_sms), DEVICE, capacity)
+
+
+def attend(q, kv, plan):
+    """On the device, and what was there before is no number."""
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
+    for launch in attention.launches(q.to(DEVICE), kv.to(DEVICE), plan, out):
+        for name in ("partial", "stats"):
+            if launch.kernel is attention._attend and name in launch.args:
+                assert launch.args[name].numel() == 0 or len(plan.merge_tokens)
+        launch()
+    return out.cpu()
+
+
+def check_attention(case, dtype, kv_format, tolerance):
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, num_sms, seed = case
+    slices, groups, num_blocks = laid_out(prefix_blocks, sequences, block_size, seed)
+    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
+    stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, block_size, head_dim), kv_format)
+    spare = torch.ones(num_blocks, dtype=torch.bool)
+    for s in slices:
+        spare[torch.from_numpy(s.blocks.astype(np.int64))] = False
+        tail = s.num_keys % block_size
+        if tail:
+            empty = 255 if stored.dtype == torch.uint8 else float("nan")
+            stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = empty
+    stored[spare] = 255 if stored.dtype == torch.uint8 else float("nan")
+    made = prepared(plan, heads, kv_heads, head_dim, block_size, dtype, stored.dtype, num_sms)
+    got = attend(q, stored, made)
+    assert torch.isfinite(got).all()
+    expected = attended(q, meant.nan_to_num(), slices, window)
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=" over ".join)
+def test_attention(formats):
+    dtype, kv_format = formats
+
+    @settings(max_examples=(18 if dtype == "float32" else 10) * MORE, deadline=None)
+    @given(sweeps())
+    def check(case):
+        check_attention(case, getattr(torch, dtype), kv_format, FORMATS[formats])
+
+    check()
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4"])
+def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
+    dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
+    case = (0, [(1, 3000, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 132, 3)
+    check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
+
+
+def test_prompts_over_several_tiles():
+    for window in (None, 70):
+        case = (0, [(130, 75, False), (70, 0, False)], window, (4, 2), 32, 16, 132, 3)
+        check_attention(case, torch.float32, "float32", 2e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sweeps(), st.sampled_from([(16, 32), (32, 128)]))
+def test_items_hold_every_key_that_a_token_sees_once(case, rows):
+    prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, num_sms, seed = case
+    slices, groups, _ = laid_out(prefix_blocks, sequences, block_size, seed)
+    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=2, window=window)
+    few, many = (attention.Tile(max(n, heads // kv_heads), 32, 4, 2) for n in rows)
+    shape = plans.Geometry(heads, kv_heads, head_dim, block_size, few, many, num_sms)
+    made = plans.prepare(plan, shape, torch.device("cpu"))
+    table = made.table.numpy()
+    seen = {}
+    partial_rows = {}
+    for item, tile in [(i, few) for i in made.few.tolist()] + [(i, many) for i in made.many.tolist()]:
+        token, count, first, last, causal, limit, start, partial = item
+        assert count * shape.group <= tile.rows
+        for i in range(count):
+            for key in range(first, last):
+                if causal + i - limit < key <= causal + i:
+                    place = int(table[start + key // block_size]) * block_size + key % block_size
+                    seen.setdefault(token + i, []).append(place)
+            seen.setdefault(token + i, [])
+            partial_rows.setdefault(token + i, []).append(partial if partial < 0 else partial + i)
+    token = 0
+    for s in slices:
+        for position in range(s.num_cached, s.num_keys):
+            keys = np.arange(max(0, position - (window or 10**9) + 1), position + 1)
+            places = s.blocks[keys // block_size] * block_size + keys % block_size
+            assert sorted(seen.pop(token)) == sorted(places.tolist())
+            token += 1
+    assert not seen
+    merged = dict(zip(made.merge_tokens.tolist(), made.merge_starts.tolist(), strict=False))
+    stops = made.merge_starts.tolist()[1:]
+    for (token, start), stop in zip(merged.items(), stops, strict=True):
+        assert sorted(made.merge_rows[start:stop].tolist()) == sorted(partial_rows.pop(token))
+    assert all(rows == [-1] for rows in partial_rows.values())
+
+
+def test_a_plan_is_written_over_another_in_the_same_memory():
+    """As a captured CUDA graph is replayed with it."""
+    kv = random(1, 64, 2, 2, 16, 32)
+    shape = (8, 2, 32, 16, torch.float32, torch.float32)
+
+    def sweep(lengths, first):
+        ends = np.cumsum([-(-n // 16) for n in lengths])
+        slices = [
+            SequenceSlice(1, n - 1, (np.arange(end - -(-n // 16), end) + first).astype(np.int32) % 64)
+            for n, end in zip(lengths, ends, strict=True)
+        ]
+        return slices, plan_attention(slices, [], block_size=16, key_bytes=256)
+
+    made = prepared(sweep([300, 20, 7], 0)[1], *shape, capacity=plans.Capacity(8, 2, 40, 4, 10))
+    address = made.buffer.data_ptr()
+    for lengths, first in (([300, 20, 7], 0), ([1, 290], 5), ([17, 16, 15], 30), ([16], 3)):
+        slices, plan = sweep(lengths, first)
+        plans.fill(made, plan)
+        q = random(first, len(lengths), 8, 32)
+        got = attend(torch.cat((q, q.new_zeros(3 - len(q), 8, 32))), kv, made)[: len(q)]
+        torch.testing.assert_close(got.double(), attended(q, kv, slices, None), atol=2e-5, rtol=2e-5)
+        assert made.buffer.data_ptr() == address
+    with pytest.raises(ValueError, match="does not fit"):
+        plans.fill(made, sweep([600, 300], 0)[1])
+
+
+def test_no_key_in_sight_gives_zeros():
+    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ())
+    q = random(1, 1, 1, 32)
+    got = attend(q, random(0, 1, 2, 1, 16, 32), prepared(plan, 1, 1, 32, 16, q.dtype, q.dtype))
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_very_large_scores():
+    """The softmax carries its maximum along: one key takes all."""
+    kv = random(0, 24, 2, 1, 16, 64)
+    q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
+    plan = plan_attention([SequenceSlice(1, 383, np.arange(24, dtype=np.int32))], [], block_size=16, key_bytes=256)
+    got = attend(q, kv, prepared(plan, 1, 1, 64, 16, q.dtype, q.dtype))
+    torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
+
+
+def test_queries_may_be_a_view():
+    kv = random(0, 2, 2, 2, 16, 32)
+    whole = random(1, 20, 6, 32).to(DEVICE)
+    plan = AttentionPlan((), (), (PrefillItem(0, 20, np.arange(2, dtype=np.int32), 4),))
+    made = prepared(plan, 4, 2, 32, 16, torch.float32, torch.float32)
+    assert torch.equal(attend(whole[:, :4], kv, made), attend(whole[:, :4].clone(), kv, made))
+
+
+def test_a_shared_prefix_with_many_rows():
+    blocks = np.arange(6, dtype=np.int32)
+    tail = np.arange(6, 9, dtype=np.int32)[:, None]
+    plan = AttentionPlan(
+        (SharedItem(0, 3, blocks),),
+        (DecodeGroup(0, 3, tail, np.array([1, 16, 5]), np.zeros(3, np.int64)),),
+        (),
+    )
+    kv, q = random(0, 9, 2, 1, 16, 64), random(1, 3, 16, 64, scale=0.2)
+    got = attend(q, kv, prepared(plan, 16, 1, 64, 16, q.dtype, q.dtype))
+    slices = [SequenceSlice(1, 96 + n - 1, np.append(blocks, t)) for n, t in zip((1, 16, 5), tail[:, 0], strict=True)]
+    torch.testing.assert_close(got.double(), attended(q, kv, slices, None), atol=2e-5, rtol=2e-5)
+
+
+def test_the_same_twice_is_the_same_bit_by_bit():
+    slices, groups, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (24, 300, False)], 16, 5)
+    plan = plan_attention(slices, groups, block_size=16, key_bytes=256)
+    kv, q = random(1, num_blocks, 2, 2, 16, 64, dtype=torch.bfloat16), random(2, 26, 4, 64, dtype=torch.bfloat16)
+    first, second = (attend(q, kv, prepared(plan, 4, 2, 64, 16, q.dtype, q.dtype)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+# Around attention.
+
+
+def wide_rotary(qkv, heads, kv_heads, scale, rope, positions, norms, rotation):
+    """q, k and v in float64."""
+    parts = list(qkv.double().reshape(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1))
+    for i in range(2):
+        if norms:
+            parts[i] = F.rms_norm(parts[i], (parts[i].shape[-1],), norms[i].double(), 1e-6)
+        if rope:
+            cos, sin = (t.double()[positions][:, None] for t in rope)
+            a, b = parts[i].chunk(2, -1)
+            parts[i] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        if rotation is not None:
+            parts[i] = parts[i] @ rotation.double()
+    parts[0] = parts[0] * scale
+    return parts
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim",
+    [(torch.float32, n) for n in (8, 80, 256)] + [(torch.bfloat16, n) for n in (34, 64, 96)] + [(torch.float16, 64)],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, turned"])
+@pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
+def test_rotary_and_store(dtype, head_dim, kv_format, family):
+    tokens, heads, kv_heads, block_size, scale = 19, 4, 2, 16, head_dim**-0.5
+    qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)
+    positions = torch.from_numpy(np.random.default_rng(0).integers(0, 50, tokens))
+    angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
+    rope = None if family == "learned" else (angles.cos(), angles.sin())
+    norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
+    rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, turned") else None
+    slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
+    kv = None
+    if kv_format == "own":
+        kv = torch.full((4, 2, kv_heads, block_size, head_dim), 77.0, dtype=dtype)
+    elif kv_format == "int4":
+        kv = torch.full((4, 2, kv_heads, block_size, quant.row_bytes(head_dim)), 77, dtype=torch.uint8)
+    on_device = None if kv is None else kv.to(DEVICE)
+    q, k, v = triton_kernels.rotary_store(
+        qkv.to(DEVICE)[:, :-3],
+        heads,
+        kv_heads,
+        scale=scale,
+        rope=rope and tuple(t.to(DEVICE) for t in rope),
+        positions=positions.to(DEVICE),
+        norms=norms and tuple(t.to(DEVICE) for t in norms),
+        eps=1e-6,
+        rotation=None if rotation is None else rotation.to(DEVICE),
+        kv=on_device,
+        slots=None if kv is None else slots.to(DEVICE),
+    )
+    wide = wide_rotary(qkv[:, :-3], heads, kv_heads, scale, rope, positions, norms, rotation)
+    tolerance = {"atol": 4 * ROUNDING[dtype], "rtol": 2 * ROUNDING[dtype]}
+    torch.testing.assert_close(q.cpu().double(), wide[0], **tolerance)
+    if kv is None:
+        k, v = k.cpu(), v.cpu()
+    else:
+        stored = on_device.cpu().transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
+        k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
+        stored[slots // block_size, :, slots % block_size] = 77
+        assert (stored == 77).all()
+    if kv_format != "int4":
+        torch.testing.assert_close(k.double(), wide[1], **tolerance)
+        assert torch.equal(v.double(), wide[2])
+        return
+    for got, meant in ((k, wide[1]), (v, wide[2])):
+        same_levels(got.contiguous(), quant.quantize(meant.float()), head_dim, 0.03 if got is k else 0.0)
+        groups = meant.split(64, -1)
+        bound = torch.cat([(g.amax(-1, True) - g.amin(-1, True)).expand_as(g) / 30 for g in groups], -1)
+        assert ((quant.dequantize(got.contiguous(), head_dim).double() - meant).abs() <= bound * 1.05 + 0.01).all()
+
+
+def nibbles(packed, n):
+    bytes_ = packed[..., : quant._nibble_bytes(n)].int()
+    return bytes_ & 15, bytes_ >> 4
+
+
+def same_levels(got, meant, n, differing):
+    """Levels are those of the reference, but for ties, one beside, and this share that rounding before them moves."""
+    off = [(a - b).abs() for a, b in zip(nibbles(got, n), nibbles(meant, n), strict=True)]
+    if not differing:
+        assert max(o.max() for o in off) <= 1
+        assert torch.equal(got[..., quant._nibble_bytes(n) :], meant[..., quant._nibble_bytes(n) :])
+    moved = sum((o > 0).sum().item() for o in off)
+    assert moved <= max(2, (differing or 0.02) * 2 * off[0].numel())
+
+
+@settings(max_examples=25 * MORE, deadline=None)
+@given(
+    st.integers(1, 9), st.one_of(st.integers(1, 70), st.sampled_from([576, 1000])), st.sampled_from(DTYPES), st.booleans(),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_norms(rows, columns, dtype, layer_norm, seed):
+    x, weight = random(seed, rows, columns + 2, dtype=dtype, scale=3) + 1, random(seed + 1, columns, dtype=dtype)
+    bias = random(seed + 2, columns, dtype=dtype) if layer_norm else None
+    view = x.to(DEVICE)[:, 1:-1]
+    got = triton_kernels.norm(view, weight.to(DEVICE), None if bias is None else bias.to(DEVICE), 1e-5).cpu()
+    wide = x[:, 1:-1].double()
+    if layer_norm:
+        expected = F.layer_norm(wide, (columns,), weight.double(), bias.double(), 1e-5)
+    else:
+        expected = F.rms_norm(wide, (columns,), weight.double(), 1e-5)
+    slack = 3e-4 if layer_norm and columns < 4 else 4e-6
+    tolerance = {"atol": 2 * ROUNDING[dtype] + slack, "rtol": 2 * ROUNDING[dtype]}
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+def test_norm_of_long_rows_in_place():
+    x, weight = random(0, 3, 16384, dtype=torch.bfloat16), random(1, 16384, dtype=torch.bfloat16)
+    expected = F.rms_norm(x.double(), (16384,), weight.double(), 1e-5)
+    here = x.to(DEVICE)
+    assert triton_kernels.norm(here, weight.to(DEVICE), None, 1e-5, here) is here
+    torch.testing.assert_close(here.cpu().double(), expected, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul(dtype):
+    x = random(0, 5, 2 * 1100 + 1, dtype=dtype, scale=3)
+    got = triton_kernels.silu_mul(x.to(DEVICE)[:, :-1]).cpu().double()
+    gate, up = x[:, :-1].double().chunk(2, -1)
+    torch.testing.assert_close(got, F.silu(gate) * up, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+
+
+@settings(max_examples=60 * MORE, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["new", "new, fp32", "given", "given, fp32", "residual"]),
+    st.integers(0, 2**20),
+)
+def test_linear(rows, columns, dtype, activation, with_bias, with_residual, where, seed):
+    depth = 48
+    made = columns
+    columns *= 2 if activation == "silu_mul" else 1
+    x = random(seed, rows, depth, dtype=dtype)
+    w = random(seed + 1, columns, depth, dtype=dtype, scale=depth**-0.5)
+    bias = random(seed + 2, columns, dtype=dtype) if with_bias else None
+    residual = random(seed + 3, rows, made, dtype=dtype) if with_residual or where == "residual" else None
+    expected = x.double() @ w.double().T
+    if with_bias:
+        expected += bias.double()
+    if activation == "silu_mul":
+        expected = F.silu(expected[:, :made]) * expected[:, made:]
+    elif activation:
+        expected = reference._ACTIVATIONS[activation](expected)
+    if residual is not None:
+        expected += residual.double()
+    x, w, bias, residual = (None if t is None else t.to(DEVICE) for t in (x, w, bias, residual))
+    wide = torch.float32 if "fp32" in where else dtype
+    out = torch.full((rows, made), float("nan"), dtype=wide, device=DEVICE) if "given" in where else None
+    out = residual if where == "residual" else out
+    got = triton_kernels.linear(
+        x, w, bias, activation=activation, residual=residual, out=out, out_dtype=wide if where == "new, fp32" else None
+    )
+    assert got.dtype == wide and (out is None or got is out)
+    # Rounded after the product, the activation and the residual.
+    tolerance = {"atol": 12 * ROUNDING[dtype], "rtol": 6 * ROUNDING[dtype]}
+    torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
+
+
+# 4-bit groups.
+
+
+@settings(max_examples=40 * MORE, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
+    x = random(seed, rows, n)
+    x = {"normal": x, "tiny": x * 1e-6, "huge": x * 1e5, "flat": torch.full_like(x, 0.37)}[kind].to(dtype)
+    packed = triton_kernels.quantize(x.to(DEVICE))
+    same_levels(packed.cpu(), quant.quantize(x), n, 0.0)
+    for out_dtype in DTYPES:
+        got = triton_kernels.dequantize(packed, n, torch.empty(rows, n, dtype=out_dtype, device=DEVICE)).cpu()
+        meant = quant.dequantize(packed.cpu(), n, dtype=out_dtype)
+        torch.testing.assert_close(got, meant, atol=1e-7, rtol=ROUNDING[out_dtype])
+
+
+def test_expanding_writes_its_rows_and_nothing_else():
+    for rows, n in ((37, 64), (3, 64 * 35), (5, 130)):
+        packed = quant.quantize(random(0, rows, n))
+        memory = torch.full((rows * n + 256,), 77.0, dtype=torch.bfloat16)
+        here = memory.to(DEVICE)
+        triton_kernels.dequantize(packed.to(DEVICE), n, here[128:-128].view(rows, n))
+        memory[128:-128] = quant.dequantize(packed, n, dtype=torch.bfloat16).view(-1)
+        assert torch.equal(here.cpu(), memory)
+
+
+def test_rows_at_an_odd_address():
+    packed = quant.quantize(random(0, 4, 128))
+    memory = torch.zeros(packed.numel() + 1, dtype=torch.uint8)
+    memory[1:] = packed.view(-1)
+    odd = memory.to(DEVICE)[1:].view(packed.shape)
+    got = triton_kernels.dequantize(odd, 128, torch.empty(4, 128, device=DEVICE))
+    torch.testing.assert_close(got.cpu(), quant.dequantize(packed, 128))
+
+
+def test_a_nan_spoils_its_group_and_nothing_else():
+    x = random(0, 2, 200)
+    x[1, 70] = float("nan")
+    back = triton_kernels.dequantize(
+        triton_kernels.quantize(x.to(DEVICE)), 200, torch.empty(2, 200, device=DEVICE)
+    ).cpu()
+    assert back[1, 64:128].isnan().all()
+    assert back[0].isfinite().all() and back[1, :64].isfinite().all() and back[1, 128:].isfinite().all()
+
+
+def test_nothing_to_do():
+    x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    assert triton_kernels.norm(x, weight, None, 1e-5).shape == (0, 64)
+    assert triton_kernels.silu_mul(x).shape == (0, 32)
+    assert triton_kernels.quantize(x).shape == (0, quant.row_bytes(64))
+    assert triton_kernels.rotary_store(x, 2, 1, scale=1.0)[0].shape == (0, 2, 16)
+    made = prepared(AttentionPlan((), (), ()), 2, 1, 16, 16, x.dtype, x.dtype)
+    assert triton_kernels.paged_attention(x.view(0, 4, 16)[:, :2], x.new_zeros(1, 2, 1, 16, 16), made).shape == (
+        0,
+        2,
+        16,
+    )
+
+
+# The door to them, and to the reference where there is no Triton.
+
+needs_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+
+
+@needs_card
+@pytest.mark.parametrize("with_triton", [True, False])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.uint8], ids=str)
+def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
+    heads, kv_heads, head_dim, block_size = 8, 2, 64, 16
+    slices, groups, num_blocks = laid_out(5, [(1, 300, True)] * 5 + [(30, 20, True), (40, 0, False)], block_size, 0)
+    plan = plan_attention(slices, groups, block_size=block_size, key_bytes=256)
+    tokens = sum(s.num_queries for s in slices)
+    slots = torch.from_numpy(
+        np.concatenate(
+            [
+                s.blocks[p // block_size] * block_size + p % block_size
+                for s in slices
+                for p in [np.arange(s.num_cached, s.num_keys)]
+            ]
+        ).astype(np.int64)
+    )
+    kv = random(0, num_blocks, 2, kv_heads, block_size, head_dim)
+    kv = quant.quantize(kv) if kv_dtype == torch.uint8 else kv
+    qkv = random(1, tokens, (heads + 2 * kv_heads) * head_dim)
+    angles = torch.outer(torch.arange(400.0), 1.0 / 100 ** (torch.arange(32) / 32))
+    positions = torch.arange(tokens) % 400
+    weight = random(2, head_dim * heads, head_dim * heads, scale=0.04)
+    if not with_triton:
+        monkeypatch.setattr(ops, "_triton", lambda: None)
+
+    def run(device):
+        def there(x):
+            return x.clone().to(device)
+
+        here = there(kv)
+        rope = there(angles.cos()), there(angles.sin())
+        q = ops.rotary_store(there(qkv), heads, here, there(slots), scale=0.125, rope=rope, positions=there(positions))
+        made = ops.prepare_attention(
+            plan, heads, kv_heads, head_dim, block_size, q.dtype, kv.dtype, device=torch.device(device)
+        )
+        out = ops.paged_attention(q, here, made)
+        y = ops.linear(out, there(weight), residual=out)
+        y = ops.norm(y, there(weight[0]), None, 1e-5)
+        return [t.cpu() for t in (q, out, y)]
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tolerance = 2e-2 if kv_dtype == torch.uint8 else 1e-4  # a level at a tie may go to either side
+    for got, meant in zip(run("cuda"), run("cpu"), strict=True):
+        torch.testing.assert_close(got, meant, atol=tolerance, rtol=tolerance)
