@@ -24,8 +24,9 @@ from triton.compiler import ASTSource
 
 from batchgen import quant
 from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.triton_kernels import attention, norm, plan, rotary, weights
+from batchgen.triton_kernels import attention, plan, rotary, weights
 from batchgen.triton_kernels.launch import SHARED_MEMORY, Launch, attention_tiles
+from batchgen.triton_kernels.norm import norm_launch, silu_mul_launch
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
@@ -120,7 +121,7 @@ def all_launches(
         for columns in (896, 4096, 16384):
             x, weight = torch.empty(2, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
             for bias in (None, weight):
-                launch = norm.norm_launch(x, weight, bias, 1e-5, x)
+                launch = norm_launch(x, weight, bias, 1e-5, x)
                 yield (
                     f"{launch.kernel.__name__}, {_short(dtype)}, {columns} columns"
                     + ("" if bias is None else ", bias"),
@@ -128,7 +129,7 @@ def all_launches(
                 )
         yield (
             f"_silu_mul, {_short(dtype)}",
-            norm.silu_mul_launch(torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)),
+            silu_mul_launch(torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)),
         )
         for n in (100, 128, 4096):
             x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)

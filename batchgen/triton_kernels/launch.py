@@ -73,23 +73,22 @@ def attention_tiles(
     group: query heads of a KV head. Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under
     way. Prefill is bound by products: as many rows as registers have room for.
     """
-    dim, exact = power_of_two(head_dim, 16), dtype == torch.float32
+    dim = power_of_two(head_dim, 16)
+    wide = dim > 128
     few_rows = power_of_two(group, 16)
-    if exact:  # products without tensor cores
-        few = Tile(few_rows, 32 if dim <= 128 else 16, 4, 2)
-        many = Tile(max(few_rows, 32 if dim <= 128 else 16), 32 if dim <= 128 else 16, 4, 2)
-    elif kv_dtype == torch.uint8:  # expanded in registers: fewer rows leave room for that
-        few = Tile(few_rows, 64 if dim <= 128 else 32, 4, 3)
-        many = Tile(max(few_rows, 64), 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 2)
+    if dtype == torch.float32:  # products without tensor cores, whose operands take many registers
+        few = Tile(few_rows, 16 if wide else 32, 4 if dim <= 64 else 8, 2)
+        many = Tile(max(few_rows, 16 if wide else 32), 16 if dim > 64 else 32, 8, 2)
     else:
-        few = Tile(few_rows, 64 if dim <= 128 else 32, 4, 3)
-        many = Tile(max(few_rows, 128), 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 3)
+        few = Tile(few_rows, 32 if wide else 64, 4, 5)
+        stages = 3 if kv_dtype == torch.uint8 else 5
+        many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
 
     def fitting(tile: Tile) -> Tile:
-        # Q and shares of keys once, K and V once a stage.
-        size = max(2, dtype.itemsize if kv_dtype == torch.uint8 else kv_dtype.itemsize)
-        fixed = tile.rows * (dim + tile.keys) * dtype.itemsize
-        stages = max(1, min(tile.stages, (shared_memory - fixed) // (2 * tile.keys * dim * size)))
-        return Tile(tile.rows, tile.keys, tile.warps, stages)
+        # Q and shares of keys once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
+        size = dtype.itemsize if kv_dtype == torch.uint8 else kv_dtype.itemsize
+        left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
+        buffers = left // (2 * tile.keys * dim * size)
+        return Tile(tile.rows, tile.keys, tile.warps, max(2, min(tile.stages, 2 + buffers)))
 
     return fitting(few), fitting(many)
