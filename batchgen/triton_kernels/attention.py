@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.attention_plan import AttentionPlan
 from batchgen.triton_kernels import plan as plans
-from batchgen.triton_kernels.groups import aligned, columns, unpack
+from batchgen.triton_kernels.groups import aligned, flat_columns, unpack
 from batchgen.triton_kernels.launch import Launch, Tile, attention_tiles, card, power_of_two
 from batchgen.triton_kernels.plan import DevicePlan, Geometry
 
@@ -165,9 +165,7 @@ def _attend(
     there = token < num_tokens
     q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
     if PACKED:
-        low, high, low_there, high_there = columns(0, HEAD_DIM, DIM // 64)
-        low, low_there = tl.reshape(low, (DIM // 2,)), tl.reshape(low_there, (DIM // 2,))
-        high, high_there = tl.reshape(high, (DIM // 2,)), tl.reshape(high_there, (DIM // 2,))
+        low, high, low_there, high_there = flat_columns(HEAD_DIM, DIM // 64)
         q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
         sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
     else:

@@ -18,19 +18,33 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def columns(first_group, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Of GROUPS groups from first_group on: columns of the low and of the high nibbles, int32 [GROUPS, 32], and which of them
-    are there."""
-    group = (first_group + tl.arange(0, GROUPS))[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    if N % 64 == 0:  # whole groups: masks that leave runs of bytes in one piece
-        low = group * GROUP + i
-        there = tl.broadcast_to(group * GROUP < N, (GROUPS, HALF))
-        return low, low + HALF, there, there
-    size = tl.minimum(GROUP, N - group * GROUP)
-    half = (size + 1) // 2
+def columns(group, i, N: tl.constexpr):
+    """Columns of the low and of the high nibbles of bytes i of groups, and which of them are there."""
     low = group * GROUP + i
-    return low, low + half, i < half, half + i < size
+    if N % 64 == 0:  # masks of whole groups leave runs of bytes in one piece
+        high = low + HALF
+        low_there = tl.broadcast_to(group * GROUP < N, low.shape)
+        high_there = low_there
+    else:
+        size = tl.minimum(GROUP, N - group * GROUP)
+        half = (size + 1) // 2
+        high = low + half
+        low_there = i < half
+        high_there = half + i < size
+    return low, high, low_there, high_there
+
+
+@triton.jit
+def tile_columns(first_group, N: tl.constexpr, GROUPS: tl.constexpr):
+    """`columns` of GROUPS groups from first_group on, [GROUPS, 32] each."""
+    return columns((first_group + tl.arange(0, GROUPS))[:, None], tl.arange(0, HALF)[None, :], N)
+
+
+@triton.jit
+def flat_columns(N: tl.constexpr, GROUPS: tl.constexpr):
+    """`columns` of the first GROUPS groups, [GROUPS * 32] each."""
+    byte = tl.arange(0, GROUPS * HALF)
+    return columns(byte // HALF, byte % HALF, N)
 
 
 @triton.jit
@@ -62,7 +76,7 @@ def load_table(table, mask, ALIGNED: tl.constexpr):
 def unpack(rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
     """Values of the low and of the high nibbles, fp32 [R, GROUPS, 32], of packed rows at `rows` [R]; 0 where nothing is."""
     group = first_group + tl.arange(0, GROUPS)
-    _, _, low_there, _ = columns(first_group, N, GROUPS)
+    _, _, low_there, _ = tile_columns(first_group, N, GROUPS)
     places = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
     byte = tl.load(
         rows[:, None, None] + places[None, :, :], mask=row_mask[:, None, None] & low_there[None, :, :], other=0
@@ -78,7 +92,7 @@ def unpack(rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, A
 def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
     """Stores packed rows at `rows` [R], of values low and high, fp32 [R, GROUPS, 32]."""
     group = first_group + tl.arange(0, GROUPS)
-    _, _, low_there, high_there = columns(first_group, N, GROUPS)
+    _, _, low_there, high_there = tile_columns(first_group, N, GROUPS)
     low_there, high_there = low_there[None, :, :], high_there[None, :, :]
     odd = (low_there & (low != low)) | (high_there & (high != high))
     spoilt = tl.max(odd.to(tl.int32), 2) > 0

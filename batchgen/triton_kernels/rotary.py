@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen import quant
-from batchgen.triton_kernels.groups import aligned, columns, pack
+from batchgen.triton_kernels.groups import aligned, flat_columns, pack, tile_columns
 from batchgen.triton_kernels.launch import Launch, power_of_two
 
 MAX_HEAD_DIM = 256
 _TOKENS = 8  # of a program
-_TURNED_TOKENS = 16  # the least rows of a product
+_TURNED_TOKENS = 32  # so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int) -> bool:
@@ -153,7 +153,7 @@ def _rotary_store(
     if head >= HEADS + KV_HEADS:
         rows = v + (place + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
         if PACKED:
-            low, high, low_there, high_there = columns(0, HEAD_DIM, GROUPS)
+            low, high, low_there, high_there = tile_columns(0, HEAD_DIM, GROUPS)
             all_there = there[:, None, None]
             low_mask, high_mask = all_there & low_there[None, :, :], all_there & high_there[None, :, :]
             low_value = tl.load(source[:, None, None] + low[None, :, :], mask=low_mask, other=0.0)
@@ -198,25 +198,25 @@ def _rotary_store(
             _store_halves(first, second, k + (place + (head - HEADS) * head_rows) * WIDTH, mask, column, HEAD_DIM)
     else:
         # Turned, into columns of low and of high nibbles.
-        low, high, low_there, high_there = columns(0, HEAD_DIM, GROUPS)
+        low, high, low_there, high_there = flat_columns(HEAD_DIM, GROUPS)
         exact: tl.constexpr = qkv.dtype.element_ty == tl.float32
-        low_value = _turned(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, GROUPS, exact)
-        high_value = _turned(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, GROUPS, exact)
-        low_value = tl.reshape(low_value, (TOKENS, GROUPS, 32))
-        high_value = tl.reshape(high_value, (TOKENS, GROUPS, 32))
-        low_mask = there[:, None, None] & low_there[None, :, :]
-        high_mask = there[:, None, None] & high_there[None, :, :]
+        low_value = _turned(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, exact)
+        high_value = _turned(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, exact)
+        low_mask = there[:, None] & low_there[None, :]
+        high_mask = there[:, None] & high_there[None, :]
         if head < HEADS:
-            q_rows = (q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM)[:, None, None]
-            tl.store(q_rows + low[None, :, :], low_value.to(q.dtype.element_ty), mask=low_mask)
-            tl.store(q_rows + high[None, :, :], high_value.to(q.dtype.element_ty), mask=high_mask)
+            q_rows = (q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM)[:, None]
+            tl.store(q_rows + low[None, :], low_value.to(q.dtype.element_ty), mask=low_mask)
+            tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
         else:
             k_rows = k + (place + (head - HEADS) * head_rows) * WIDTH
             if PACKED:
-                pack(low_value, high_value, k_rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
+                k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
+                k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
+                pack(k_low, k_high, k_rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
             else:
-                tl.store(k_rows[:, None, None] + low[None, :, :], low_value.to(k.dtype.element_ty), mask=low_mask)
-                tl.store(k_rows[:, None, None] + high[None, :, :], high_value.to(k.dtype.element_ty), mask=high_mask)
+                tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=low_mask)
+                tl.store(k_rows[:, None] + high[None, :], high_value.to(k.dtype.element_ty), mask=high_mask)
 
 
 @triton.jit
@@ -235,13 +235,12 @@ def _turned(
     there,
     HEAD_DIM: tl.constexpr,
     HALF_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Columns [GROUPS, 32] of the halves' product with the rotation. tf32 has as many digits as 16-bit numbers, or more."""
+    """Some columns of the halves' product with the rotation. tf32 has as many digits as 16-bit numbers, or more."""
     depth = tl.arange(0, HALF_DIM)[:, None]
-    column = tl.reshape(column, (1, GROUPS * 32))
-    mask = (depth < HEAD_DIM // 2) & tl.reshape(there, (1, GROUPS * 32))
+    column = column[None, :]
+    mask = (depth < HEAD_DIM // 2) & there[None, :]
     upper = tl.load(rotation + depth * HEAD_DIM + column, mask=mask, other=0.0)
     lower = tl.load(rotation + (HEAD_DIM // 2 + depth) * HEAD_DIM + column, mask=mask, other=0.0)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"

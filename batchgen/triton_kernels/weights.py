@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen import quant
-from batchgen.triton_kernels.groups import aligned, columns, pack, unpack
+from batchgen.triton_kernels.groups import aligned, pack, tile_columns, unpack
 from batchgen.triton_kernels.launch import Launch, power_of_two
 
-_PROGRAM_GROUPS = 32  # 1 KiB of nibbles: 8 bytes a thread
+_PROGRAM_GROUPS = 32  # 1 KiB of nibbles: 8 bytes a thread, which are 16 bytes of each half's 16-bit results
 _MAX_GROUPS = 32  # of a row
 
 
@@ -67,7 +67,7 @@ def _dequantize(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_group = tl.program_id(1) * GROUPS
     low, high = unpack(packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
-    low_column, high_column, low_there, high_there = columns(first_group, N, GROUPS)
+    low_column, high_column, low_there, high_there = tile_columns(first_group, N, GROUPS)
     there = (row < num_rows)[:, None, None]
     rows = out + row[:, None, None] * N
     type: tl.constexpr = out.dtype.element_ty
@@ -88,7 +88,7 @@ def _quantize(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_group = tl.program_id(1) * GROUPS
-    low_column, high_column, low_there, high_there = columns(first_group, N, GROUPS)
+    low_column, high_column, low_there, high_there = tile_columns(first_group, N, GROUPS)
     there = (row < num_rows)[:, None, None]
     rows = x + row[:, None, None] * N
     low = tl.load(rows + low_column[None, :, :], mask=there & low_there[None, :, :], other=0.0).to(tl.float32)
