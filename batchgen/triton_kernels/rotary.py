@@ -17,7 +17,7 @@ from batchgen.triton_kernels.launch import Launch, power_of_two
 
 MAX_HEAD_DIM = 256
 _TOKENS = 8  # of a program
-_TURNED_TOKENS = 32  # so that the rotation is read less often
+_TURNED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int) -> bool:
@@ -90,7 +90,10 @@ def rotary_launch(
         "scale": scale,
         "eps": eps,
     }
-    tokens = _TOKENS if rotation is None else _TURNED_TOKENS
+    tokens = _TOKENS
+    if rotation is not None:
+        tokens = _TURNED_TOKENS if head_dim <= 128 else 16  # registers have room for no more
+    warps = 8 if rotation is not None and head_dim > 64 else 4
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -103,7 +106,7 @@ def rotary_launch(
         "HALF_DIM": power_of_two(head_dim // 2, 16),
         "GROUPS": power_of_two(triton.cdiv(head_dim, 64)),
     }
-    return Launch(_rotary_store, (triton.cdiv(len(qkv), tokens), heads + 2 * kv_heads), args, constants)
+    return Launch(_rotary_store, (triton.cdiv(len(qkv), tokens), heads + 2 * kv_heads), args, constants, warps)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
