@@ -40,6 +40,20 @@ def teach_bf16():
     builder.create_dot = dot
 
 
+def teach_new_numpy():
+    """Triton before 3.7 takes arrays of one number for numbers, which NumPy since 2.4 does not."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patched
+
+
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     teach_bf16()
+    teach_new_numpy()
