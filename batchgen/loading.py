@@ -279,6 +279,8 @@ def load_parts(
             on_layer=on_load,
         )
         undo.callback(weights.close)
+        if device.kind == "cuda":
+            torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
         executor = Executor(
             config,
             weights,

@@ -236,6 +236,24 @@ def write_kv(kv: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> None:
     flat.index_copy_(0, rows + kv_heads * block_size, v.reshape(-1, width))
 
 
+def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
+    """target[i] = source[index[i]], along the first dimension; all of them where the CPU or a card can read and write."""
+    made = _device_kernels(index.device)
+    if made:
+        made.gather_rows(target, source, index)
+    else:
+        target.copy_(source.index_select(0, index.to(source.device)))
+
+
+def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
+    """target[index[i]] = source[i], along the first dimension; as `gather_rows`."""
+    made = _device_kernels(index.device)
+    if made:
+        made.scatter_rows(target, index, source)
+    else:
+        target.index_copy_(0, index.to(target.device), source.to(target.device))
+
+
 # Logits.
 
 

@@ -533,3 +533,21 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
     tolerance = 2e-2 if kv_dtype == torch.uint8 else 1e-4  # a level at a tie may go to either side
     for got, meant in zip(run("cuda"), run("cpu"), strict=True):
         torch.testing.assert_close(got, meant, atol=tolerance, rtol=tolerance)
+
+
+# Rows.
+
+
+@settings(max_examples=20 * MORE, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 6, 36, 64, 4000]), st.sampled_from(DTYPES), st.integers(0, 2**20))
+def test_rows_go_where_the_index_says(count, width, dtype, seed):
+    source = random(seed, 50, 2, width, dtype=dtype).to(DEVICE)
+    order = np.random.default_rng(seed).permutation(50)[:count]
+    index = torch.from_numpy(order).to(DEVICE)
+    taken = torch.full((count + 1, 2, width), 7.0, dtype=dtype, device=DEVICE)
+    triton_kernels.gather_rows(taken[:count], source, index)
+    assert torch.equal(taken[:count], source[index]) and (taken[count] == 7).all()
+    back = torch.full_like(source, 7.0)
+    triton_kernels.scatter_rows(back, index, taken[:count])
+    left = np.setdiff1d(np.arange(50), order)
+    assert torch.equal(back[index], source[index]) and (back[torch.from_numpy(left).to(DEVICE)] == 7).all()

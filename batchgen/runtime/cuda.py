@@ -168,14 +168,17 @@ class CudaLink:
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""
         if not self._to_gpu:
-            # Memory goes back to the stream that took it: not before this one has read it.
-            source.record_stream(torch.cuda.current_stream())
+            self.borrow(source)
             return self.copy(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source)
         if not source.is_pinned():
             source = source.pin_memory()
         target = self.copy(torch.empty(source.shape, dtype=source.dtype, device="cuda"), source)
         target.record_stream(self._driver.streams["compute"])
         return target
+
+    def borrow(self, tensor: Tensor) -> None:
+        """Work on the current stream reads a tensor that belongs to another: its memory is not given out again before."""
+        tensor.record_stream(torch.cuda.current_stream())
 
     def room(self, like: Tensor) -> Tensor:
         """For something of this kind that goes back."""
@@ -184,12 +187,14 @@ class CudaLink:
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension; index on the GPU."""
         self._count(target)
+        self.borrow(index)
         ops.gather_rows(target, source, index)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """target[index[i]] = source[i], along the first dimension; index on the GPU."""
         self._count(source)
-        source.record_stream(torch.cuda.current_stream())
+        self.borrow(source)
+        self.borrow(index)
         ops.scatter_rows(target, index, source)
 
     def _count(self, moved: Tensor) -> None:

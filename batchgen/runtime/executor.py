@@ -87,7 +87,10 @@ class Executor:
 
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
         first_on_host = len(batches) - self._batches_on_host
-        prepared = [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
+        prepared: list[_Batch] = []
+        self.lanes.prepare(
+            lambda: prepared.extend(self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches))
+        )
         self._on_logits = on_logits
         self.lanes.execute(self._bound_to(prepared))
 
@@ -132,7 +135,8 @@ class Executor:
             rows = None
             if segment.place == "delegated":
                 shape = self.kv_cache.shape
-                rows = ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).to(self._device)
+                keys = ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).to(self._device)
+                rows = keys, keys + shape.kv_heads * shape.block_size
             parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots).to(self._device), rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions)
@@ -227,6 +231,7 @@ class Executor:
     def _send_qkv(self, step: Step, b: _Batch) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         part, d2h = b.parts["delegated"], self.links[1]
+        d2h.borrow(b.qkv)
         tokens = slice(part.segment.start, part.segment.stop)
         packed = self.kv_cache.shape.dtype == torch.uint8
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
@@ -234,10 +239,9 @@ class Executor:
         if packed:
             k, v = ops.quantize(k), ops.quantize(v)
         home = self.kv_cache.pools["cpu"][step.layer]
-        behind = home.shape[2] * home.shape[3]  # V's rows lie this far behind K's
         flat = home.view(-1, home.shape[-1])
-        d2h.scatter(flat, part.rows, k.reshape(-1, home.shape[-1]))
-        d2h.scatter(flat, part.rows + behind, v.reshape(-1, home.shape[-1]))
+        for rows, new in zip(part.rows, (k, v), strict=True):
+            d2h.scatter(flat, rows, new.reshape(-1, home.shape[-1]))
         sent = d2h.bring(q)
         attended = d2h.room(sent)
         b.for_cpu[step.layer], b.from_cpu[step.layer] = (sent, attended), attended
@@ -332,7 +336,7 @@ class _Part:
 
     segment: Segment
     slots: Tensor
-    rows: Tensor | None  # of the slots, where K and V go to host memory by themselves
+    rows: tuple[Tensor, Tensor] | None  # of K and of V, where they go to host memory by themselves
     plans: Mapping[int | None, ops.PreparedAttention]
 
 

@@ -69,6 +69,10 @@ class Lanes:
             self._failure_raised = True
             raise
 
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Does what all Steps of the next sweep need."""
+        work()
+
     def drain(self) -> None:
         """Waits until every Step has ended. Raises what one of them raised."""
         with self._lock:

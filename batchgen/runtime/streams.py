@@ -93,6 +93,12 @@ class StreamLanes(Lanes):
         self._check()
         self._account()
 
+    def prepare(self, work: Callable[[], None]) -> None:
+        self._driver.launch("compute", work)
+        ready = self._driver.record("compute")
+        for lane in STREAMS[1:]:
+            self._driver.wait(lane, ready)
+
     def drain(self) -> None:
         super().drain()
         self._driver.finish()

@@ -135,6 +135,9 @@ class Link:
         """A copy of the source on the other side."""
         return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
 
+    def borrow(self, tensor: Tensor) -> None:
+        """Work of this link reads a tensor that belongs to the compute lane."""
+
     def room(self, like: Tensor) -> Tensor:
         """For something of this kind that goes back."""
         return torch.empty_like(like)

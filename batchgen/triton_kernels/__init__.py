@@ -8,6 +8,7 @@ from batchgen.triton_kernels.linear import linear
 from batchgen.triton_kernels.norm import MAX_COLUMNS, norm, silu_mul
 from batchgen.triton_kernels.plan import Capacity, DevicePlan, fill
 from batchgen.triton_kernels.rotary import rotary_store, supports_rotary
+from batchgen.triton_kernels.rows import gather_rows, scatter_rows
 from batchgen.triton_kernels.weights import dequantize, quantize
 
 __all__ = [
@@ -16,12 +17,14 @@ __all__ = [
     "DevicePlan",
     "dequantize",
     "fill",
+    "gather_rows",
     "linear",
     "norm",
     "paged_attention",
     "prepare_attention",
     "quantize",
     "rotary_store",
+    "scatter_rows",
     "silu_mul",
     "supports_attention",
     "supports_rotary",

@@ -56,9 +56,9 @@ def prepare_attention(
     return plans.prepare(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device), device)
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor | None = None) -> Tensor:
     """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for launch in launches(q, kv, plan, out):
         launch()
     return out

@@ -27,6 +27,7 @@ from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, Sha
 from batchgen.triton_kernels import attention, plan, rotary, weights
 from batchgen.triton_kernels.launch import SHARED_MEMORY, Launch, attention_tiles
 from batchgen.triton_kernels.norm import norm_launch, silu_mul_launch
+from batchgen.triton_kernels.rows import gather_launch, scatter_launch
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
@@ -135,6 +136,11 @@ def all_launches(
             x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
             yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
             yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
+    for columns in (68, 65536):
+        pool, taken = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
+        index = torch.zeros(2, dtype=torch.int64)
+        yield f"_copy_rows, {columns} bytes, gathered", gather_launch(taken, pool, index)
+        yield f"_copy_rows, {columns} bytes, scattered", scatter_launch(pool, index, taken)
 
 
 def _attention_launches(
