@@ -25,7 +25,8 @@ from batchgen.runtime.streams import STREAMS, StreamLanes
 DEVICE = torch.device("cpu", 0)
 # Which stream goes first, and how many of them run ahead of what is waited for.
 ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permutations(STREAMS)][5:]
-_HOST_LATE_S, _DEVICE_LATE_S = 0.01, 0.001
+# Of host lanes: to run what is due, and to be behind.
+_PROMPT_S, _LATE_S = 0.001, 0.05
 
 
 class Event:
@@ -163,17 +164,28 @@ def _poisoned(tensor):
     return tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
-def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: bool = False) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: what the host does takes longer
-    than what the device does; else it is done with its Steps before the next are launched."""
+class _LateLanes(StreamLanes):
+    """Host lanes that take a while to look at what they wait for; the others are given the time to run first."""
+
+    def __init__(self, *args, late, **options):
+        super().__init__(*args, **options)
+        self._late = late
+
+    def _launch(self, step):
+        if self._late:
+            time.sleep(_PROMPT_S)
+        super()._launch(step)
+
+    def _await(self, step, thread):
+        if step.lane in self._late:
+            time.sleep(_LATE_S)
+        super()._await(step, thread)
+
+
+def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = ()) -> EngineParts:
+    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow."""
     executor = parts.executor
-
-    def perform(step):
-        if late == (step.lane not in STREAMS):
-            time.sleep(_HOST_LATE_S if late else _DEVICE_LATE_S)
-        executor._perform(step)
-
-    executor.lanes = StreamLanes(perform, device, on_thread=executors._prepare_thread)
+    executor.lanes = _LateLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
     executor._device = DEVICE
 
     def on_device(name, function):

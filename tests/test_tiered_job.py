@@ -160,7 +160,7 @@ def heavy(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cpu_memory", "streams"), [(800, True), (1500, False)])
+@pytest.mark.parametrize(("cpu_memory", "streams"), [(900, True), (1500, False)])
 def test_the_peak_is_within_the_budget(heavy, job, folder, tmp_path, cpu_memory, streams):
     report = tmp_path / "report.json"
     arguments = [
