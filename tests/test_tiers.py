@@ -2,9 +2,11 @@
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
+from fake_device import ORDERS, FakeDevice, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiered import (
@@ -20,6 +22,8 @@ from tiered import (
     shuffle_steps,
 )
 
+from batchgen import ops
+from batchgen.device import Device
 from batchgen.engine import Engine
 from batchgen.request import Request, SamplingParams
 
@@ -143,10 +147,11 @@ def random_case(rng, variants):
     return Case(family, overrides, accelerated, policy, rng.random() < 0.5, rows, mode, rng.randrange(10**6))
 
 
-def check(case, reference, stores):
+def check(case, reference, stores, device=None, prepare=lambda parts: parts):
+    """prepare: what is done to the engine's parts before they run."""
     formats = case.policy["weight_format"], case.policy["kv_format"]
     path, expected = reference(case.family, case.overrides, *formats)
-    device = EMULATED if case.accelerated else CPU
+    device = device or (EMULATED if case.accelerated else CPU)
     policy = make_policy(path, device, **case.policy)
     parts = make_parts(
         path, device, policy, stores, serial=case.mode == "serial", longest_tokens=CONTEXT,
@@ -158,6 +163,7 @@ def check(case, reference, stores):
         make_uneven(parts, case.seed)
     if case.mode == "own cores":
         give_own_cores(parts)
+    prepare(parts)
     prompts = [expected.prompts[i] for i, _ in case.rows]
     wanted = [expected.tokens[i][:count] for i, count in case.rows]
     found, stats = run(
@@ -186,6 +192,30 @@ def test_any_policy_gives_the_tokens_of_the_in_memory_engine_opt(rng, reference,
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_tokens_of_the_in_memory_engine_llama(rng, reference, stores):
     check(random_case(rng, LLAMA), reference, stores)
+
+
+def random_accelerated_case(rng, variants):
+    while not (case := random_case(rng, variants)).accelerated:
+        pass
+    return replace(case, mode="overlapped")
+
+
+@pytest.mark.slow
+@settings(any_policy, max_examples=8)
+@given(rng=st.randoms(use_true_random=True))
+def test_any_policy_on_a_device_with_streams(rng, reference, stores):
+    case = random_accelerated_case(rng, OPT + LLAMA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+        device = FakeDevice(*ORDERS[case.seed % len(ORDERS)])
+        check(case, reference, stores, prepare=lambda parts: run_on(parts, device, patch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("seed", range(40))
+def test_any_policy_on_a_cuda_card(seed, reference, stores):
+    check(random_accelerated_case(random.Random(seed), OPT + LLAMA), reference, stores, Device("cuda"))
 
 
 def all_rows(expected):
