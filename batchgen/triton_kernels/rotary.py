@@ -178,11 +178,12 @@ def _rotary_store(
     if q_norm is not None:
         mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM
         factor = tl.rsqrt(mean_square + eps)[:, None]
-        for_q, for_k = inside & (head < HEADS), inside & (head >= HEADS)
-        first_weight = tl.load(q_norm + column, mask=for_q, other=0.0) + tl.load(k_norm + column, mask=for_k, other=0.0)
-        second_weight = tl.load(q_norm + HEAD_DIM // 2 + column, mask=for_q, other=0.0) + tl.load(
-            k_norm + HEAD_DIM // 2 + column, mask=for_k, other=0.0
-        )
+        if head < HEADS:
+            first_weight = tl.load(q_norm + column, mask=inside, other=0.0)
+            second_weight = tl.load(q_norm + HEAD_DIM // 2 + column, mask=inside, other=0.0)
+        else:
+            first_weight = tl.load(k_norm + column, mask=inside, other=0.0)
+            second_weight = tl.load(k_norm + HEAD_DIM // 2 + column, mask=inside, other=0.0)
         first *= factor * first_weight.to(tl.float32)
         second *= factor * second_weight.to(tl.float32)
     if cos is not None:
