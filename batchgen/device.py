@@ -48,10 +48,8 @@ def has_cuda() -> bool:
 
 
 def parse_device(text: str) -> Device:
-    """The device of a `--device` flag; "auto" is a CUDA GPU where there is one, else the CPU. Raises InputError."""
-    if text == "auto":
-        return Device("cuda" if has_cuda() else "cpu")
-    if text == "cpu":
+    """The device of a `--device` flag; "auto" is the CPU, as long as "cuda" has not run on a GPU. Raises InputError."""
+    if text in ("auto", "cpu"):
         return Device("cpu")
     if text == "cuda":
         if not has_cuda():

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchgen.device import parse_device
+from batchgen.device import Device, has_cuda, parse_device
 from batchgen.emulated_profile import emulated_profile
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
@@ -214,7 +214,7 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
     """Measures, or recalls, this machine's profile; returns the lines that show it."""
 
     progress = Progress("plain")
-    where = parse_device(device)
+    where = Device("cuda") if device == "auto" and has_cuda() else parse_device(device)
     device = "cuda" if where.kind == "cuda" else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in dtype or ("auto",))
     profile = None

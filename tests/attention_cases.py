@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from batchgen import quant
 from batchgen.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
 
 
@@ -42,3 +43,12 @@ def attended(q, kv, slices, window):
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
     return torch.cat(out)
+
+
+def paged(kv, kv_format):
+    """KV as the kernels read it, and in fp32 what that stands for."""
+    if kv_format == "int4":
+        packed = quant.quantize(kv)
+        return packed, quant.dequantize(packed, kv.shape[-1])
+    stored = kv.to(getattr(torch, kv_format))
+    return stored, stored.float()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import attended, laid_out
+from attention_cases import attended, laid_out, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,15 +70,6 @@ def sweeps(draw):
         draw(st.sampled_from([16, 16, 16, 8, 32])),
         draw(st.integers(0, 2**20)),
     )
-
-
-def paged(kv, kv_format):
-    """KV as the kernels read it, and in fp32 what that stands for. Blocks that nobody owns hold no numbers."""
-    if kv_format == "int4":
-        packed = quant.quantize(kv)
-        return packed, quant.dequantize(packed, kv.shape[-1])
-    stored = kv.to(getattr(torch, kv_format))
-    return stored, stored.float()
 
 
 def check_attention(case, dtype, kv_format, tolerance):

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from batchgen import ops
 from batchgen.errors import BatchgenError, InputError
+from batchgen.runtime.schedule import LANES
 from batchgen.runtime.streams import STREAMS
 from batchgen.runtime.transfer import untouched
 from batchgen.units import format_bytes
 
-_HOST_LANES = ("cpu_attention", "disk_read", "disk_write")
+_HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around
 
 
@@ -153,7 +154,6 @@ class CudaLink:
 
     def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:
         self._driver, self._to_gpu = driver, to_gpu
-        self.bytes_per_s = None
         self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
