@@ -11,7 +11,17 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli_options import CONVERT_OPTIONS, JOB_OPTIONS, PLAN_OPTIONS, PROFILE_OPTIONS, RUN_OPTIONS, with_options
+from batchgen.cli_options import (
+    BENCH_OPTIONS,
+    CONVERT_OPTIONS,
+    JOB_OPTIONS,
+    OF_ROWS,
+    PLAN_OPTIONS,
+    PROFILE_OPTIONS,
+    RUN_OPTIONS,
+    with_options,
+    without,
+)
 from batchgen.errors import BatchgenError
 
 EXIT_STOPPED = 3  # the deadline came first: the same command goes on
@@ -67,6 +77,24 @@ def plan(**options: Any) -> None:
 
 
 @cli.command()
+@with_options(BENCH_OPTIONS, without(JOB_OPTIONS, OF_ROWS))
+def bench(**options: Any) -> None:
+    """Measure a model on made-up rows of equal lengths, beside what the plan said it would take.
+
+    With --load-format dummy a model's config.json is enough: weights of that shape are made up.
+    """
+    from batchgen.bench import BenchOptions, run_bench, summary
+    from batchgen.job_options import JobOptions
+
+    options = _sampling_apart(options)
+    own = {f.name: options.pop(f.name) for f in fields(BenchOptions) if f.name in options}
+    report = run_bench(BenchOptions(JobOptions(input=None, output=None, **options), **own))
+    if options["report"] != "-":
+        for line in summary(report):
+            click.echo(line)
+
+
+@cli.command()
 @with_options(PROFILE_OPTIONS)
 def profile(**options: Any) -> None:
     """Measure what this machine can do: matrix products, attention, memory, disk. Kept for later plans."""
@@ -96,8 +124,10 @@ def _sampling_apart(options: dict[str, Any]) -> dict[str, Any]:
     """The options, those of SamplingParams as one."""
     from batchgen.request import SamplingParams
 
-    options["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in options["stop"])
-    sampling = SamplingParams(**{name: options.pop(name) for name in SamplingParams.names()})
+    given = {name: options.pop(name) for name in SamplingParams.names() if name in options}
+    if "stop" in given:
+        given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
+    sampling = SamplingParams(**given)
     return options | {"sampling": sampling}
 
 

@@ -129,6 +129,21 @@ PLAN_OPTIONS = [
     click.option("-o", "--output", "plan_file", metavar="FILE", help="Write the plan, for `batchgen run --plan`."),
 ]  # fmt: skip
 
+BENCH_OPTIONS = [
+    click.option("--num-prompts", type=int, default=64, show_default=True, metavar="N", help="Rows,"),
+    click.option("--input-len", type=int, default=512, show_default=True, metavar="N", help="of this many tokens each,"),
+    click.option("--output-len", type=int, default=32, show_default=True, metavar="N", help="and this many generated ones."),
+    click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
+                 help="dummy: made-up weights for a config.json, or its directory, given as --model."),
+    click.option("--plan", metavar="FILE", help="Run as this plan of `batchgen plan -o` says."),
+    click.option("--report", metavar="FILE", help="Write the report as JSON; - is stdout."),
+]  # fmt: skip
+# Of JOB_OPTIONS, what means nothing for rows that are made up.
+OF_ROWS = (
+    "prompt_column", "prompt_template", "messages_column", "system_prompt", "chat", "max_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "share_prefixes", "expected_output_len", "on_overlong", "shard", "limit", "split", "id_column", "input_format",
+)  # fmt: skip
+
 PROFILE_OPTIONS = [
     click.option("--device", default="auto", show_default=True, metavar="DEVICE",
                  help="cpu, cuda or emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s."),
@@ -150,6 +165,11 @@ CONVERT_OPTIONS = [
     click.option("--overwrite", is_flag=True, help="Replace a store of another model or format."),
     click.option("--progress", type=click.Choice(["auto", "plain", "none"]), default="auto", show_default=True),
 ]  # fmt: skip
+
+
+def without(options: Sequence[Callable], names: Sequence[str]) -> list[Callable]:
+    """The options that do not have these names."""
+    return [option for option in options if _names_of([option]).isdisjoint(names)]
 
 
 def _names_of(options: Sequence[Callable]) -> set[str]:

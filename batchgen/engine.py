@@ -130,8 +130,9 @@ class Engine:
     model: a local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
     dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
         "float32", "bfloat16" or "float16".
-    device: "auto", "cpu", or an accelerator emulated on it, "emulated:gpu-memory=512MiB".
+    device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
     cpu_memory: budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
+    gpu_memory: budget of the GPU: a larger card behaves as one of this size. None: all of it.
     admission: "continuous", or "static" (each block runs to its end before the next starts).
     max_num_seqs, max_num_batched_tokens: most samples in flight, most tokens in one sweep.
     max_model_len: longest prompt plus output; None: the model's context.
@@ -152,6 +153,7 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         cpu_memory: int | str | None = None,
+        gpu_memory: int | str | None = None,
         admission: str = "continuous",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -185,7 +187,7 @@ class Engine:
             policy=policy,
             dtype=dtype,
             device=where,
-            budgets=resolve_budgets(where, cpu_memory=cpu_memory),
+            budgets=resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory),
             min_output_len=(sampling or SamplingParams()).max_tokens,
             on_load=on_load,
         )

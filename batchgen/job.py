@@ -117,8 +117,8 @@ def run_job(options: JobOptions) -> dict:
                 plan = _plan(options, source, files, config, dtype, tokenizer.result(), state, started_s, progress)
                 for line in headline(plan):
                     progress.say(line)
-                with _tracing(options, files) as on_step:
-                    engine = _load_engine(options, plan, files, tokenizer.result, progress, on_step)
+                with tracing(options, files) as on_step:
+                    engine = load_engine(options, plan, files, tokenizer.result, progress, on_step)
                     with engine:
                         reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
                 if not reached_end:
@@ -135,7 +135,7 @@ def run_job(options: JobOptions) -> dict:
 
 
 @contextlib.contextmanager
-def _tracing(options: JobOptions, files: ModelFiles) -> Iterator[Callable | None]:
+def tracing(options: JobOptions, files: ModelFiles) -> Iterator[Callable | None]:
     """What to tell of every Step, if a timeline is asked for."""
     if options.trace is None:
         yield None
@@ -201,7 +201,7 @@ def _plan(
     )
 
 
-def _load_engine(
+def load_engine(
     options: JobOptions,
     plan: Plan,
     files: ModelFiles,
@@ -209,6 +209,7 @@ def _load_engine(
     progress: Progress,
     on_step: Callable | None,
 ) -> Engine:
+    """An engine that runs as the plan says. tokenizer: gives the tokenizer."""
     device, directory, policy = parse_device(options.device), offload_dir(options), plan.policy
     cpu_memory = options.cpu_memory
     if cpu_memory is None and options.plan is None:

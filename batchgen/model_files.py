@@ -42,7 +42,8 @@ STORE_MANIFEST, STORE_UNFINISHED = "manifest.json", "manifest.partial.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on local disk. path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf").
+    """A model on local disk. path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", or
+    "dummy" of a config.json alone, whose weights are made up).
     name: for people."""
 
     path: Path
@@ -97,6 +98,16 @@ def _config_without_weights(path: Path) -> ModelConfig:
     return parsed if config.get("dtype") or config.get("torch_dtype") else replace(parsed, dtype="bfloat16")
 
 
+def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
+    """A model of this shape whose weights are made up (`runtime.checkpoint.dummy_checkpoint`), known by its `config.json`, the
+    directory that has it, or a hub id. Raises InputError."""
+    files, _ = resolve_for_planning(spec, notify)
+    if files.kind != "hf":
+        raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
+    path = Path(spec).expanduser()
+    return ModelFiles(path if path.is_file() else files.path / "config.json", "dummy", files.name)
+
+
 def weight_paths(files: ModelFiles) -> list[Path]:
     """The files that hold the weights, in order. Raises InputError where one is missing."""
     if files.kind == "gguf":
@@ -141,6 +152,8 @@ def read_config(files: ModelFiles) -> ModelConfig:
         stored = read_store_manifest(path)["config"]
         with _naming(path):
             return ModelConfig.from_json(stored)
+    if files.kind == "dummy":
+        return _config_without_weights(files.path)
     path = files.path / "config.json"
     config = _read_json(path)
     generation = files.path / "generation_config.json"
@@ -164,6 +177,9 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
             name: hashlib.sha256(json.dumps(manifest[name], sort_keys=True).encode()).hexdigest()
             for name in ("config", "files")
         }
+    if files.kind == "dummy":
+        config = json.dumps(read_config(files).to_json(), sort_keys=True).encode()
+        return {"config_sha256": hashlib.sha256(config).hexdigest(), "weights": "dummy"}
     if files.kind == "gguf":
         header = read_gguf_header(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]

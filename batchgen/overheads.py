@@ -15,6 +15,7 @@ from batchgen.model_config import ModelConfig
 from batchgen.planner.profile import Overheads
 from batchgen.policy import MemoryPlan, Policy
 from batchgen.request import Request, SamplingParams
+from batchgen.tokenizer import NoText
 
 _MANY = 128  # sequences
 _LAYERS = 9
@@ -36,15 +37,6 @@ def measure_overheads() -> Overheads:
         load_bytes_per_s=_load_bytes_per_s(),
         gguf_load_bytes_per_s=_gguf_load_bytes_per_s(),
     )
-
-
-class _NoText:
-    """In place of a tokenizer: rows are token ids already."""
-
-    eos_token_ids = ()
-
-    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
-        return ""
 
 
 def _llama(layers: int, width: int, vocab_size: int) -> dict:
@@ -85,7 +77,7 @@ def _engine(layers: int) -> Engine:
     )
     parts = EngineParts(
         config=config,
-        tokenizer=_NoText(),
+        tokenizer=NoText(),
         executor=in_memory(config, dummy_checkpoint(config), torch.float32, blocks, 16),
         split=lambda sweep: [sweep],
         pack=partial(pack, block_size=16, key_bytes=128, windows=frozenset(config.windows)),

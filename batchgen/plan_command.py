@@ -33,7 +33,7 @@ from batchgen.policy import Plan
 from batchgen.progress import Progress
 from batchgen.simulation import trace_plan
 from batchgen.units import format_bytes
-from batchgen.workload import Workload
+from batchgen.workload import Workload, uniform_workload
 from batchgen.workload_sample import measure_workload
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
@@ -107,14 +107,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Wo
     if job.input is None:
         if None in lengths:
             raise InputError("give an --input to plan for, or --num-prompts, --input-len and --output-len")
-        for name, value in zip(("num-prompts", "input-len", "output-len"), lengths, strict=True):
-            if value < 1:
-                raise InputError(f"--{name} must be at least 1, not {value}: a workload of nothing needs no plan")
-        if options.input_len + options.output_len > context:
-            raise InputError(
-                f"--input-len {options.input_len} and --output-len {options.output_len} exceed the context of {context}"
-            )
-        return Workload.uniform(options.num_prompts * job.sampling.n, options.input_len, options.output_len), True
+        return uniform_workload(*lengths, job.sampling.n, context), True
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
     from batchgen.tokenizer import load_tokenizer

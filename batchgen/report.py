@@ -55,18 +55,7 @@ def make_report(
 
     Rows are those of the whole output; tokens, times and bytes are this run's.
     """
-    from batchgen.engine import EngineStats
-
-    stats = engine.stats if engine else EngineStats()
-    wall_s = time.monotonic() - started_s
     totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
-    tokens = stats.prompt_tokens + stats.generated_tokens
-    executor = engine.parts.executor if engine else None
-    lanes = {"input": stats.busy_s["input_wait"]}
-    if executor:
-        lanes |= executor.busy_s
-        lanes["compute"] += stats.busy_s["sampling"]
-    peaks = {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {})
     rows = totals["rows_ok"] + totals["rows_failed"]
     total_rows = rows if outcome != "stopped" else source.dataset.num_rows
     return {
@@ -78,6 +67,23 @@ def make_report(
         "rows_failed": totals["rows_failed"],
         "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
         "rows_left": None if total_rows is None else total_rows - rows,
+        **engine_account(engine, plan, time.monotonic() - started_s),
+    }
+
+
+def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
+    """What an engine did, was planned to do and ran on, as JSON values. None: there was nothing to run."""
+    from batchgen.engine import EngineStats
+
+    stats = engine.stats if engine else EngineStats()
+    tokens = stats.prompt_tokens + stats.generated_tokens
+    executor = engine.parts.executor if engine else None
+    lanes = {"input": stats.busy_s["input_wait"]}
+    if executor:
+        lanes |= executor.busy_s
+        lanes["compute"] += stats.busy_s["sampling"]
+    peaks = {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {})
+    return {
         "prompt_tokens": stats.prompt_tokens,
         "cached_prompt_tokens": stats.cached_prompt_tokens,
         "generated_tokens": stats.generated_tokens,

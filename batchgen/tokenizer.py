@@ -101,6 +101,15 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
 
+class NoText:
+    """In place of a tokenizer where prompts are token ids and nobody reads what comes out."""
+
+    eos_token_ids = ()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
 class StopDetector:
     """Watches one sample's tokens for stop strings, across tokens and within them.
 

@@ -104,3 +104,13 @@ class Workload:
     def from_json(cls, values: dict) -> Workload:
         lengths = {name: Lengths(tuple(values[name]["values"])) for name in ("prompt_len", "output_len")}
         return cls(**(values | lengths))
+
+
+def uniform_workload(num_prompts: int, input_len: int, output_len: int, samples: int, context: int) -> Workload:
+    """num_prompts rows of `samples` samples each, all of equal lengths in tokens. Raises InputError."""
+    for name, value in (("num-prompts", num_prompts), ("input-len", input_len), ("output-len", output_len)):
+        if value < 1:
+            raise InputError(f"--{name} must be at least 1, not {value}: a workload of nothing needs no plan")
+    if input_len + output_len > context:
+        raise InputError(f"--input-len {input_len} and --output-len {output_len} exceed the context of {context}")
+    return Workload.uniform(num_prompts * samples, input_len, output_len)

@@ -167,6 +167,8 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
     if files.kind == "store":
         return _store_checkpoint(files)
     config = read_config(files)
+    if files.kind == "dummy":
+        return dummy_checkpoint(config)
     tensors = weight_tensors(files)
     names = _part_names(config, files, tensors)
 

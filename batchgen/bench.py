@@ -1,0 +1,143 @@
+"""`batchgen bench`: rows of equal lengths through a model, real or of made-up weights; what it took beside what was predicted."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from batchgen.device import parse_device
+from batchgen.engine import Engine, EngineStats
+from batchgen.errors import BatchgenError, InputError
+from batchgen.job import load_engine, tracing
+from batchgen.job_options import JobOptions, check_options
+from batchgen.loading import resolve_context, resolve_dtype
+from batchgen.model_files import ModelFiles, read_config, resolve_model, without_weights
+from batchgen.planner.explain import headline
+from batchgen.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
+from batchgen.policy import Plan
+from batchgen.progress import Counts, Progress
+from batchgen.report import engine_account, write_report
+from batchgen.request import Request
+from batchgen.tokenizer import NoText, load_tokenizer
+from batchgen.units import format_seconds
+from batchgen.workload import uniform_workload
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Everything `batchgen bench` can be told: `job` under the names of `batchgen run`, and its own flags.
+
+    load_format: "dummy" makes the weights up, of the shape that `job.model`, a config.json or its directory, says.
+    """
+
+    job: JobOptions
+    num_prompts: int
+    input_len: int
+    output_len: int
+    load_format: str = "auto"
+
+
+def run_bench(options: BenchOptions) -> dict:
+    """Runs the rows and returns an account of it, which is also written to `options.job.report`. Raises BatchgenError."""
+    started_s = time.monotonic()
+    job = options.job
+    check_options(job)
+    with Progress(job.progress) as progress:
+        files = _model(options, progress)
+        config = read_config(files)
+        context = resolve_context(config, job.max_model_len)
+        workload = uniform_workload(options.num_prompts, options.input_len, options.output_len, job.sampling.n, context)
+        job = replace(job, sampling=replace(job.sampling, max_tokens=options.output_len, ignore_eos=True))
+        dtype = resolve_dtype(config, job.dtype, parse_device(job.device))
+        tokenizer = NoText() if files.kind == "dummy" else load_tokenizer(files)
+        request = request_of(job, files, config, dtype, context)
+        if job.plan is None:
+            hardware, request = machine_of(job, files, config, request, progress.say)
+            plan = plan_job(
+                problem_of(hardware, config, workload, request),
+                request,
+                startup_s=time.monotonic() - started_s,
+                loading_s=loading_s(hardware, config, dtype, files.kind),
+                output_len_known=True,
+            )
+        else:
+            plan = runnable(
+                read_plan(job.plan), files.name, dtype, context, device=parse_device(job.device),
+                quantization=job.quantization, kv_cache_dtype=job.kv_cache_dtype,
+            )  # fmt: skip
+        for line in headline(plan):
+            progress.say(line)
+        with tracing(job, files) as on_step:
+            engine = load_engine(job, plan, files, lambda: tokenizer, progress, on_step)
+            with engine:
+                requests = list(_requests(options, config.vocab_size))
+                loaded_s = time.monotonic()
+                _generate(engine, requests, progress)
+                ended_s = time.monotonic()
+            report = _report(options, files, engine, plan, ended_s - started_s, ended_s - loaded_s)
+    if job.report:
+        write_report(report, job.report)
+    return report
+
+
+def _model(options: BenchOptions, progress: Progress) -> ModelFiles:
+    if options.load_format not in LOAD_FORMATS:
+        raise InputError(f"--load-format must be {' or '.join(LOAD_FORMATS)}, not {options.load_format!r}")
+    if options.load_format == "dummy":
+        return without_weights(options.job.model, progress.say)
+    return resolve_model(options.job.model, notify=progress.say)
+
+
+def _requests(options: BenchOptions, vocab_size: int) -> Iterator[Request]:
+    """Prompts of random tokens, which share nothing."""
+    draw = random.Random(options.job.sampling.seed)
+    for _ in range(options.num_prompts):
+        yield Request([draw.randrange(vocab_size) for _ in range(options.input_len)])
+
+
+def _generate(engine: Engine, requests: list[Request], progress: Progress) -> None:
+    done = 0
+
+    def show(stats: EngineStats) -> None:
+        progress.update(Counts(len(requests), 0, done, 0, stats.prompt_tokens, stats.generated_tokens))
+
+    progress.start()
+    for completion in engine.generate(requests, on_sweep=show):
+        if completion.error is not None:
+            raise BatchgenError(completion.error)
+        done += 1
+
+
+def _report(
+    options: BenchOptions, files: ModelFiles, engine: Engine, plan: Plan, wall_s: float, generation_s: float
+) -> dict:
+    predicted = plan.prediction
+    tokens = engine.stats.prompt_tokens + engine.stats.generated_tokens
+    return {
+        "model": files.name,
+        "weights": "dummy" if files.kind == "dummy" else "real",
+        "num_prompts": options.num_prompts,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "generation_s": generation_s,
+        "predicted_generation_s": predicted.total_s - predicted.startup_s,
+        "generation_tokens_per_s": engine.stats.generated_tokens / generation_s,
+        "generation_total_tokens_per_s": tokens / generation_s,
+        **engine_account(engine, plan, wall_s),
+    }
+
+
+def summary(report: dict) -> list[str]:
+    """The closing lines for a person."""
+    measured, predicted = report["generation_s"], report["predicted_generation_s"]
+    return [
+        f"{report['num_prompts']:,} prompts of {report['input_len']:,} tokens, {report['output_len']:,} out each, in"
+        f" {format_seconds(measured)} (predicted {format_seconds(predicted)}), after {format_seconds(report['wall_s'] - measured)}"
+        " of starting and loading",
+        f"{report['generation_tokens_per_s']:,.1f} generated tokens/s, {report['generation_total_tokens_per_s']:,.0f} with prompts;"
+        f" busiest: {report['bottleneck']}",
+    ]

@@ -1,0 +1,107 @@
+"""`batchgen bench`: made-up rows and, where asked for, made-up weights."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from batchgen.bench import BenchOptions, run_bench
+from batchgen.cli import cli
+from batchgen.errors import InputError
+from batchgen.job_options import JobOptions
+from batchgen.model_files import model_identity, read_config, without_weights
+from batchgen.request import SamplingParams
+
+
+def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **job):
+    job = {"dtype": "float32", "progress": "none", "cpu_memory": "3GiB", "offload_dir": tmp_path} | job
+    return BenchOptions(JobOptions(str(path), None, None, **job), num_prompts, input_len, output_len, load_format)
+
+
+def test_every_row_is_as_long_as_asked_for(tiny_models, tmp_path):
+    path = tiny_models("llama")[0]
+    report = run_bench(options(path, tmp_path, load_format="auto", report=str(tmp_path / "report.json")))
+    assert (report["prompt_tokens"], report["generated_tokens"]) == (6 * 12, 6 * 5)
+    assert report["weights"] == "real"
+    assert 0 < report["generation_s"] < report["wall_s"]
+    assert report["predicted_generation_s"] > 0
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["generation_tokens_per_s"] == report["generation_tokens_per_s"]
+
+
+@pytest.mark.parametrize("given", ["directory", "file"])
+def test_a_config_without_weights_is_enough(tiny_models, tmp_path, given):
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    (shape / "config.json").write_text((tiny_models("opt")[0] / "config.json").read_text())
+    report = run_bench(options(shape if given == "directory" else shape / "config.json", tmp_path))
+    assert report["weights"] == "dummy"
+    assert report["generated_tokens"] == 30
+
+
+@pytest.mark.slow
+def test_dummy_weights_in_four_bits_and_on_disk(tiny_models, tmp_path):
+    """They go through a weight store, which has no tokenizer."""
+    shape = tmp_path / "config.json"
+    shape.write_text((tiny_models("llama")[0] / "config.json").read_text())
+    report = run_bench(options(shape, tmp_path, quantization="int4", kv_cache_dtype="int4"))
+    assert report["generated_tokens"] == 30
+    assert report["policy"]["weight_format"] == "int4"
+
+
+def test_several_samples_a_prompt(tiny_models, tmp_path):
+    sampling = SamplingParams(n=2, temperature=1.0)
+    report = run_bench(options(tiny_models("llama")[0], tmp_path, sampling=sampling))
+    assert report["generated_tokens"] == 2 * 30
+
+
+def test_identity_of_a_shape_is_that_of_its_config(tiny_models, tmp_path):
+    path = tmp_path / "config.json"
+    values = json.loads((tiny_models("llama")[0] / "config.json").read_text())
+    path.write_text(json.dumps(values))
+    first = model_identity(without_weights(str(path)))
+    path.write_text(json.dumps(values | {"num_hidden_layers": 5}))
+    assert read_config(without_weights(str(path))).num_layers == 5
+    assert model_identity(without_weights(str(path))) != first
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_prompts": 0}, "--num-prompts must be at least 1"),
+        ({"input_len": 10_000}, "exceed the context"),
+        ({"load_format": "nothing"}, "--load-format must be auto or dummy"),
+    ],
+)
+def test_bad_input_is_refused(tiny_models, tmp_path, changed, message):
+    with pytest.raises(InputError, match=message):
+        run_bench(options(tiny_models("llama")[0], tmp_path, **changed))
+
+
+def test_a_shape_needs_a_config(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(InputError):
+        without_weights(str(file))
+
+
+def test_the_command(tiny_models, tmp_path, monkeypatch):
+    path = str(tiny_models("llama")[0])
+    args = [
+        "bench",
+        "-m",
+        path,
+        "--load-format",
+        "dummy",
+        "--num-prompts",
+        "4",
+        "--input-len",
+        "8",
+        "--output-len",
+        "3",
+    ]
+    args += ["--dtype", "float32", "--progress", "none", "--offload-dir", str(tmp_path)]
+    found = CliRunner().invoke(cli, args, catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "4 prompts of 8 tokens, 3 out each" in found.output
+    assert CliRunner().invoke(cli, [*args, "--prompt-column", "x"]).exit_code == 2
