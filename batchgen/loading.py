@@ -293,6 +293,7 @@ def load_parts(
             logit_rows=logit_rows(config, torch_dtype.itemsize),
             device=torch.device("cuda" if device.kind == "cuda" else "cpu"),
             driver=driver,
+            captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
             serial=serial,
             shared_cores=device.kind == "emulated",
             on_step=on_step,

@@ -23,7 +23,7 @@ from batchgen.draws import Draws
 from batchgen.kernels import PackedWeight
 
 if TYPE_CHECKING:
-    from batchgen.triton_kernels import DevicePlan
+    from batchgen.triton_kernels import CutPlan, DevicePlan
 
 Weight = Tensor | PackedWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
@@ -131,7 +131,7 @@ def rotary(
 def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) -> Tensor:
     """As `rotary`, but k and v go to their places in a layer's KV. Returns q.
 
-    slots: int64 [tokens], block * block_size + offset. options: those of `rotary`, but for `turned`.
+    slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `turned`.
     """
     kv_heads, turned = kv.shape[2], kv.dtype == torch.uint8
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -171,6 +171,28 @@ def prepare_attention(
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
     width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
     return kernels.attention_plan(plan, kv_heads, group, block_size, width)
+
+
+def cut_attention(
+    plan: AttentionPlan,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> CutPlan:
+    """As `prepare_attention`, but not yet on the device: so that plans of several sweeps can be written into the same memory,
+    for CUDA graphs. Only where `can_capture`."""
+    return _triton().cut_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
+
+
+def can_capture(device: torch.device, head_dim: int, group: int, block_size: int) -> bool:
+    """Whether all that layers do on the device is launches whose shapes do not depend on the sweep, and tokens with a slot
+    below 0 are not stored. group: query heads of a KV head."""
+    made = _device_kernels(device)
+    return bool(made and made.supports_attention(head_dim, group, block_size) and made.supports_rotary(head_dim))
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:

@@ -23,17 +23,17 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
 _VOCAB = 49_152  # for the sampler's share
 
 
-def measure_overheads() -> Overheads:
-    """Takes a few seconds."""
-    _sweep_s(1, 1)  # warm-up
-    one, deep, many = _sweep_s(1, 1), _sweep_s(_LAYERS, 1), _sweep_s(1, _MANY)
+def measure_overheads(device: str) -> Overheads:
+    """Of an engine that computes on the device, "cpu" or "cuda". Takes a few seconds."""
+    _sweep_s(device, 1, 1)  # warm-up
+    one, deep, many = _sweep_s(device, 1, 1), _sweep_s(device, _LAYERS, 1), _sweep_s(device, 1, _MANY)
     step_s = max(0.0, (deep - one) / (_LAYERS - 1))
     return Overheads(
         sweep_overhead_s=max(0.0, one - step_s),
         sequence_overhead_s=max(0.0, (many - one) / (_MANY - 1)),
         step_overhead_s=step_s,
-        row_overhead_s=_row_s(),
-        sampling_logits_per_s=_sampling_logits_per_s(),
+        row_overhead_s=_row_s(device),
+        sampling_logits_per_s=_sampling_logits_per_s(device),
         load_bytes_per_s=_load_bytes_per_s(),
         gguf_load_bytes_per_s=_gguf_load_bytes_per_s(),
     )
@@ -52,7 +52,7 @@ def _llama(layers: int, width: int, vocab_size: int) -> dict:
     }
 
 
-def _engine(layers: int) -> Engine:
+def _engine(device: str, layers: int) -> Engine:
     import torch
 
     from batchgen.runtime.batch import pack
@@ -61,7 +61,7 @@ def _engine(layers: int) -> Engine:
     from batchgen.runtime.sampler import sample
 
     config = ModelConfig.from_hf(_llama(layers, 32, 64))
-    blocks = 4 * _MANY
+    blocks, home = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
     policy = Policy(
         admission="continuous",
         gpu_batch_size=_MANY,
@@ -69,24 +69,25 @@ def _engine(layers: int) -> Engine:
         max_num_batched_tokens=_MANY * _PROMPT_TOKENS,
         max_model_len=config.max_position,
         kv_block_size=16,
-        kv_blocks={"cpu": blocks},
+        kv_blocks={home: blocks},
         share_prefixes=False,
         weight_format="float32",
         kv_format="float32",
-        kv_seqs={"cpu": _MANY},
+        kv_seqs={home: _MANY},
     )
     parts = EngineParts(
         config=config,
         tokenizer=NoText(),
-        executor=in_memory(config, dummy_checkpoint(config), torch.float32, blocks, 16),
+        executor=in_memory(config, dummy_checkpoint(config), torch.float32, blocks, 16, torch.device(device)),
         split=lambda sweep: [sweep],
-        pack=partial(pack, block_size=16, key_bytes=128, windows=frozenset(config.windows)),
+        pack=partial(pack, block_size=16, key_bytes=128, windows=frozenset(config.windows), compute_home=home),
         sample=sample,
         policy=policy,
         memory=MemoryPlan({}, {}, policy.kv_blocks, 0, policy.max_num_batched_tokens),
         eos_token_ids=frozenset(),
         dtype="float32",
         loaded_bytes=0,
+        compute_home=home,
     )
     return Engine.from_parts(parts)
 
@@ -96,10 +97,10 @@ def _requests(count: int, output_tokens: int) -> list[Request]:
     return [Request([(i + j) % 64 for j in range(_PROMPT_TOKENS)], sampling) for i in range(count)]
 
 
-def _sweep_s(layers: int, sequences: int) -> float:
+def _sweep_s(device: str, layers: int, sequences: int) -> float:
     """Median seconds of a decode sweep."""
     times: list[float] = []
-    engine = _engine(layers)
+    engine = _engine(device, layers)
     for _ in engine.generate(
         _requests(sequences, _OUTPUT_TOKENS), on_sweep=lambda stats: times.append(time.perf_counter())
     ):
@@ -108,9 +109,9 @@ def _sweep_s(layers: int, sequences: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(decoding))
 
 
-def _row_s() -> float:
+def _row_s(device: str) -> float:
     """Seconds a row adds when it generates a single token: the whole way less the sweep it is in."""
-    engine = _engine(1)
+    engine = _engine(device, 1)
     count = 2048
     started = time.perf_counter()
     for _ in engine.generate(_requests(count, 1)):
@@ -118,14 +119,14 @@ def _row_s() -> float:
     return (time.perf_counter() - started) / count
 
 
-def _sampling_logits_per_s() -> float:
+def _sampling_logits_per_s(device: str) -> float:
     import torch
 
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.sequence import Sequence
 
     sequences = [Sequence(i, i, 0, [1], SamplingParams()) for i in range(64)]
-    logits = torch.randn(len(sequences), _VOCAB, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(len(sequences), _VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     times = []
     for _ in range(5):
         started = time.perf_counter()

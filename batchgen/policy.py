@@ -53,6 +53,13 @@ class Policy:
         """The block size: most sequences in flight."""
         return self.gpu_batch_size * self.num_gpu_batches
 
+    @property
+    def all_on_gpu(self) -> bool:
+        """Whether nothing moves between tiers in a sweep of one GPU batch."""
+        layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
+        kv = all(c == "gpu" for c, count in self.kv_seqs.items() if count)
+        return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
+
     def to_json(self) -> dict:
         return asdict(self) | {"max_num_seqs": self.max_num_seqs}
 

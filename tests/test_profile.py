@@ -330,7 +330,7 @@ class TestCache:
                 "offload_dir": tmp_path / "offload",
                 "dtypes": dtypes,
                 "refresh": False,
-                "measure_overheads": lambda: load.overheads.append(1) or OVERHEADS,
+                "measure_overheads": lambda device: load.overheads.append(1) or OVERHEADS,
                 "notify": load.notes.append,
                 "effort": TINY,
             }

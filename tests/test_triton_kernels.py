@@ -26,9 +26,9 @@ def run(*command, **environment):
     return done.stdout
 
 
-def check(which, device, tmp_path):
+def check(which, device, tmp_path, checks="triton_checks.py"):
     told = run(
-        *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / "triton_checks.py"),
+        *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / checks),
         BATCHGEN_CHECK_DEVICE=device,
         TRITON_CACHE_DIR=str(tmp_path),
     )
@@ -49,6 +49,17 @@ def test_under_the_interpreter(which, tmp_path):
 @pytest.mark.parametrize("which", [ATTENTION, f"not ({ATTENTION})"], ids=["attention", "the rest"])
 def test_on_a_card(which, tmp_path):
     check(which, "cuda", tmp_path)
+
+
+@pytest.mark.slow
+def test_captured_sweeps_under_the_interpreter(tmp_path):
+    check("", "cpu", tmp_path, "graph_checks.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_captured_sweeps_on_a_card(tmp_path):
+    check("", "cuda", tmp_path, "graph_checks.py")
 
 
 @pytest.mark.slow

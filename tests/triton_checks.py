@@ -76,7 +76,7 @@ def sweeps(draw):
 
 def prepared(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, num_sms=132, capacity=None):
     shape = attention.geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, DEVICE)
-    return plans.prepare(plan, replace(shape, num_sms=num_sms), DEVICE, capacity)
+    return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
 
 
 def attend(q, kv, plan):
@@ -144,7 +144,7 @@ def test_items_hold_every_key_that_a_token_sees_once(case, rows):
     plan = plan_attention(slices, groups, block_size=block_size, key_bytes=2, window=window)
     few, many = (attention.Tile(max(n, heads // kv_heads), 32, 4, 2) for n in rows)
     shape = plans.Geometry(heads, kv_heads, head_dim, block_size, few, many, num_sms)
-    made = plans.prepare(plan, shape, torch.device("cpu"))
+    made = plans.cut(plan, shape).prepare(torch.device("cpu"))
     table = made.table.numpy()
     seen = {}
     partial_rows = {}
@@ -190,13 +190,13 @@ def test_a_plan_is_written_over_another_in_the_same_memory():
     address = made.buffer.data_ptr()
     for lengths, first in (([300, 20, 7], 0), ([1, 290], 5), ([17, 16, 15], 30), ([16], 3)):
         slices, plan = sweep(lengths, first)
-        plans.fill(made, plan)
+        made.fill(plans.cut(plan, made.geometry))
         q = random(first, len(lengths), 8, 32)
         got = attend(torch.cat((q, q.new_zeros(3 - len(q), 8, 32))), kv, made)[: len(q)]
         torch.testing.assert_close(got.double(), attended(q, kv, slices, None), atol=2e-5, rtol=2e-5)
         assert made.buffer.data_ptr() == address
     with pytest.raises(ValueError, match="does not fit"):
-        plans.fill(made, sweep([600, 300], 0)[1])
+        made.fill(plans.cut(sweep([600, 300], 0)[1], made.geometry))
 
 
 def test_no_key_in_sight_gives_zeros():
@@ -280,6 +280,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
     rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, turned") else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
+    slots[5] = -1  # of this one nothing is stored
     kv = None
     if kv_format == "own":
         kv = torch.full((4, 2, kv_heads, block_size, head_dim), 77.0, dtype=dtype)
@@ -306,6 +307,8 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
         k, v = k.cpu(), v.cpu()
     else:
         stored = on_device.cpu().transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
+        kept = slots >= 0
+        slots, wide = slots[kept], [part[kept] for part in wide]
         k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
         stored[slots // block_size, :, slots % block_size] = 77
         assert (stored == 77).all()

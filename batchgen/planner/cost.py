@@ -194,7 +194,8 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is
     emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is
     part of compute, as is what the kernel does for each request to the disk: products wait for their slowest core. DRAM
-    carries every byte that enters or leaves host memory. Reads and writes share the disk: the lane `disk`.
+    carries every byte that enters or leaves host memory. Reads and writes share the disk: the lane `disk`. A GPU computes no
+    faster than the host launches: the lane `launch`.
     """
     moved = moved_bytes(s, stage, at)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
@@ -216,6 +217,8 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     if s.on_gpu:
         # Where the CPU cannot attend to this format, no sequence is placed there, so its cost does not matter.
         cpu = decode_attention_s(s, stage, hardware.cpu) if can_delegate(s) else 0.0
+        if s.rates.launch_s:
+            lanes["launch"] = s.num_gpu_batches * s.rates.launch_s
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
         if "compute" not in s.runtime.serial:

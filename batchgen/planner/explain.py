@@ -19,6 +19,7 @@ LANE_NAMES = {
     "compute": "compute",
     "cpu_attention": "CPU attention",
     "cores": "CPU cores",
+    "launch": "launching",
     "h2d": "host to GPU",
     "d2h": "GPU to host",
     "disk_read": "disk read",

@@ -28,7 +28,8 @@ def activation_bytes(
 
     Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
     parts; of `chunk_tokens` also the norm and what projections make, where rotary embedding works in fp32. Logits are
-    held in the weights' dtype and in fp32, with one row of work space each.
+    held in the weights' dtype and in fp32, with one row of work space each. On a GPU decode sweeps may be captured: these
+    have memory of their own.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
@@ -39,7 +40,9 @@ def activation_bytes(
         per_chunk_token += 4 * 3 * heads
     chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
     rows = min(max_num_seqs, logit_rows(config, dtype_bytes))
-    return max_num_batched_tokens * per_token + chunk * per_chunk_token + rows * config.vocab_size * (dtype_bytes + 8)
+    captured = max_num_seqs * (per_token + per_chunk_token) if on_gpu else 0
+    logits = rows * config.vocab_size * (dtype_bytes + 8)
+    return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
 
 
 def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:

@@ -85,7 +85,8 @@ def measure(
         watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
     )
     cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
-    step = {"step_overhead_s": overheads.step_overhead_s}
+    # A GPU works off what is launched ahead of it.
+    step = {"launch_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
         name=_machine_name(device),
         cpu=cpu if gpu else replace(cpu, **step),

@@ -31,7 +31,7 @@ def load_or_measure(
     dtypes: Sequence[str],
     formats: Sequence[str] = (),
     refresh: bool,
-    measure_overheads: Callable[[], Overheads],
+    measure_overheads: Callable[[str], Overheads],
     notify: Callable[[str], None],
     model: ModelConfig | None = None,
     calibrate: Callable[[HardwareProfile], HardwareProfile] | None = None,
@@ -40,7 +40,7 @@ def load_or_measure(
     """This machine's profile, with these dtypes: rates from the cache as far as it has them, sizes as they are now.
 
     formats: further ones that weights or KV may be stored in: "int4". model: a profile for its layers, kept by itself;
-    None: one for models of any size. calibrate: has the last word on a profile just measured. refresh: measure even so. measure_overheads: called where the whole profile is measured.
+    None: one for models of any size. calibrate: has the last word on a profile just measured. refresh: measure even so. measure_overheads: called with the device where the whole profile is measured.
     notify: told what is measured, and of a cache that cannot be used. Raises InputError as `measure` does.
     """
     check_measurable(device, dtypes)
@@ -48,7 +48,7 @@ def load_or_measure(
     path = profile_path(cache_dir, device, offload_dir, model, dtypes)
     profile = None if refresh else _cached(path, notify)
     if profile is None:
-        overheads = measure_overheads()
+        overheads = measure_overheads(device)
         profile = measure(
             device=device,
             offload_dir=offload_dir,

@@ -28,6 +28,7 @@ class CudaDriver:
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
         self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
+        self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
 
     def launch(self, lane: str, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.streams[lane]):
@@ -56,6 +57,15 @@ class CudaDriver:
     def open_gate(self, host_lane: str, count: int) -> None:
         # x86 and Arm's release order: what the lane has written is there before the counter.
         self._gates[_HOST_LANES.index(host_lane)] = ctypes.c_int32(count & 0xFFFFFFFF).value
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on with what is theirs meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._graph_pool, stream=self.streams["compute"], capture_error_mode="thread_local"
+        ):
+            work()
+        return graph.replay
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()

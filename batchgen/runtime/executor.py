@@ -19,13 +19,14 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
 from batchgen.runtime import layers
 from batchgen.runtime import sequence as runtime_sequence
-from batchgen.runtime.batch import PackedBatch, Segment
+from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.checkpoint import Checkpoint
+from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.schedule import Step, Sweeps
 from batchgen.runtime.streams import Driver, StreamLanes
-from batchgen.runtime.transfer import Link
+from batchgen.runtime.transfer import Arena, Link
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
@@ -50,6 +51,7 @@ class Executor:
         logit_rows: int | None = None,
         device: torch.device = CPU,
         driver: Driver | None = None,
+        captured_tokens: int = 0,
         serial: bool = False,
         shared_cores: bool = False,
         on_step: OnStep | None = None,
@@ -57,7 +59,8 @@ class Executor:
         """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
         batches, the last ones, whose activations wait in host memory between layers. chunk_tokens, logit_rows: tokens
         that go through a layer's products, sequences whose logits are made together; None: a GPU batch. device, driver: what
-        computes, and its streams, if it has any. For the rest see `Lanes`."""
+        computes, and its streams, if it has any. captured_tokens: decode sweeps up to this size are captured (`graphs`); for
+        models whose weights and KV are all on the device. For the rest see `Lanes`."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         options = {"serial": serial, "on_step": on_step, "on_thread": _prepare_thread}
@@ -76,6 +79,7 @@ class Executor:
         if config.rope:
             cos, sin = layers.rope_table(config, max_positions)
             self._rope = cos.to(device), sin.to(device)
+        self._graphs = self._make_graphs(driver, captured_tokens) if captured_tokens and driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
         self._on_logits: OnLogits = lambda sequences, logits: None
 
@@ -88,9 +92,15 @@ class Executor:
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
         first_on_host = len(batches) - self._batches_on_host
         prepared: list[_Batch] = []
-        self.lanes.prepare(
-            lambda: prepared.extend(self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches))
-        )
+
+        def prepare() -> None:
+            frame = self._graphs.frame(batches[0]) if self._graphs and len(batches) == 1 else None
+            if frame is not None:
+                prepared.append(self._framed(batches[0], frame))
+            else:
+                prepared.extend(self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches))
+
+        self.lanes.prepare(prepare)
         self._on_logits = on_logits
         self.lanes.execute(self._bound_to(prepared))
 
@@ -137,28 +147,61 @@ class Executor:
                 shape = self.kv_cache.shape
                 keys = ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).to(self._device)
                 rows = keys, keys + shape.kv_heads * shape.block_size
-            parts[segment.place] = _Part(segment, torch.from_numpy(segment.slots).to(self._device), rows, plans)
+            tokens, slots = slice(segment.start, segment.stop), torch.from_numpy(segment.slots).to(self._device)
+            parts[segment.place] = _Part(tokens, slots, rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions)
-        sampled = torch.from_numpy(packed.sampled_rows).to(self._device)
+        sampled = None  # all rows, in their order
+        if len(packed.sampled) < packed.num_tokens:
+            sampled = torch.from_numpy(packed.sampled_rows).to(self._device)
         return _Batch(packed, positions, positions.to(self._device), sampled, parts, moves, on_host)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
+        return ops.prepare_attention(plan, *self._attention_shape, device=device)
+
+    @property
+    def _attention_shape(self) -> tuple:
         config, shape = self.config, self.kv_cache.shape
-        return ops.prepare_attention(
-            plan,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            shape.block_size,
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return *heads, shape.block_size, self.weights.dtype, shape.dtype
+
+    # Captured sweeps.
+
+    def _make_graphs(self, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        if not ops.can_capture(self._device, config.head_dim, group, self.kv_cache.shape.block_size):
+            return None
+        return DecodeGraphs(
+            self._launch_layers,
+            driver.capture,
+            lambda plan: ops.cut_attention(plan, *self._attention_shape, self._device),
+            most_tokens,
+            config.hidden_size,
             self.weights.dtype,
-            shape.dtype,
-            device=device,
+            self._device,
         )
+
+    def _framed(self, packed: PackedBatch, frame: Frame) -> _Batch:
+        positions = torch.from_numpy(packed.positions)
+        return _Batch(packed, positions, positions.to(self._device), None, {}, None, False, frame=frame)
+
+    def _layers(self, step: Step, b: _Batch) -> None:
+        b.hidden = self._graphs.run(b.frame, b.hidden)
+
+    def _launch_layers(self, frame: Frame) -> None:
+        """All layers over a frame: the Steps of a sweep whose weights and KV are on the device."""
+        part = _Part(slice(0, len(frame.hidden)), frame.slots, None, frame.plans)
+        b = _Batch(None, None, frame.positions, None, {"resident": part}, None, False, hidden=frame.hidden)
+        for layer in range(self.config.num_layers):
+            for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
+                perform(Step(-1, kind, "compute", -1, layer, 0, 0, ()), b)
 
     def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
-        for step in self._sweeps.steps([b.packed.flow(b.on_host) for b in batches]):
+        captured = batches[0].frame is not None
+        flows = [b.packed.flow(b.on_host) for b in batches]
+        for step in self._sweeps.captured() if captured else self._sweeps.steps(flows):
             self._batch_of[step.id] = batches[step.batch]
             yield step
 
@@ -220,8 +263,8 @@ class Executor:
                 continue
             resident = place == "resident"
             kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.slot)
-            tokens = slice(part.segment.start, part.segment.stop)
-            q = ops.rotary_store(b.qkv[tokens], self.config.num_heads, kv, part.slots, **self._rotary(step, b, tokens))
+            options = self._rotary(step, b, part.tokens)
+            q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
             b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
 
     def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
@@ -232,7 +275,7 @@ class Executor:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         part, d2h = b.parts["delegated"], self.links[1]
         d2h.borrow(b.qkv)
-        tokens = slice(part.segment.start, part.segment.stop)
+        tokens = part.tokens
         packed = self.kv_cache.shape.dtype == torch.uint8
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
         q, k, v = ops.rotary(b.qkv[tokens], *heads, turned=packed, **options)
@@ -260,7 +303,9 @@ class Executor:
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
-        if step.layer == self.config.num_layers - 1:  # only tokens that logits are asked for go on
+        if (
+            step.layer == self.config.num_layers - 1 and b.sampled_rows is not None
+        ):  # only tokens that logits are asked for go on
             attention, hidden = attention[b.sampled_rows], hidden[b.sampled_rows]
         tensors = self.weights.layer(step.layer, step.slot)
         for tokens in self._chunks(len(hidden)):
@@ -334,7 +379,7 @@ def _kernels_alone() -> Iterator[None]:
 class _Part:
     """A segment of a batch, ready for attention."""
 
-    segment: Segment
+    tokens: slice
     slots: Tensor
     rows: tuple[Tensor, Tensor] | None  # of K and of V, where they go to host memory by themselves
     plans: Mapping[int | None, ops.PreparedAttention]
@@ -344,12 +389,13 @@ class _Part:
 class _Batch:
     """What a GPU batch has come to on its way through the layers. hidden: on the compute device, or between layers in
     host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and room for what comes of them;
-    taken by CPU attention, which may be layers behind, and by what is launched after it."""
+    taken by CPU attention, which may be layers behind, and by what is launched after it. sampled_rows: None: all of them.
+    frame: of a captured sweep."""
 
-    packed: PackedBatch
-    host_positions: Tensor
+    packed: PackedBatch | None
+    host_positions: Tensor | None
     positions: Tensor
-    sampled_rows: Tensor
+    sampled_rows: Tensor | None
     parts: Mapping[str, _Part]
     moves: Moves | None
     on_host: bool
@@ -359,13 +405,34 @@ class _Batch:
     from_cpu: dict[int, Tensor] = field(default_factory=dict)
     attended: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
+    frame: Frame | None = None
 
 
 def in_memory(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, num_blocks: int, block_size: int
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device = CPU,
+    captured_tokens: int = 0,
 ) -> Executor:
-    """An executor with all weights and `num_blocks` blocks of KV in the memory of the CPU, which computes."""
-    name = str(dtype).removeprefix("torch.")
-    weights = Weights(config, WeightHomes.in_memory(config, name), dtype, checkpoint=checkpoint)
-    kv_cache = KVCache(config, kv_shape(config, block_size, name), {"cpu": num_blocks})
-    return Executor(config, weights, kv_cache, config.max_position)
+    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device, which computes: the CPU, or a CUDA
+    GPU. captured_tokens: as of Executor."""
+    name, home, arenas, driver, links = str(dtype).removeprefix("torch."), "cpu", None, None, None
+    if device.type == "cuda":
+        from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory
+
+        home, driver = "gpu", CudaDriver()
+        arenas = {"cpu": Arena("--cpu-memory", memory=PinnedMemory()), "gpu": Arena("--gpu-memory", memory=GpuMemory())}
+        links = CudaLink(driver, to_gpu=True), CudaLink(driver, to_gpu=False)
+    homes = WeightHomes.in_memory(config, name, home)
+    options = {"compute_home": home, "arenas": arenas}
+    weights = Weights(config, homes, dtype, checkpoint=checkpoint, h2d=links and links[0], **options)
+    kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, links=links, **options)
+    if driver:
+        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
+    return Executor(
+        config, weights, kv_cache, config.max_position, compute_home=home, links=links, device=device, driver=driver,
+        captured_tokens=captured_tokens,
+    )  # fmt: skip

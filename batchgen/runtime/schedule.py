@@ -136,6 +136,15 @@ class Sweeps:
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
+    def captured(self) -> Iterator[Step]:
+        """The Steps of the next sweep over one GPU batch that moves nothing, with all layers in one."""
+        self._sweep += 1
+        after: tuple[int, ...] = ()
+        for kind in ("embed", "layers", "head"):
+            step = self._step(kind, "compute", 0, 0, after=after)
+            after = (step.id,)
+            yield step
+
     def _step(self, kind: str, lane: str, layer: int, batch: int, *, slot: int = 0, after: Iterable[int] = ()) -> Step:
         step = Step(self._next_id, kind, lane, self._sweep, layer, batch, slot, tuple(dict.fromkeys(after)))
         self._next_id += 1

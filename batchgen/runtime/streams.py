@@ -44,6 +44,11 @@ class Driver(Protocol):
 
     def open_gate(self, host_lane: str, count: int) -> None: ...
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What work() launches, without its being done: to be run on the current stream as often as called, always on the same
+        memory. Called while nothing is under way."""
+        ...
+
     def synchronize(self, event: Event) -> None:
         """Returns when the event has come. Other threads run meanwhile."""
         ...

@@ -3,10 +3,10 @@
 Nothing imports this but `ops`, and only where a tensor lies on a card and Triton is installed.
 """
 
-from batchgen.triton_kernels.attention import paged_attention, prepare_attention, supports_attention
+from batchgen.triton_kernels.attention import cut_attention, paged_attention, prepare_attention, supports_attention
 from batchgen.triton_kernels.linear import linear
 from batchgen.triton_kernels.norm import MAX_COLUMNS, norm, silu_mul
-from batchgen.triton_kernels.plan import Capacity, DevicePlan, fill
+from batchgen.triton_kernels.plan import Capacity, CutPlan, DevicePlan
 from batchgen.triton_kernels.rotary import rotary_store, supports_rotary
 from batchgen.triton_kernels.rows import gather_rows, scatter_rows
 from batchgen.triton_kernels.weights import dequantize, quantize
@@ -14,9 +14,10 @@ from batchgen.triton_kernels.weights import dequantize, quantize
 __all__ = [
     "MAX_COLUMNS",
     "Capacity",
+    "CutPlan",
     "DevicePlan",
+    "cut_attention",
     "dequantize",
-    "fill",
     "gather_rows",
     "linear",
     "norm",

@@ -12,7 +12,7 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.triton_kernels import plan as plans
 from batchgen.triton_kernels.groups import aligned, flat_columns, unpack
 from batchgen.triton_kernels.launch import Launch, Tile, attention_tiles, card, power_of_two
-from batchgen.triton_kernels.plan import DevicePlan, Geometry
+from batchgen.triton_kernels.plan import CutPlan, DevicePlan, Geometry
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile
@@ -53,7 +53,21 @@ def prepare_attention(
     device: torch.device,
 ) -> DevicePlan:
     """As `ops.prepare_attention`."""
-    return plans.prepare(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device), device)
+    return cut_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device).prepare(device)
+
+
+def cut_attention(
+    plan: AttentionPlan,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> CutPlan:
+    """As `ops.cut_attention`."""
+    return plans.cut(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device))
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ partial result, and merges put a token's together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ NO_WINDOW = (1 << 31) - 1
 _LEAST_PART = (256, 1024)
 # Programs that a card's multiprocessor is given: memory is kept busy by several at a time. (few rows, many rows)
 _PROGRAMS_PER_SM = (2, 1)
+_LEAST_ROOM = 8
 _ALIGNED = 4  # arrays start at multiples of 16 bytes
 
 
@@ -58,6 +59,13 @@ class Capacity:
     merges: int
     partial_rows: int
 
+    def holds(self, other: Capacity) -> bool:
+        return all(have >= need for have, need in zip(astuple(self), astuple(other), strict=True))
+
+    def rounded(self) -> Capacity:
+        """Powers of two, so that few different ones do for many plans; launches that are not needed stay away."""
+        return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in astuple(self)))
+
 
 @dataclass
 class DevicePlan:
@@ -78,48 +86,52 @@ class DevicePlan:
         views = _views(self.buffer, self.capacity)
         self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
 
+    def fill(self, cut: CutPlan) -> None:
+        """Another plan in the same memory and launches: for CUDA graphs. Raises ValueError where the capacity does not do."""
+        if not self.capacity.holds(cut.capacity):
+            raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
+        if self.copied is not None:
+            self.copied.synchronize()
+        _write(self.host, self.capacity, cut.arrays)
+        if self.buffer is not self.host:
+            self.buffer.copy_(self.host, non_blocking=True)
+            self.mark_copied()
 
-def prepare(
-    plan: AttentionPlan, geometry: Geometry, device: torch.device, capacity: Capacity | None = None
-) -> DevicePlan:
-    """The plan on a device. capacity: of arrays that later plans are to be written into as well (`fill`)."""
-    arrays = _cut(plan, geometry)
-    capacity = capacity or _lengths(arrays)
-    host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    _write(host, capacity, arrays)
-    prepared = DevicePlan(geometry, capacity, host, to_device(host, device))
-    _mark_copied(prepared)
-    return prepared
-
-
-def fill(prepared: DevicePlan, plan: AttentionPlan) -> None:
-    """Another plan in the same memory and launches: for CUDA graphs. Raises ValueError where the capacity does not do."""
-    arrays = _cut(plan, prepared.geometry)
-    needed = _lengths(arrays)
-    if any(have < need for have, need in zip(_sizes(prepared.capacity), _sizes(needed), strict=True)):
-        raise ValueError(f"a plan of {needed} does not fit {prepared.capacity}")
-    if prepared.copied is not None:
-        prepared.copied.synchronize()
-    _write(prepared.host, prepared.capacity, arrays)
-    if prepared.buffer is not prepared.host:
-        prepared.buffer.copy_(prepared.host, non_blocking=True)
-        _mark_copied(prepared)
+    def mark_copied(self) -> None:
+        if self.buffer.device.type == "cuda":
+            self.copied = self.copied or torch.cuda.Event()
+            self.copied.record()
 
 
-def measure(plan: AttentionPlan, geometry: Geometry) -> Capacity:
-    """The capacity that a plan needs."""
-    return _lengths(_cut(plan, geometry))
+@dataclass(frozen=True)
+class CutPlan:
+    """A plan's arrays, in host memory."""
+
+    geometry: Geometry
+    arrays: tuple[np.ndarray, ...]  # as `_cut` gives them
+
+    @property
+    def capacity(self) -> Capacity:
+        """What they need."""
+        return _lengths(self.arrays)
+
+    def prepare(self, device: torch.device, capacity: Capacity | None = None) -> DevicePlan:
+        """The plan on a device. capacity: of arrays that later plans are to be written into as well (`DevicePlan.fill`)."""
+        capacity = capacity or self.capacity
+        host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        _write(host, capacity, self.arrays)
+        prepared = DevicePlan(self.geometry, capacity, host, to_device(host, device))
+        prepared.mark_copied()
+        return prepared
+
+
+def cut(plan: AttentionPlan, geometry: Geometry) -> CutPlan:
+    return CutPlan(geometry, _cut(plan, geometry))
 
 
 def to_device(host_buffer: Tensor, device: torch.device) -> Tensor:
     """The pinned buffer on the device, copied behind the host's back; on the CPU itself."""
     return host_buffer if device.type == "cpu" else host_buffer.to(device, non_blocking=True)
-
-
-def _mark_copied(prepared: DevicePlan) -> None:
-    if prepared.buffer.device.type == "cuda":
-        prepared.copied = prepared.copied or torch.cuda.Event()
-        prepared.copied.record()
 
 
 # Arrays in a buffer.

@@ -144,12 +144,14 @@ def _rotary_store(
     source = qkv + token.to(tl.int64) * qkv_stride + head * HEAD_DIM
     # Rows of what k and v are written to, counted from the first KV head.
     if slots is not None:
-        slot = tl.load(slots + token, mask=there, other=0)
+        slot = tl.load(slots + token, mask=there, other=-1)
+        kept = slot >= 0
         place = slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
         head_rows: tl.constexpr = BLOCK_SIZE
         value_rows: tl.constexpr = KV_HEADS * BLOCK_SIZE
     else:
         place = token.to(tl.int64) * KV_HEADS
+        kept = there
         head_rows: tl.constexpr = 1
         value_rows: tl.constexpr = 0
 
@@ -161,13 +163,13 @@ def _rotary_store(
             low_mask, high_mask = all_there & low_there[None, :, :], all_there & high_there[None, :, :]
             low_value = tl.load(source[:, None, None] + low[None, :, :], mask=low_mask, other=0.0)
             high_value = tl.load(source[:, None, None] + high[None, :, :], mask=high_mask, other=0.0)
-            pack(low_value.to(tl.float32), high_value.to(tl.float32), rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
+            pack(low_value.to(tl.float32), high_value.to(tl.float32), rows, kept, 0, HEAD_DIM, GROUPS, ALIGNED)
         else:
             column = tl.arange(0, HALF_DIM)[None, :]
             mask = there[:, None] & (column < HEAD_DIM // 2)
             first = tl.load(source[:, None] + column, mask=mask, other=0.0)
             second = tl.load(source[:, None] + HEAD_DIM // 2 + column, mask=mask, other=0.0)
-            _store_halves(first, second, rows, mask, column, HEAD_DIM)
+            _store_halves(first, second, rows, mask & kept[:, None], column, HEAD_DIM)
         return
 
     column = tl.arange(0, HALF_DIM)[None, :]
@@ -199,7 +201,8 @@ def _rotary_store(
         if head < HEADS:
             _store_halves(first, second, q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, mask, column, HEAD_DIM)
         else:
-            _store_halves(first, second, k + (place + (head - HEADS) * head_rows) * WIDTH, mask, column, HEAD_DIM)
+            k_mask = mask & kept[:, None]
+            _store_halves(first, second, k + (place + (head - HEADS) * head_rows) * WIDTH, k_mask, column, HEAD_DIM)
     else:
         # Turned, into columns of low and of high nibbles.
         low, high, low_there, high_there = flat_columns(HEAD_DIM, GROUPS)
@@ -217,10 +220,11 @@ def _rotary_store(
             if PACKED:
                 k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
                 k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
-                pack(k_low, k_high, k_rows, there, 0, HEAD_DIM, GROUPS, ALIGNED)
+                pack(k_low, k_high, k_rows, kept, 0, HEAD_DIM, GROUPS, ALIGNED)
             else:
-                tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=low_mask)
-                tl.store(k_rows[:, None] + high[None, :], high_value.to(k.dtype.element_ty), mask=high_mask)
+                kept_low, kept_high = low_mask & kept[:, None], high_mask & kept[:, None]
+                tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=kept_low)
+                tl.store(k_rows[:, None] + high[None, :], high_value.to(k.dtype.element_ty), mask=kept_high)
 
 
 @triton.jit

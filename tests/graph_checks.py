@@ -1,0 +1,131 @@
+"""Captured decode sweeps against sweeps launched kernel by kernel. `test_triton_kernels.py` runs this file, in a process of its
+own: with Triton's interpreter, where a capture is the launches once more, and on a card where there is one."""
+
+import random
+
+import pytest
+import torch
+from triton_device import DEVICE
+
+from batchgen import ops, triton_kernels
+from batchgen.engine import Engine, EngineParts
+from batchgen.model_config import ModelConfig
+from batchgen.policy import MemoryPlan, Policy
+from batchgen.request import Request, SamplingParams
+from batchgen.runtime import graphs
+from batchgen.runtime.batch import pack
+from batchgen.runtime.checkpoint import dummy_checkpoint
+from batchgen.runtime.executor import in_memory
+from batchgen.runtime.sampler import sample
+from batchgen.tokenizer import NoText
+
+BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
+_random = random.Random(5)
+PROMPTS = [[_random.randrange(96) for _ in range(n)] for n in (5, 30, 17, 1, 16, 40, 9, 22, 2)]
+LENGTHS = [4, 9, 6, 9, 5, 8, 3, 9, 3]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "dtype": "float32",
+}  # fmt: skip
+WINDOWS = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20,
+}  # fmt: skip
+OPT = {
+    "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "dtype": "float32",
+    "do_layer_norm_before": True,
+}  # fmt: skip
+
+
+def engine(config, monkeypatch, *, captured):
+    executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
+    if DEVICE.type == "cpu":  # the same paths as on a card
+        monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
+        monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+        monkeypatch.setattr(
+            ops,
+            "prepare_attention",
+            lambda plan, *shape, device: triton_kernels.prepare_attention(plan, *shape, device),
+        )
+    if captured:
+        driver = executor.lanes._driver if DEVICE.type == "cuda" else _Again()
+        executor._graphs = executor._make_graphs(driver, SEQS)
+    home = "cpu" if DEVICE.type == "cpu" else "gpu"
+    policy = Policy(
+        admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
+        max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={home: BLOCKS}, share_prefixes=True,
+        weight_format="float32", kv_format="float32", kv_seqs={home: SEQS},
+    )  # fmt: skip
+    windows = frozenset(config.windows)
+    parts = EngineParts(
+        config, NoText(), executor, lambda sweep: [sweep],
+        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_home=home),
+        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, home,
+    )  # fmt: skip
+    return Engine.from_parts(parts)
+
+
+class _Again:
+    def __init__(self):
+        self.captured = 0
+
+    def capture(self, work):
+        self.captured += 1
+        return work
+
+
+def tokens(engine):
+    requests = [
+        Request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    with engine:
+        done = sorted(engine.generate(requests), key=lambda c: c.index)
+    return [c.samples[0].token_ids for c in done]
+
+
+@pytest.mark.parametrize("config", [LLAMA, LLAMA | WINDOWS, OPT], ids=["llama", "windows", "opt"])
+def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    config = ModelConfig.from_hf(config)
+    expected = tokens(engine(config, monkeypatch, captured=False))
+    made = engine(config, monkeypatch, captured=True)
+    frames, replayed = made.parts.executor._graphs, 0
+    run = frames.run
+
+    def counted(frame, hidden):
+        nonlocal replayed
+        replayed += frame.replay is not None
+        assert (frame.slots[len(hidden) :] == graphs.NOT_STORED).all()
+        if frame.replay is not None:  # what an earlier sweep left must not matter
+            frame.hidden[len(hidden) :] = float("nan")
+        return run(frame, hidden)
+
+    frames.run = counted
+    assert tokens(made) == expected
+    assert replayed >= 3
+    assert any(len(frame.hidden) % 8 == 0 for frame in frames._frames.values())
+
+
+def test_sweeps_with_prompts_are_not_captured(monkeypatch):
+    made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
+    seen = []
+    frame = made.parts.executor._graphs.frame
+    made.parts.executor._graphs.frame = lambda packed: seen.append((packed.num_tokens, frame(packed))) or seen[-1][1]
+    tokens(made)
+    assert seen[0] == (sum(map(len, PROMPTS)), None)
+
+
+def test_few_frames_are_kept(monkeypatch):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    monkeypatch.setattr(graphs, "_MOST_FRAMES", 2)
+    made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
+    assert len(tokens(made)) == len(PROMPTS)
+    assert len(made.parts.executor._graphs._frames) <= 2
+
+
+@pytest.mark.parametrize("most", [1, 8, 20, 100, 512])
+def test_sizes_are_few_and_not_much_too_large(most):
+    sizes = {graphs.rounded_up(n) for n in range(1, most + 1)}
+    assert len(sizes) <= 40
+    assert all(n <= graphs.rounded_up(n) <= max(8, 1.25 * n) + 7 for n in range(1, most + 1))
