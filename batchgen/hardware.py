@@ -115,7 +115,7 @@ class ComputeRates:
         (sequences) and `context` (tokens each).
     elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
     expand_bytes_per_s: 4-bit weights or KV to the compute format, in expanded bytes; None: not supported.
-    step_overhead_s: fixed cost of one layer of one GPU batch. launch_s: what the host takes to launch one, ahead of a device
+    step_overhead_s: fixed cost of one layer of one GPU batch. launch_overhead_s: what the host takes to launch one, ahead of a device
         that computes meanwhile.
     """
 
@@ -126,7 +126,7 @@ class ComputeRates:
     elementwise_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
     expand_bytes_per_s: float | None = None
     step_overhead_s: float = 0.0
-    launch_s: float = 0.0
+    launch_overhead_s: float = 0.0
 
     def rates(self, kind: str, number_format: str) -> Rates:
         """The table `kind` for a format; the two 16-bit formats stand in for each other. Raises InputError."""

@@ -217,8 +217,8 @@ def layer_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
     if s.on_gpu:
         # Where the CPU cannot attend to this format, no sequence is placed there, so its cost does not matter.
         cpu = decode_attention_s(s, stage, hardware.cpu) if can_delegate(s) else 0.0
-        if s.rates.launch_s:
-            lanes["launch"] = s.num_gpu_batches * s.rates.launch_s
+        if s.rates.launch_overhead_s:
+            lanes["launch"] = s.num_gpu_batches * s.rates.launch_overhead_s
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
         if "compute" not in s.runtime.serial:

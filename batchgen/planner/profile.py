@@ -86,7 +86,7 @@ def measure(
     )
     cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
     # A GPU works off what is launched ahead of it.
-    step = {"launch_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
+    step = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
         name=_machine_name(device),
         cpu=cpu if gpu else replace(cpu, **step),

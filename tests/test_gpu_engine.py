@@ -1,0 +1,122 @@
+"""Whole engines on a CUDA card, where there is one: tokens are those of the CPU, memory is no more than asked for. And what runs
+there runs without the libraries that such a machine may lack."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchgen import Engine, Request, SamplingParams
+from batchgen.errors import InputError
+from batchgen.model_files import DEMO_MEMBER, cache_dir
+
+ROOT = Path(__file__).parents[1]
+on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def rows(count, vocab_size, longest=90):
+    draw = random.Random(7)
+    return [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
+
+
+def completions(model, prompts, *, sampling=None, **options):
+    sampling = sampling or SamplingParams(max_tokens=12)
+    with Engine(model, cpu_memory="6GiB", sampling=sampling, **options) as engine:
+        return sorted(engine.generate([Request(p) for p in prompts]), key=lambda c: c.index)
+
+
+def token_ids(done):
+    return [c.samples[0].token_ids for c in done]
+
+
+@pytest.mark.gpu
+@on_card
+@pytest.mark.parametrize("admission", ["continuous", "static"])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+def test_greedy_tokens_are_those_of_the_cpu(tiny_models, family, admission):
+    path = str(tiny_models(family)[0])
+    prompts = rows(64, 400)
+    options = {"dtype": "float32", "admission": admission}
+    expected = token_ids(completions(path, prompts, device="cpu", **options))
+    assert token_ids(completions(path, prompts, device="cuda", gpu_memory="3GiB", **options)) == expected
+
+
+@pytest.mark.gpu
+@on_card
+@pytest.mark.skipif(not (cache_dir() / Path(DEMO_MEMBER).name).exists(), reason="the demo model is not here")
+def test_greedy_tokens_of_the_demo_model_are_those_of_the_cpu():
+    prompts = rows(64, 40_000)
+    expected = token_ids(completions("demo", prompts, device="cpu", dtype="float32"))
+    assert token_ids(completions("demo", prompts, device="cuda", dtype="float32")) == expected
+
+
+@pytest.mark.gpu
+@on_card
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_log_probabilities_in_16_bits_are_near(tiny_models, dtype):
+    path = str(tiny_models("llama")[0])
+    prompts, sampling = rows(32, 400), SamplingParams(max_tokens=1, logprobs=5)
+    wide, narrow = (
+        completions(path, prompts, sampling=sampling, device=device, dtype=name)
+        for device, name in (("cpu", "float32"), ("cuda", dtype))
+    )
+    for a, b in zip(wide, narrow, strict=True):
+        found = {t.token_id: t.logprob for t in b.samples[0].logprobs[0].top}
+        both = [(t.logprob, found[t.token_id]) for t in a.samples[0].logprobs[0].top if t.token_id in found]
+        assert len(both) >= 3
+        assert all(abs(x - y) < 0.08 for x, y in both)
+
+
+@pytest.mark.gpu
+@on_card
+def test_a_card_behaves_as_a_smaller_one(tiny_models):
+    from batchgen.runtime.cuda import usable_memory
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    completions(str(tiny_models("llama")[0]), rows(40, 400), device="cuda", gpu_memory="2GiB", dtype="float32")
+    assert torch.cuda.max_memory_reserved() <= usable_memory(2 << 30) / 0.97
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@on_card
+def test_more_memory_than_the_card_has_is_refused(tiny_models):
+    with pytest.raises(InputError, match="this GPU has"):
+        Engine(str(tiny_models("llama")[0]), device="cuda", gpu_memory="4000GiB")
+
+
+def test_gpu_memory_without_a_gpu_is_refused(tiny_models):
+    with pytest.raises(InputError, match="--gpu-memory is given, but there is no GPU"):
+        Engine(str(tiny_models("llama")[0]), device="cpu", gpu_memory="1GiB")
+
+
+LACKING = ("pulp", "highspy", "datasets", "gguf", "accelerate", "tomli")
+
+
+@pytest.mark.slow
+def test_engines_and_profiles_do_without_libraries_for_other_things(tiny_models):
+    """As on a machine without a network, for `make gpu-check`: no planner, no data sets."""
+    program = f"""
+import sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {LACKING!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Lacking())
+import batchgen.overheads, batchgen.planner.profile_cache, batchgen.planner.profile_compute
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import gpu_case, gpu_check
+from batchgen import Engine
+with Engine({str(tiny_models("llama")[0])!r}, dtype="float32", cpu_memory="3GiB") as engine:
+    print([c.error for c in engine.generate([[1, 2, 3]])])
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "[None]", done.stderr[-2000:]
