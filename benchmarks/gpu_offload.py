@@ -124,7 +124,7 @@ def main() -> None:
                     json.dumps({k: found.get(k) for k in ("generated_tokens_per_s", "generation_s", "failed")}),
                     flush=True,
                 )
-            result[engine] = {"runs": runs, "best": max((r.get("generated_tokens_per_s", 0.0) for r in runs))}
+            result[engine] = {"runs": runs, "best": max(r.get("generated_tokens_per_s", 0.0) for r in runs)}
             args.output.write_text(json.dumps(result, indent=1) + "\n")
     ours = result.get("batchgen", {}).get("best", 0.0)
     result["times"] = {e: ours / result[e]["best"] for e in args.engines if e != "batchgen" and result[e]["best"]}
