@@ -15,10 +15,13 @@ from batchgen._version import __version__
 from batchgen.errors import BatchgenError, InputError
 from batchgen.request import (
     Completion,
+    ContinuationScore,
     PositionLogprobs,
     Request,
     Sample,
     SamplingParams,
+    Scored,
+    ScoreRequest,
     TokenLogprob,
 )
 
@@ -29,12 +32,15 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchgenError",
     "Completion",
+    "ContinuationScore",
     "Engine",
     "InputError",
     "PositionLogprobs",
     "Request",
     "Sample",
     "SamplingParams",
+    "ScoreRequest",
+    "Scored",
     "TokenLogprob",
     "__version__",
     "run",

@@ -202,7 +202,7 @@ def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
         times = []
         for _ in range(_RUNS):
             started = time.perf_counter()
-            executor.run([batch], lambda batch, logits: None)
+            executor.run([batch], lambda asked, logits, start: None)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 

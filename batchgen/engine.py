@@ -1,58 +1,70 @@
-"""The engine: requests in, completions out, with the model, its KV and the scheduler in between."""
+"""The engine: requests in, completions or scores out, with the model, its KV and the scheduler in between."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from batchgen.errors import InputError, RowError
+from batchgen.errors import InputError
+from batchgen.generation import Generation
 from batchgen.model_config import ModelConfig
 from batchgen.policy import MemoryPlan, Policy
 from batchgen.prefetch import Prefetch
-from batchgen.request import (
-    Completion,
-    PositionLogprobs,
-    Request,
-    Sample,
-    SamplingParams,
-    TokenLogprob,
-    cut_overlong,
-)
+from batchgen.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.runtime.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduler import Scheduler
-from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits
+from batchgen.runtime.scheduling import kv_pools, scheduler_limits
 from batchgen.runtime.sequence import Sequence
+from batchgen.scoring import Scoring
 
 if TYPE_CHECKING:
     from batchgen.tokenizer import Tokenizer
 
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
-_ENCODE_CHUNK = 64  # requests tokenized together
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
 class SweepRunner(Protocol):
-    """What the engine needs of an executor: `run(batches, on_logits)` computes packed GPU batches and calls
-    on_logits(sequences, fp32 logits [sequences, vocab]) until all that are sampled have theirs."""
+    """What the engine needs of an executor: `run` computes packed GPU batches and calls on_logits(asked, fp32 logits [asked,
+    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once."""
 
     bytes_moved: dict[str, int]  # by lane
     busy_s: dict[str, float]  # by lane
     stalled_s: dict[str, float]  # of compute, by the lane it waited for
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
 
-    def run(self, batches, on_logits) -> None: ...
+    def run(self, batches, on_logits, *, in_pieces: bool) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Work(Protocol):
+    """What requests of one kind take: `Generation`, `Scoring`. in_pieces: logits may come in pieces of the vocabulary."""
+
+    in_pieces: bool
+
+    def prepare(self, requests: Iterable) -> Iterator:
+        """Requests ready to start; runs in the input thread."""
+
+    def start(self, prepared) -> list[Sequence] | Completion | Scored:
+        """The sequences to run, or what has become of a request that cannot be run."""
+
+    def take(self, asked, logits, start: int) -> None:
+        """Logits of the sweep under way."""
+
+    def advance(self, stats: EngineStats) -> list[Sequence]:
+        """After a sweep: counts what it did; returns the sequences that have ended, which the scheduler still has."""
+
+    def finish(self, sequence: Sequence) -> Completion | Scored | None:
+        """What has become of the request, if this sequence was its last."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
     """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
-    the model's numbers filled in, `sample` is sampler.sample."""
+    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -67,6 +79,7 @@ class EngineParts:
     loaded_bytes: int
     compute_home: str = "cpu"
     load_s: float = 0.0
+    scorer: Callable | None = None
 
 
 @dataclass
@@ -77,55 +90,15 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0  # tokens that went through the layers
     generated_tokens: int = 0
+    scored_tokens: int = 0  # of continuations
     sweeps: int = 0
     preempted: int = 0
     peak_kv_blocks: int = 0
     busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})
 
 
-@dataclass
-class _InFlight:
-    """A request some of whose samples are still running."""
-
-    index: int
-    row_id: str | int
-    prompt_tokens: int
-    samples: list[Sample | None]
-    cached_tokens: int = 0
-
-    def add(self, sequence: Sequence, sample: Sample) -> None:
-        self.samples[sequence.sample_index] = sample
-        self.cached_tokens = max(self.cached_tokens, sequence.num_cached)
-
-    @property
-    def done(self) -> bool:
-        return None not in self.samples
-
-    def completion(self) -> Completion:
-        return Completion(
-            self.index, self.row_id, self.prompt_tokens, tuple(self.samples), cached_tokens=self.cached_tokens
-        )
-
-
-@dataclass(frozen=True)
-class _Finish:
-    """Why a sample ended; `stop` is the stop string or token id that ended it, if one did."""
-
-    reason: str
-    stop: str | int | None
-    ends_with_stop_token: bool = False
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    index: int
-    request: Request
-    token_ids: array  # four bytes a token: many of these wait
-    error: str | None
-
-
 class Engine:
-    """A model held in memory, ready to complete any number of requests.
+    """A model held in memory, ready to complete any number of requests, or to score texts.
 
     model: a local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
     dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
@@ -227,7 +200,7 @@ class Engine:
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # what adaptation has changed
         policy = parts.policy
-        # Outlives a call of `generate`: later rows find the prefixes of earlier ones.
+        # Outlives a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
 
     @property
@@ -263,90 +236,67 @@ class Engine:
         on_sweep: called after each sweep with the running totals.
         A bad row comes back with `error`. What the iterable itself raises is raised here.
         """
-        policy = self.policy
-        limits = scheduler_limits(policy, self.parts.memory, self.parts.compute_home)
         expected = self._expected_output_len
-        scheduler = Scheduler(self._pools, limits, (lambda s: expected) if expected else None)
+        scheduler = self._scheduler((lambda s: expected) if expected else None)
         adaptation = None
-        if self._planned_output_len is not None and policy.admission == "continuous":
+        if self._planned_output_len is not None and self.policy.admission == "continuous":
             adaptation = Adaptation(
                 scheduler, planned_output_len=self._planned_output_len, expected_output_len=expected
             )
             scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
-        in_flight: dict[int, _InFlight] = {}
-        detectors: dict[Sequence, object] = {}
-        source = Prefetch(self._prepare(requests), ahead=_INPUT_AHEAD)
+        work = Generation(self.parts, self._sampling, self._on_overlong)
+        return self._run(work, requests, scheduler, adaptation, should_stop, on_sweep)
+
+    def score(
+        self,
+        requests: Iterable[ScoreRequest],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_sweep: Callable[[EngineStats], None] = lambda stats: None,
+    ) -> Iterator[Scored]:
+        """Scores every request: how likely its continuations are, without generating anything. Yields each Scored when its
+        last continuation is done, so not in input order.
+
+        A context is computed once for all its continuations, and a prefix that contexts share once for all of them; logits
+        are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no room
+        for the longest continuation fails or is cut, as `on_overlong` says.
+        """
+        return self._run(
+            Scoring(self.parts, self._on_overlong), requests, self._scheduler(), None, should_stop, on_sweep
+        )
+
+    def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
+        limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_home)
+        return Scheduler(self._pools, limits, expected_output_len)
+
+    def _run(
+        self,
+        work: Work,
+        requests: Iterable,
+        scheduler: Scheduler,
+        adaptation: Adaptation | None,
+        should_stop: Callable[[], bool],
+        on_sweep: Callable[[EngineStats], None],
+    ) -> Iterator:
+        source = Prefetch(work.prepare(requests), ahead=_INPUT_AHEAD)
         try:
             while not should_stop():
-                yield from self._take_requests(source, scheduler, in_flight, detectors)
+                yield from self._take_requests(source, scheduler, work)
                 if not scheduler.has_work:
                     break
-                for sequence, reason in self._sweep(scheduler, detectors, adaptation):
-                    flight = in_flight[sequence.request_index]
-                    flight.add(sequence, self._sample(sequence, reason, detectors.pop(sequence, None)))
-                    if flight.done:
-                        yield in_flight.pop(sequence.request_index).completion()
+                for sequence in self._sweep(scheduler, work, adaptation):
+                    result = work.finish(sequence)
+                    if result is not None:
+                        yield result
                 on_sweep(self.stats)
         finally:
             source.close()
             for sequence in list(scheduler.running):
                 scheduler.finish(sequence)
 
-    def _prepare(self, requests: Iterable[Request | str]) -> Iterator[_Prepared]:
-        """Tokenizes requests, some at a time; runs in the input thread."""
-        numbered = enumerate(r if isinstance(r, Request) else Request(r) for r in requests)
-        while chunk := list(itertools.islice(numbered, _ENCODE_CHUNK)):
-            texts = [r.prompt for _, r in chunk if r.error is None and isinstance(r.prompt, str) and r.prompt]
-            encoded = iter(self.parts.tokenizer.encode_batch(texts)) if texts else iter(())
-            for index, request in chunk:
-                token_ids: list[int] = []
-                error = request.error
-                if error is None:
-                    try:
-                        token_ids = self._encode(request, encoded)
-                        request, token_ids = self._fit(request, token_ids)
-                    except (RowError, InputError) as problem:
-                        error = str(problem)
-                yield _Prepared(index, request, array("i", token_ids), error)
-
-    def _encode(self, request: Request, encoded: Iterator[list[int]]) -> list[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RowError("the prompt is empty")
-            token_ids = next(encoded)
-        elif len(prompt) and isinstance(prompt[0], dict):
-            token_ids = self.parts.tokenizer.encode_chat(prompt)
-        else:
-            token_ids = [int(t) for t in prompt]
-        if not token_ids:
-            raise RowError("the prompt is empty")
-        # Tokenizers may have tokens that the model has no embedding for.
-        vocab_size = self.parts.config.vocab_size
-        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise RowError(f"the prompt has a token id outside the model's vocabulary of {vocab_size}")
-        return token_ids
-
-    def _fit(self, request: Request, token_ids: list[int]) -> tuple[Request, list[int]]:
-        """The request with prompt and max_tokens within the context and the KV there is, or RowError."""
-        sampling = request.sampling or self._sampling
-        context = self.policy.max_model_len
-        token_ids = cut_overlong(token_ids, sampling.max_tokens, context, self._on_overlong)
-        count = len(token_ids)
-        if count >= context:
-            raise RowError(f"the prompt has {count} tokens, the context holds {context}")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        pool = longest_sequence(self.policy, self.parts.memory, self.parts.compute_home)
-        if count + sampling.max_tokens - 1 > pool:
-            raise RowError(
-                f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
-                " that fit the memory budget"
-            )
-        return replace(request, sampling=sampling), token_ids
-
-    def _take_requests(self, source: Prefetch[_Prepared], scheduler: Scheduler, in_flight: dict, detectors: dict):
-        """Moves requests from the input to the scheduler; yields those that failed before they ran.
+    def _take_requests(self, source: Prefetch, scheduler: Scheduler, work: Work) -> Iterator:
+        """Moves requests from the input to the scheduler; yields what became of those that failed before they ran.
 
         Waits for input only when there is nothing else to do.
         """
@@ -358,94 +308,46 @@ class Engine:
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
             if prepared is None:
                 return
-            request, index = prepared.request, prepared.index
-            row_id = index if request.id is None else request.id
-            if prepared.error is not None:
-                yield Completion(index, row_id, len(prepared.token_ids), error=prepared.error)
+            begun = work.start(prepared)
+            if not isinstance(begun, list):
+                yield begun
                 continue
-            in_flight[index] = _InFlight(index, row_id, len(prepared.token_ids), [None] * request.sampling.n)
-            for k in range(request.sampling.n):
-                sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
-                if request.sampling.stop:
-                    detectors[sequence] = self.parts.tokenizer.stop_detector(request.sampling.stop)
+            for sequence in begun:
                 scheduler.add(sequence)
 
-    def _sweep(
-        self, scheduler: Scheduler, detectors: dict, adaptation: Adaptation | None
-    ) -> list[tuple[Sequence, _Finish]]:
-        """Runs one sweep; returns the sequences it finished."""
+    def _sweep(self, scheduler: Scheduler, work: Work, adaptation: Adaptation | None) -> list[Sequence]:
+        """Runs one sweep; returns the sequences that have ended with it."""
         stats, parts = self.stats, self.parts
         started = time.perf_counter()
         before = adaptation and (parts.executor.busy_s, parts.executor.stalled_s)
         sweep = scheduler.schedule()
         batches = [parts.pack(batch) for batch in parts.split(sweep)]
-        sampled = []
         sampling_s = 0.0
 
-        def on_logits(sequences, logits) -> None:
+        def on_logits(asked, logits, start: int) -> None:
             nonlocal sampling_s
             began = time.perf_counter()
-            sampled.extend(zip(sequences, parts.sample(logits, sequences), strict=True))
+            work.take(asked, logits, start)
             sampling_s += time.perf_counter() - began
 
-        parts.executor.run(batches, on_logits)
+        parts.executor.run(batches, on_logits, in_pieces=work.in_pieces)
         scheduler.commit(sweep)
         ran = time.perf_counter()
-        finished = []
-        for sequence, token in sampled:
-            if sequence.num_generated == 0 and sequence.sample_index == 0:
-                stats.prompt_tokens += sequence.num_prompt
-                stats.cached_prompt_tokens += sequence.num_cached
-            sequence.tokens.append(token.token_id)
-            if sequence.sampling.logprobs is not None:
-                sequence.logprobs.append(token)
-            reason = self._finish_reason(sequence, detectors.get(sequence))
-            if reason is not None:
-                finished.append((sequence, reason))
+        generated = stats.generated_tokens
+        finished = work.advance(stats)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
-        for sequence, _ in finished:
+        for sequence in finished:
             scheduler.finish(sequence)
         stats.sweeps += 1
         stats.preempted = scheduler.num_preempted
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
-        stats.generated_tokens += len(sampled)
         stats.busy_s["compute"] += ran - started - sampling_s
         stats.busy_s["sampling"] += sampling_s + time.perf_counter() - ran
         if adaptation:
-            for sequence, _ in finished:
+            for sequence in finished:
                 adaptation.finished(sequence.num_generated, len(sequence.tokens))
             after = (parts.executor.busy_s, parts.executor.stalled_s)
             lanes = [{lane: now[lane] - then[lane] for lane in now} for now, then in zip(after, before, strict=True)]
-            adaptation.after_sweep(Measured(time.perf_counter() - started, len(sampled), *lanes))
+            tokens = stats.generated_tokens - generated
+            adaptation.after_sweep(Measured(time.perf_counter() - started, tokens, *lanes))
         return finished
-
-    def _finish_reason(self, sequence: Sequence, detector) -> _Finish | None:
-        sampling, token = sequence.sampling, sequence.tokens[-1]
-        if not sampling.ignore_eos and token in self.parts.eos_token_ids:
-            return _Finish("stop", None, ends_with_stop_token=True)
-        if token in sampling.stop_token_ids:
-            return _Finish("stop", token, ends_with_stop_token=True)
-        if detector is not None:
-            stop = detector.push(token)
-            if stop is not None:
-                return _Finish("stop", stop)
-        if sequence.num_generated >= sampling.max_tokens:
-            return _Finish("length", None)
-        return None
-
-    def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:
-        tokenizer, generated = self.parts.tokenizer, sequence.generated
-        if detector is not None and isinstance(finish.stop, str):
-            text = detector.text
-        else:
-            text = tokenizer.decode(generated[:-1] if finish.ends_with_stop_token else generated)
-        logprobs = None
-        if sequence.sampling.logprobs is not None:
-            logprobs = tuple(
-                PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
-                for t in sequence.logprobs
-            )
-        return Sample(text, tuple(generated), finish.reason, logprobs, finish.stop)
-
-    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
-        return TokenLogprob(token_id, self.parts.tokenizer.token_text(token_id), logprob)

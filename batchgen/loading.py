@@ -213,6 +213,7 @@ def load_parts(
     from batchgen.runtime.kv_cache import KVCache, kv_shape
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scheduling import splitter
+    from batchgen.runtime.scorer import Scorer
     from batchgen.runtime.transfer import Arena, Link
     from batchgen.runtime.weights import Weights
 
@@ -312,6 +313,7 @@ def load_parts(
             compute_home=compute_home,
         ),
         sample=sample,
+        scorer=Scorer,
         policy=replace(policy, kv_blocks=memory.kv_blocks),
         memory=memory,
         eos_token_ids=frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),

@@ -291,6 +291,14 @@ def lse(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1)
 
 
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`argmax`, the values there, fp32 [rows], and `lse`, in one pass where the CPU computes."""
+    if logits.device.type == "cpu":
+        return kernels.argmax(logits, want_lse=True)
+    values, index = logits.max(-1)
+    return index, values, logits.logsumexp(-1)
+
+
 def draw(logits: Tensor, draws: Draws) -> Tensor:
     """A token of each row at random, int64 [rows], of fp32 logits [rows, columns]."""
     compute = kernels.draw if logits.device.type == "cpu" else reference.draw

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: requests, sampling parameters, completions."""
+"""What goes into the engine and what comes out of it: requests, sampling parameters, completions; texts to score, and scores."""
 
 from __future__ import annotations
 
@@ -95,6 +95,33 @@ def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlon
 
 
 @dataclass(frozen=True)
+class ScoreRequest:
+    """A context and what may follow it, for `Engine.score`.
+
+    context: as `Request.prompt`. "" or (): the model's beginning-of-text token stands there, or else its end-of-text token;
+        continuations that are longer than the model's context are scored in windows then.
+    continuations: one or more, texts or token ids. A text is tokenized together with its context: spaces at the context's
+        end belong to the continuation, and its tokens are those that the whole has beyond the context's.
+    id: that of the `Scored`; None takes the request's position.
+    logprobs: None, or how many of the likeliest tokens to report at each position as well, at most 100.
+    error: the row could not be made into a request; it comes back as a failed Scored with this text.
+    """
+
+    context: str | Sequence[int] | Sequence[dict]
+    continuations: tuple[str | Sequence[int], ...]
+    id: str | int | None = None
+    logprobs: int | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.continuations, str):
+            raise InputError("continuations must be a tuple of texts or of token ids, not one text")
+        object.__setattr__(self, "continuations", tuple(self.continuations))
+        if self.logprobs is not None and not 0 <= self.logprobs <= 100:
+            raise InputError(f"logprobs must be between 0 and 100, not {self.logprobs!r}")
+
+
+@dataclass(frozen=True)
 class TokenLogprob:
     """A token and its log-probability (natural log) under the model."""
 
@@ -105,7 +132,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The chosen token at one step, and the `SamplingParams.logprobs` likeliest ones, best first."""
+    """The chosen token at one step, or the one that is scored, and the `logprobs` likeliest ones, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -144,3 +171,26 @@ class Completion:
     def text(self) -> str | None:
         """The first sample's text; None for a failed row."""
         return self.samples[0].text if self.samples else None
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """How likely a continuation is. logprob: natural logarithm, summed over its tokens. is_greedy: each of them is the
+    likeliest given what is before it (of equally likely ones the first). tokens: one by one."""
+
+    token_ids: tuple[int, ...]
+    logprob: float
+    is_greedy: bool
+    tokens: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of one ScoreRequest: `scores`, one per continuation, or `error` and none. For the rest see Completion."""
+
+    index: int
+    id: str | int
+    context_tokens: int
+    scores: tuple[ContinuationScore, ...] = ()
+    error: str | None = None
+    cached_tokens: int = 0

@@ -109,7 +109,7 @@ def load_of(
         blocks += used
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
-        sampled=sum(s.samples for s in batch),
+        sampled=sum(len(s.asked) for s in batch),
         attended=attended,
         windowed=windowed,
         host_blocks=len(host_blocks),

@@ -39,6 +39,8 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        begin = hf.bos_token_id if hf.bos_token_id is not None else hf.eos_token_id
+        self.begin_token_id: int | None = begin  # stands before a text that nothing else stands before
         self.vocab_size = len(hf)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -49,9 +51,9 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._token_texts: dict[int, str] = {}
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, with the special tokens the model expects around a prompt."""
-        return self._encode(texts, add_special_tokens=True)
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The tokens of each text, with the special tokens the model expects around a prompt or without."""
+        return self._encode(texts, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[dict]) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins.
@@ -59,12 +61,15 @@ class Tokenizer:
         messages: `[{"role": ..., "content": ...}, ...]`. Raises RowError where the model's chat template
         refuses them, InputError where it has none.
         """
+        return self._encode([self.render_chat(messages)], add_special_tokens=False)[0]
+
+    def render_chat(self, messages: Sequence[dict]) -> str:
+        """The text whose tokens `encode_chat` gives, with all special tokens written out."""
         self.require_chat_template()
         try:
-            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are code: they may raise anything
             raise RowError(f"the model's chat template refuses the messages: {_reason(error)}") from error
-        return self._encode([text], add_special_tokens=False)[0]
 
     def require_chat_template(self) -> None:
         """Raises InputError where the model has no chat template."""

@@ -18,23 +18,19 @@ import shlex
 import sys
 import tempfile
 import time
-from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from batchgen.convert import find_or_convert
 from batchgen.device import Device
-from batchgen.engine import EngineParts
+from batchgen.engine import Engine, EngineParts
 from batchgen.formats import INT4
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
 from batchgen.model_files import ModelFiles, read_config, resolve_model
 from batchgen.report import versions
-from batchgen.request import SamplingParams
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Sequence
+from batchgen.request import ScoreRequest
 from batchgen.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -74,34 +70,11 @@ def load(files: ModelFiles, weight_format: str, kv_format: str, window: int, chu
     )
 
 
-def log_probabilities(parts: EngineParts, tokens: list[int], chunk: int) -> np.ndarray:
-    """Natural logarithms [len(tokens) - 1] of the probability of each token, the first left out."""
-    sequence = Sequence(0, 0, 0, tokens, SamplingParams(max_tokens=1), kv_class="cpu")
-    sequence.block_table = array("i", range(-(-len(tokens) // parts.policy.kv_block_size)))
-    found = []
-    while sequence.num_remaining > 0:
-        count = min(chunk, sequence.num_remaining)
-        batch = parts.pack([ScheduledSequence(sequence, count)])
-        # As if a token were asked for after each of them.
-        batch = replace(batch, sampled=[sequence] * count, sampled_rows=np.arange(count))
-        next_tokens = torch.tensor(tokens[sequence.num_computed + 1 :][:count])
-        scored = 0
-
-        def score(sequences, logits, next_tokens=next_tokens) -> None:
-            nonlocal scored
-            wanted = next_tokens[scored : scored + len(sequences)]  # the window's last token has no next
-            log_p = torch.log_softmax(logits[: len(wanted)].double(), -1)
-            found.append(log_p.gather(1, wanted[:, None])[:, 0].numpy())
-            scored += len(sequences)
-
-        parts.executor.run([batch], score)
-        sequence.num_computed += count
-    return np.concatenate(found)
-
-
-def measure(parts: EngineParts, windows: list[list[int]], chunk: int) -> dict:
+def measure(parts: EngineParts, windows: list[list[int]]) -> dict:
+    """Every window by itself, its first token left out."""
     started = time.perf_counter()
-    log_p = np.concatenate([log_probabilities(parts, window, chunk) for window in windows])
+    found = Engine.from_parts(parts).score(ScoreRequest(window[:1], (window[1:],)) for window in windows)
+    log_p = np.concatenate([[t.chosen.logprob for t in scored.scores[0].tokens] for scored in found])
     cache = parts.executor.kv_cache.shape
     return {
         "perplexity": math.exp(-log_p.mean()),
@@ -131,7 +104,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, (weight_format, kv_format) in FORMATS.items():
             parts = load(files, weight_format, kv_format, args.window, args.chunk, Path(folder))
-            results[name] = measure(parts, windows, args.chunk)
+            results[name] = measure(parts, windows)
             parts.executor.close()
             ratio = results[name]["perplexity"] / results["fp32"]["perplexity"]
             results[name]["ratio_to_fp32"] = ratio

@@ -213,18 +213,18 @@ def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str,
     monkeypatch.setattr(ops, "prepare_attention", prepare)
     run = executor.run
 
-    def run_and_look(batches, on_logits):
-        def look(sequences, logits):
+    def run_and_look(batches, on_logits, **options):
+        def look(asked, logits, start):
             """The host reads what the device has come to."""
             lane, device.launching.lane = device.launching.lane, None
             try:
                 device.synchronize(device.record("compute"))
                 with _disable_current_modes():
-                    on_logits(sequences, logits.clone())
+                    on_logits(asked, logits.clone(), start)
             finally:
                 device.launching.lane = lane
 
-        run(batches, look)
+        run(batches, look, **options)
 
     executor.run = run_and_look
     return parts

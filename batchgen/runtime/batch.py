@@ -20,7 +20,7 @@ from batchgen.runtime.extents import runs_of
 from batchgen.runtime.gpu_batches import place
 from batchgen.runtime.schedule import BatchFlow
 from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Sequence, home_of
+from batchgen.runtime.sequence import Asked, Sequence, home_of
 
 PLACES = ("resident", "staged", "delegated")
 
@@ -75,15 +75,15 @@ class PackedBatch:
     """Tokens of all scheduled sequences, one after the other, without padding, by segment.
 
     token_ids, positions: int64 [tokens].
-    sampled: sequences whose next token this sweep yields; sampled_rows: int64, the row of each one's last token.
+    asked: whose logits are asked for; asked_rows: int64, the row of each.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     segments: tuple[Segment, ...]
     staging: Staging | None
-    sampled: list[Sequence]
-    sampled_rows: np.ndarray
+    asked: list[Asked]
+    asked_rows: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +101,7 @@ class PackedBatch:
             disk_write=staging is not None and bool(staging.writes),
             delegated="delegated" in places,
             hidden_on_host=hidden_on_host,
-            samples=bool(self.sampled),
+            samples=bool(self.asked),
         )
 
 
@@ -121,7 +121,7 @@ def pack(
     tables, staging = {}, None
     if "staged" in by_place:
         tables, staging = _stage(by_place["staged"], block_size)
-    token_ids, positions, sampled, sampled_rows, segments = [], [], [], [], []
+    token_ids, positions, asked, asked_rows, segments = [], [], [], [], []
     row = 0
     for name in PLACES:
         if name not in by_place:
@@ -155,10 +155,10 @@ def pack(
                 slots.extend(
                     (part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist()
                 )
+            for position in scheduled.asked:
+                asked.append(Asked(sequence, position))
+                asked_rows.append(row + position - first)
             row += part.num_queries
-            if scheduled.samples:
-                sampled.append(sequence)
-                sampled_rows.append(row - 1)
         plans = {
             window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
             for window in windows
@@ -169,8 +169,8 @@ def pack(
         positions=np.array(positions, dtype=np.int64),
         segments=tuple(segments),
         staging=staging,
-        sampled=sampled,
-        sampled_rows=np.array(sampled_rows, dtype=np.int64),
+        asked=asked,
+        asked_rows=np.array(asked_rows, dtype=np.int64),
     )
 
 

@@ -18,20 +18,20 @@ from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
 from batchgen.runtime import layers
-from batchgen.runtime import sequence as runtime_sequence
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.schedule import Step, Sweeps
+from batchgen.runtime.sequence import Asked
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.transfer import Arena, Link
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
-# (sequences, their fp32 logits [sequences, vocab]) as soon as they are there.
-OnLogits = Callable[[Sequence[runtime_sequence.Sequence], Tensor], None]
+# (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there.
+OnLogits = Callable[[Sequence[Asked], Tensor, int], None]
 
 
 class Executor:
@@ -81,11 +81,14 @@ class Executor:
             self._rope = cos.to(device), sin.to(device)
         self._graphs = self._make_graphs(driver, captured_tokens) if captured_tokens and driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
-        self._on_logits: OnLogits = lambda sequences, logits: None
+        self._on_logits: OnLogits = lambda asked, logits, start: None
+        self._in_pieces = False
 
     @torch.inference_mode()
-    def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
-        """Computes one sweep: the batches' KV, and their logits."""
+    def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, in_pieces: bool = False) -> None:
+        """Computes one sweep: the batches' KV, and the logits asked for. in_pieces: on_logits takes pieces of the vocabulary,
+        one after the other for the same rows, where the output matrix comes in pieces; otherwise it gets the whole."""
+        self._in_pieces = in_pieces
         with _kernels_alone():
             self._run(batches, on_logits)
 
@@ -151,10 +154,10 @@ class Executor:
             parts[segment.place] = _Part(tokens, slots, rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions)
-        sampled = None  # all rows, in their order
-        if len(packed.sampled) < packed.num_tokens:
-            sampled = torch.from_numpy(packed.sampled_rows).to(self._device)
-        return _Batch(packed, positions, positions.to(self._device), sampled, parts, moves, on_host)
+        asked = None  # all rows, in their order
+        if len(packed.asked) < packed.num_tokens:
+            asked = torch.from_numpy(packed.asked_rows).to(self._device)
+        return _Batch(packed, positions, positions.to(self._device), asked, parts, moves, on_host)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device)
@@ -303,10 +306,8 @@ class Executor:
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
-        if (
-            step.layer == self.config.num_layers - 1 and b.sampled_rows is not None
-        ):  # only tokens that logits are asked for go on
-            attention, hidden = attention[b.sampled_rows], hidden[b.sampled_rows]
+        if step.layer == self.config.num_layers - 1 and b.asked_rows is not None:  # only tokens whose logits are asked for go on
+            attention, hidden = attention[b.asked_rows], hidden[b.asked_rows]
         tensors = self.weights.layer(step.layer, step.slot)
         for tokens in self._chunks(len(hidden)):
             layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
@@ -327,28 +328,30 @@ class Executor:
         if step.layer == 0:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.head_piece(step.layer, step.slot)
-        sampled = b.packed.sampled
-        if rows.shape[0] == self.config.vocab_size:
-            count = self._logit_rows or len(sampled)
-            for i in range(0, len(sampled), count):
+        stop = start + rows.shape[0]
+        asked = b.packed.asked
+        whole = rows.shape[0] == self.config.vocab_size
+        if whole or self._in_pieces:
+            count = self._logit_rows or len(asked)
+            for i in range(0, len(asked), count):
                 part = b.hidden[i : i + count]
-                self._on_logits(sampled[i : i + count], layers.logits(part, rows, self._logits_of(part)))
+                self._on_logits(asked[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
         else:
             if start == 0:
-                b.logits = torch.empty(len(sampled), self.config.vocab_size, device=self._device)
-            stop = start + rows.shape[0]
+                b.logits = torch.empty(len(asked), self.config.vocab_size, device=self._device)
             b.logits[:, start:stop] = layers.logits(b.hidden, rows)
-            if stop < self.config.vocab_size:
-                return
-            self._on_logits(sampled, b.logits)
-        b.hidden = b.logits = None
+            if stop == self.config.vocab_size:
+                self._on_logits(asked, b.logits, 0)
+        if stop == self.config.vocab_size:
+            b.hidden = b.logits = None
 
-    def _logits_of(self, x: Tensor) -> Tensor:
+    def _logits_of(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """A place for the logits of x, always the same: memory that is new to the process costs more than filling it."""
-        if self._logits is None or len(self._logits) < len(x):
+        size = len(x) * rows.shape[0]
+        if self._logits is None or self._logits.numel() < size:
             self._logits = None
-            self._logits = x.new_empty(len(x), self.config.vocab_size, dtype=torch.float32)
-        return self._logits[: len(x)]
+            self._logits = x.new_empty(size, dtype=torch.float32)
+        return self._logits[:size].view(len(x), rows.shape[0])
 
 
 _of_thread = threading.local()
@@ -389,13 +392,16 @@ class _Part:
 class _Batch:
     """What a GPU batch has come to on its way through the layers. hidden: on the compute device, or between layers in
     host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and room for what comes of them;
-    taken by CPU attention, which may be layers behind, and by what is launched after it. sampled_rows: None: all of them.
+    taken by CPU attention, which may be layers behind, and by what is launched after it. asked_rows: None: all of them.
     frame: of a captured sweep."""
 
     packed: PackedBatch | None
     host_positions: Tensor | None
     positions: Tensor
-    sampled_rows: Tensor | None
+    packed: PackedBatch | None
+    host_positions: Tensor | None
+    positions: Tensor
+    asked_rows: Tensor | None
     parts: Mapping[str, _Part]
     moves: Moves | None
     on_host: bool

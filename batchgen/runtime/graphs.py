@@ -114,9 +114,11 @@ class DecodeGraphs:
 
 
 def is_decode(packed: PackedBatch) -> bool:
-    """Whether every sequence has a single token, which is sampled, and its KV in the device's own pool."""
+    """Whether every sequence has a single token, whose logits are asked for, and its KV in the device's own pool."""
     segments = packed.segments
-    return len(segments) == 1 and segments[0].place == "resident" and packed.num_tokens == len(packed.sampled)
+    if len(segments) != 1 or segments[0].place != "resident" or len(packed.asked) < packed.num_tokens:
+        return False
+    return not any(plan.prefill for plan in segments[0].plans.values())
 
 
 def rounded_up(tokens: int) -> int:

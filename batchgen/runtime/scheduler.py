@@ -49,7 +49,8 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one."""
+    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one. asked: the positions
+    among them whose logits are asked for."""
 
     sequence: Sequence
     num_tokens: int
@@ -62,6 +63,10 @@ class ScheduledSequence:
     @property
     def samples(self) -> bool:
         return self.num_keys == len(self.sequence.tokens)
+
+    @property
+    def asked(self) -> range:
+        return range(max(self.sequence.num_computed, self.sequence.next_asked), self.num_keys)
 
 
 class Scheduler:
@@ -204,7 +209,7 @@ class Scheduler:
             num_blocks = -(-num_tokens // pool.block_size)
             projection = projections[home]
             if projection is None:
-                place = pool.admit(sequence.tokens, num_blocks, self._reserved[home])
+                place = pool.admit(sequence.shareable, num_blocks, self._reserved[home])
             else:
                 place = self._admit_projected(pool, projection, sequence, budget)
             if place is not None:
@@ -234,7 +239,7 @@ class Scheduler:
             admitted = Growth(count, sweeps, num_shared, delayed=delayed)
             return projection.fits(admitted)
 
-        place = pool.admit_if(sequence.tokens, fits)
+        place = pool.admit_if(sequence.shareable, fits)
         if place is not None:
             projection.add(admitted)
         return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from batchgen.policy import KV_CLASSES, KV_HOMES
 from batchgen.request import SamplingParams
@@ -17,9 +18,22 @@ def home_of(kv_class: str) -> str:
     return KV_HOMES[kv_class]
 
 
+@dataclass(frozen=True)
+class ScoredPosition:
+    """What follows one token: the log-probabilities of the tokens asked for, the likeliest token (the first of equal ones),
+    and the likeliest (token, log-probability), best first."""
+
+    logprobs: tuple[float, ...]
+    likeliest: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens so far, and how far their KV has been computed.
+
+    Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets` are
+    the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
 
     Invariant: num_computed < len(tokens); the tokens from num_computed on are what the next sweeps run. While
     exactly one is left the sequence decodes, while more are left it prefills.
@@ -40,6 +54,8 @@ class Sequence:
     node: int = 0
     logprobs: list = field(default_factory=list)  # a SampledToken per step, if asked for
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
+    targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
+    scores: list[ScoredPosition] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -54,5 +70,27 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def scored_from(self) -> int:
+        """The first position that is scored."""
+        return self.num_prompt - len(self.targets)
+
+    @property
+    def next_asked(self) -> int:
+        """The first position whose logits are still asked for."""
+        return self.scored_from + len(self.scores) if self.targets else len(self.tokens) - 1
+
+    @property
+    def shareable(self) -> list[int]:
+        """Tokens that a prefix computed before may stand for, but for the last of them: what is asked for has to be run."""
+        return self.tokens[: self.next_asked + 1] if self.targets else self.tokens
+
+    @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+
+class Asked(NamedTuple):
+    """A row of logits: of what follows a sequence's token at `position`."""
+
+    sequence: Sequence
+    position: int

@@ -1,0 +1,213 @@
+"""Texts generated: requests into sequences, tokens out of logits, and completions when all samples of a request are done."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from batchgen.errors import InputError, RowError
+from batchgen.request import (
+    Completion,
+    PositionLogprobs,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenLogprob,
+    cut_overlong,
+)
+from batchgen.runtime.scheduling import longest_sequence
+from batchgen.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from batchgen.engine import EngineParts, EngineStats
+
+ENCODE_CHUNK = 64  # requests tokenized together
+
+
+@dataclass
+class _InFlight:
+    """A request some of whose samples are still running."""
+
+    index: int
+    row_id: str | int
+    prompt_tokens: int
+    samples: list[Sample | None]
+    cached_tokens: int = 0
+
+    def add(self, sequence: Sequence, sample: Sample) -> None:
+        self.samples[sequence.sample_index] = sample
+        self.cached_tokens = max(self.cached_tokens, sequence.num_cached)
+
+    @property
+    def done(self) -> bool:
+        return None not in self.samples
+
+    def completion(self) -> Completion:
+        return Completion(
+            self.index, self.row_id, self.prompt_tokens, tuple(self.samples), cached_tokens=self.cached_tokens
+        )
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """Why a sample ended; `stop` is the stop string or token id that ended it, if one did."""
+
+    reason: str
+    stop: str | int | None
+    ends_with_stop_token: bool = False
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    index: int
+    request: Request
+    token_ids: array  # four bytes a token: many of these wait
+    error: str | None
+
+
+class Generation:
+    """The `Work` of one call of `Engine.generate`."""
+
+    in_pieces = False  # draws need a row's logits all at once
+
+    def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
+        self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
+        self._in_flight: dict[int, _InFlight] = {}
+        self._detectors: dict[Sequence, object] = {}
+        self._finishes: dict[Sequence, _Finish] = {}
+        self._sampled: list = []  # (sequence, token) of the sweep under way
+
+    def prepare(self, requests: Iterable[Request | str]) -> Iterator[_Prepared]:
+        """Tokenizes requests, some at a time; runs in the input thread."""
+        numbered = enumerate(r if isinstance(r, Request) else Request(r) for r in requests)
+        while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
+            texts = [r.prompt for _, r in chunk if r.error is None and isinstance(r.prompt, str) and r.prompt]
+            encoded = iter(self._parts.tokenizer.encode_batch(texts)) if texts else iter(())
+            for index, request in chunk:
+                token_ids: list[int] = []
+                error = request.error
+                if error is None:
+                    try:
+                        token_ids = self._encode(request, encoded)
+                        request, token_ids = self._fit(request, token_ids)
+                    except (RowError, InputError) as problem:
+                        error = str(problem)
+                yield _Prepared(index, request, array("i", token_ids), error)
+
+    def _encode(self, request: Request, encoded: Iterator[list[int]]) -> list[int]:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RowError("the prompt is empty")
+            token_ids = next(encoded)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            token_ids = self._parts.tokenizer.encode_chat(prompt)
+        else:
+            token_ids = [int(t) for t in prompt]
+        if not token_ids:
+            raise RowError("the prompt is empty")
+        check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
+        return token_ids
+
+    def _fit(self, request: Request, token_ids: list[int]) -> tuple[Request, list[int]]:
+        """The request with prompt and max_tokens within the context and the KV there is, or RowError."""
+        sampling = request.sampling or self._sampling
+        policy = self._parts.policy
+        context = policy.max_model_len
+        token_ids = cut_overlong(token_ids, sampling.max_tokens, context, self._on_overlong)
+        count = len(token_ids)
+        if count >= context:
+            raise RowError(f"the prompt has {count} tokens, the context holds {context}")
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
+        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
+        if count + sampling.max_tokens - 1 > pool:
+            raise RowError(
+                f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
+                " that fit the memory budget"
+            )
+        return replace(request, sampling=sampling), token_ids
+
+    def start(self, prepared: _Prepared) -> list[Sequence] | Completion:
+        """The sequences of a request, or its Completion if it failed before it ran."""
+        request, index = prepared.request, prepared.index
+        row_id = index if request.id is None else request.id
+        if prepared.error is not None:
+            return Completion(index, row_id, len(prepared.token_ids), error=prepared.error)
+        self._in_flight[index] = _InFlight(index, row_id, len(prepared.token_ids), [None] * request.sampling.n)
+        started = []
+        for k in range(request.sampling.n):
+            sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
+            if request.sampling.stop:
+                self._detectors[sequence] = self._parts.tokenizer.stop_detector(request.sampling.stop)
+            started.append(sequence)
+        return started
+
+    def take(self, asked, logits, start: int) -> None:
+        """Chooses tokens, as soon as a batch has its logits."""
+        sequences = [a.sequence for a in asked]
+        self._sampled.extend(zip(sequences, self._parts.sample(logits, sequences), strict=True))
+
+    def advance(self, stats: EngineStats) -> list[Sequence]:
+        """After a sweep has run: gives sequences their tokens; returns those that have ended."""
+        finished = []
+        for sequence, token in self._sampled:
+            if sequence.num_generated == 0 and sequence.sample_index == 0:
+                stats.prompt_tokens += sequence.num_prompt
+                stats.cached_prompt_tokens += sequence.num_cached
+            sequence.tokens.append(token.token_id)
+            if sequence.sampling.logprobs is not None:
+                sequence.logprobs.append(token)
+            finish = self._finish_of(sequence)
+            if finish is not None:
+                self._finishes[sequence] = finish
+                finished.append(sequence)
+        stats.generated_tokens += len(self._sampled)
+        self._sampled = []
+        return finished
+
+    def finish(self, sequence: Sequence) -> Completion | None:
+        """The completion of a sequence's request, if the sequence was its last."""
+        flight = self._in_flight[sequence.request_index]
+        flight.add(sequence, self._sample(sequence, self._finishes.pop(sequence), self._detectors.pop(sequence, None)))
+        return self._in_flight.pop(sequence.request_index).completion() if flight.done else None
+
+    def _finish_of(self, sequence: Sequence) -> _Finish | None:
+        sampling, token = sequence.sampling, sequence.tokens[-1]
+        if not sampling.ignore_eos and token in self._parts.eos_token_ids:
+            return _Finish("stop", None, ends_with_stop_token=True)
+        if token in sampling.stop_token_ids:
+            return _Finish("stop", token, ends_with_stop_token=True)
+        detector = self._detectors.get(sequence)
+        if detector is not None:
+            stop = detector.push(token)
+            if stop is not None:
+                return _Finish("stop", stop)
+        if sequence.num_generated >= sampling.max_tokens:
+            return _Finish("length", None)
+        return None
+
+    def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:
+        tokenizer, generated = self._parts.tokenizer, sequence.generated
+        if detector is not None and isinstance(finish.stop, str):
+            text = detector.text
+        else:
+            text = tokenizer.decode(generated[:-1] if finish.ends_with_stop_token else generated)
+        logprobs = None
+        if sequence.sampling.logprobs is not None:
+            logprobs = tuple(
+                PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
+                for t in sequence.logprobs
+            )
+        return Sample(text, tuple(generated), finish.reason, logprobs, finish.stop)
+
+    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
+
+
+def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
+    """Tokenizers may have tokens that the model has no embedding for. Raises RowError."""
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")

@@ -1,0 +1,90 @@
+"""From logits to scores: the log-probabilities of given tokens, whether each is the likeliest, and the likeliest ones.
+
+The vocabulary may come in pieces, so that logits of thousands of tokens never have to be held: of each row a maximum and its
+place, the log of the sum of exponentials and the logits asked for are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sized
+
+import torch
+from torch import Tensor
+
+from batchgen import ops
+from batchgen.runtime.sequence import Asked, ScoredPosition
+
+
+class Scorer:
+    """The scores of one sweep. Invariant: rows that come in several pieces come as the same list each time, with the pieces
+    in order."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Asked, _Group] = {}  # by the first row
+
+    @torch.inference_mode()
+    def take(self, asked: Sized[Asked], logits: Tensor, start: int) -> None:
+        """fp32 logits [asked, columns] of the tokens from `start` on."""
+        group = self._groups.get(asked[0])
+        if group is None:
+            group = self._groups[asked[0]] = _Group(asked, logits.device)
+        group.take(logits, start)
+
+    def results(self) -> Iterator[tuple[Asked, ScoredPosition]]:
+        """Every row's, those of a sequence in order, once all pieces have come."""
+        for group in self._groups.values():
+            yield from group.results()
+
+
+class _Group:
+    """Rows of logits that are made together."""
+
+    def __init__(self, asked: Sized[Asked], device: torch.device) -> None:
+        self._asked = asked
+        self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in asked]
+        counts = torch.tensor([len(targets) for targets in self._targets])
+        self._rows = torch.arange(len(asked)).repeat_interleave(counts).to(device)
+        self._tokens = torch.tensor([token for targets in self._targets for token in targets]).to(device)
+        self._chosen = torch.zeros(len(self._tokens), device=device)
+        self._num_top = max(a.sequence.sampling.logprobs or 0 for a in asked)
+        self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse
+        self._top: tuple[Tensor, Tensor] | None = None  # logits and tokens [rows, num_top]
+
+    def take(self, logits: Tensor, start: int) -> None:
+        columns = logits.shape[1]
+        token, value, lse = ops.likeliest(logits)
+        token += start
+        if self._best is not None:
+            before, largest, sum_before = self._best
+            better = value > largest  # of equal ones the first stays
+            token, value = torch.where(better, token, before), torch.where(better, value, largest)
+            lse = torch.logaddexp(sum_before, lse)
+        self._best = token, value, lse
+        places = self._tokens - start
+        here = (places >= 0) & (places < columns)
+        found = logits[self._rows, places.clamp(0, columns - 1)]
+        self._chosen = torch.where(here, found, self._chosen)
+        if self._num_top:
+            values, tokens = logits.topk(min(self._num_top, columns))
+            tokens += start
+            if self._top is not None:
+                values, tokens = torch.cat((self._top[0], values), 1), torch.cat((self._top[1], tokens), 1)
+                values, order = values.topk(min(self._num_top, values.shape[1]))
+                tokens = tokens.gather(1, order)
+            self._top = values, tokens
+
+    def results(self) -> Iterator[tuple[Asked, ScoredPosition]]:
+        token, _, lse = self._best
+        chosen = (self._chosen - lse[self._rows]).tolist()
+        likeliest = token.tolist()
+        if self._top is not None:
+            values, tokens = (self._top[0] - lse[:, None]).tolist(), self._top[1].tolist()
+        first = 0
+        for i, (asked, targets) in enumerate(zip(self._asked, self._targets, strict=True)):
+            top = ()
+            count = asked.sequence.sampling.logprobs
+            if count:
+                top = tuple(zip(tokens[i][:count], values[i][:count], strict=True))
+            yield asked, ScoredPosition(tuple(chosen[first : first + len(targets)]), likeliest[i], top)
+            first += len(targets)

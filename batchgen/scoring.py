@@ -1,0 +1,239 @@
+"""Texts scored: requests into sequences whose logits are asked for, and scores when all sequences of a request are done."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchgen.errors import InputError, RowError
+from batchgen.generation import ENCODE_CHUNK, check_vocabulary
+from batchgen.request import (
+    ContinuationScore,
+    PositionLogprobs,
+    SamplingParams,
+    Scored,
+    ScoreRequest,
+    TokenLogprob,
+    cut_overlong,
+)
+from batchgen.runtime.scheduling import longest_sequence
+from batchgen.runtime.sequence import Sequence
+from batchgen.score_paths import Path, Place, paths_of, windows_of
+
+if TYPE_CHECKING:
+    from batchgen.engine import EngineParts, EngineStats
+    from batchgen.tokenizer import Tokenizer
+
+Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> tokens
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """places: of each token of each continuation."""
+
+    index: int
+    request: ScoreRequest
+    context_tokens: int = 0
+    continuations: tuple[tuple[int, ...], ...] = ()
+    paths: tuple[Path, ...] = ()
+    places: tuple[list[Place], ...] = ()
+    error: str | None = None
+
+
+class Scoring:
+    """The `Work` of one call of `Engine.score`."""
+
+    in_pieces = True
+
+    def __init__(self, parts: EngineParts, on_overlong: str) -> None:
+        self._parts, self._on_overlong = parts, on_overlong
+        self._in_flight: dict[int, tuple[_Prepared, list[Sequence]]] = {}
+        self._running: dict[int, int] = {}  # sequences of a request that have not ended
+        self._scorer = parts.scorer()
+
+    def prepare(self, requests: Iterable[ScoreRequest]) -> Iterator[_Prepared]:
+        """Tokenizes requests, some at a time; runs in the input thread."""
+        numbered = enumerate(requests)
+        while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
+            texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
+            for index, request in chunk:
+                if request.error is not None:
+                    yield _Prepared(index, request, error=request.error)
+                    continue
+                try:
+                    yield self._prepared(index, request, texts)
+                except (RowError, InputError) as problem:
+                    yield _Prepared(index, request, error=str(problem))
+
+    def _prepared(self, index: int, request: ScoreRequest, texts: Texts) -> _Prepared:
+        tokenizer, policy = self._parts.tokenizer, self._parts.policy
+        context, continuations = encode_pairs(tokenizer, request, texts)
+        for number, tokens in enumerate(continuations, 1):
+            if not tokens:
+                raise RowError(f"continuation {number} has no tokens")
+            check_vocabulary(tokens, self._parts.config.vocab_size, f"continuation {number}")
+        given, room = len(context), policy.max_model_len
+        paths, places = [], [[] for _ in continuations]
+        short = range(len(continuations))
+        if context:
+            check_vocabulary(context, self._parts.config.vocab_size, "the context")
+            longest = max(map(len, continuations))
+            context = cut_overlong(list(context), longest - 1, room, self._on_overlong)
+            if len(context) + longest - 1 > room:
+                raise RowError(
+                    f"the context of {given} tokens and a continuation of {longest} exceed the model's context of {room}"
+                )
+        else:
+            if tokenizer.begin_token_id is None:
+                raise RowError("the context is empty, and the model has no token that begins a text: give a context")
+            context = [tokenizer.begin_token_id]
+            short = [i for i in short if len(continuations[i]) <= room]
+            for i in set(range(len(continuations))) - set(short):
+                for window in windows_of(context[0], continuations[i], room):
+                    places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
+                    paths.append(window)
+        if short:
+            first = len(paths)
+            more, found = paths_of(context, [continuations[i] for i in short])
+            paths += more
+            for i, own in zip(short, found, strict=True):
+                places[i] = [(first + path, position, target) for path, position, target in own]
+        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
+        longest = max(len(path.tokens) for path in paths)
+        if longest > pool:
+            raise RowError(f"{longest} tokens need more KV than the {pool} tokens that fit the memory budget")
+        return _Prepared(index, request, given, tuple(continuations), tuple(paths), tuple(places))
+
+    def start(self, prepared: _Prepared) -> list[Sequence] | Scored:
+        """The sequences of a request, or its Scored if it failed before it ran."""
+        request, index = prepared.request, prepared.index
+        row_id = index if request.id is None else request.id
+        if prepared.error is not None:
+            return Scored(index, row_id, prepared.context_tokens, error=prepared.error)
+        # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
+        sampling = SamplingParams(max_tokens=1, logprobs=request.logprobs)
+        sequences = [
+            Sequence(index, row_id, k, list(path.tokens), sampling, targets=path.targets)
+            for k, path in enumerate(prepared.paths)
+        ]
+        self._in_flight[index] = prepared, sequences
+        self._running[index] = len(sequences)
+        return sequences
+
+    def take(self, asked, logits, start: int) -> None:
+        self._scorer.take(asked, logits, start)
+
+    def advance(self, stats: EngineStats) -> list[Sequence]:
+        """After a sweep has run: gives sequences their scores; returns those that have all of them."""
+        finished = []
+        for asked, score in self._scorer.results():
+            sequence = asked.sequence
+            sequence.scores.append(score)
+            if len(sequence.scores) == len(sequence.targets):
+                finished.append(sequence)
+        self._scorer = self._parts.scorer()
+        for sequence in finished:
+            if sequence.sample_index == 0:  # a request counts once
+                prepared, sequences = self._in_flight[sequence.request_index]
+                scored = sum(map(len, prepared.continuations))
+                stats.scored_tokens += scored
+                stats.prompt_tokens += prepared.context_tokens + scored
+                stats.cached_prompt_tokens += _cached(prepared, sequences)
+        return finished
+
+    def finish(self, sequence: Sequence) -> Scored | None:
+        """The scores of a sequence's request, if the sequence was its last."""
+        index = sequence.request_index
+        self._running[index] -= 1
+        if self._running[index]:
+            return None
+        prepared, sequences = self._in_flight.pop(index)
+        del self._running[index]
+        scores = tuple(
+            self._score(tokens, places, sequences)
+            for tokens, places in zip(prepared.continuations, prepared.places, strict=True)
+        )
+        return Scored(
+            index, sequence.row_id, prepared.context_tokens, scores, cached_tokens=_cached(prepared, sequences)
+        )
+
+    def _score(self, tokens: tuple[int, ...], places: list[Place], sequences: list[Sequence]) -> ContinuationScore:
+        found, total, is_greedy = [], 0.0, True
+        for token, (path, position, target) in zip(tokens, places, strict=True):
+            score = sequences[path].scores[position]
+            logprob = score.logprobs[target]
+            found.append(PositionLogprobs(self._named(token, logprob), tuple(self._named(*pair) for pair in score.top)))
+            total += logprob
+            is_greedy = is_greedy and score.likeliest == token
+        return ContinuationScore(tokens, total, is_greedy, tuple(found))
+
+    def _named(self, token_id: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
+
+
+def _cached(prepared: _Prepared, sequences: list[Sequence]) -> int:
+    """Tokens of the context that another request had computed."""
+    return min(prepared.context_tokens, sequences[0].num_cached)
+
+
+def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:
+    """The tokens of all texts that `encode_pairs` asks for."""
+    wanted: dict[tuple[str, bool], list[int]] = {}
+    for request in requests:
+        with contextlib.suppress(RowError, InputError):  # it will be found again
+            encode_pairs(tokenizer, request, _Wanted(wanted))
+    for special in (True, False):
+        keys = [key for key in wanted if key[1] == special]
+        if keys:
+            encoded = tokenizer.encode_batch([text for text, _ in keys], add_special_tokens=special)
+            wanted.update(zip(keys, encoded, strict=True))
+    return wanted
+
+
+class _Wanted:
+    """Stands in for the tokens of texts: notes what is asked for."""
+
+    def __init__(self, wanted: dict) -> None:
+        self._wanted = wanted
+
+    def __getitem__(self, key: tuple[str, bool]) -> list[int]:
+        self._wanted[key] = []
+        return []
+
+
+def encode_pairs(
+    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The tokens of the context and of each continuation, as `ScoreRequest` says. Raises RowError."""
+    context, continuations = request.context, request.continuations
+    if not continuations:
+        raise RowError("there are no continuations")
+    are_texts = {isinstance(c, str) for c in continuations}
+    if len(are_texts) > 1:
+        raise RowError("continuations must be all texts or all token ids")
+    special = True
+    if not isinstance(context, str) and len(context) and isinstance(context[0], dict):
+        context, special = tokenizer.render_chat(context), False  # it has its special tokens written out
+    if True not in are_texts:
+        own = texts[context, special] if isinstance(context, str) and context else _ids(context)
+        return tuple(own), [_ids(c) for c in continuations]
+    if not isinstance(context, str):
+        return _ids(context), [tuple(texts[c, False]) for c in continuations]
+    stripped = context.rstrip()
+    spaces = context[len(stripped) :]
+    if not stripped:
+        return (), [_beginning(texts[spaces + c, False], tokenizer) for c in continuations]
+    own = tuple(texts[stripped, special])
+    return own, [tuple(texts[stripped + spaces + c, special][len(own) :]) for c in continuations]
+
+
+def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Without the token that would stand before it anyway."""
+    return tuple(token_ids[1:] if token_ids and token_ids[0] == tokenizer.begin_token_id else token_ids)
+
+
+def _ids(values: Iterable) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
