@@ -24,6 +24,7 @@ from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
+from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline
 from batchgen.planning import (
     loading_s,
@@ -41,8 +42,9 @@ from batchgen.planning import (
 from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
-from batchgen.request import Completion, SamplingParams
+from batchgen.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.runtime.trace import TraceWriter
+from batchgen.scoring import encode_all, encode_pairs
 from batchgen.workload import Workload
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
@@ -95,6 +97,8 @@ def run_job(options: JobOptions) -> dict:
             "on_overlong": options.on_overlong,
             "output_prefix": options.output_prefix,
         }
+        if options.task != "generate":
+            fingerprint["task"] = options.task
         if (options.quantization, options.kv_cache_dtype) != ("none", "auto"):
             fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
         with open_run(
@@ -120,14 +124,13 @@ def run_job(options: JobOptions) -> dict:
                 with tracing(options, files) as on_step:
                     engine = load_engine(options, plan, files, tokenizer.result, progress, on_step)
                     with engine:
-                        reached_end = _generate(options, source, state, engine, progress, total_rows, deadline_s)
+                        reached_end = _run_rows(options, source, state, engine, progress, total_rows, deadline_s)
                 if not reached_end:
                     return _close(options, make_report(options, source, state, engine, plan, started_s, "stopped"))
             progress.close()
             state.finish(
                 source.dataset,
-                n=options.sampling.n,
-                logprobs=options.sampling.logprobs is not None,
+                columns=source.columns,
                 prefix=options.output_prefix,
                 format_row=source.format_row,
             )
@@ -182,13 +185,13 @@ def _plan(
             max_model_len=context,
             rows_left=rows_left,
             expected_output_len=options.expected_output_len,
-            finished_output_lens=state.output_lens() if state else (),
+            finished_output_lens=state.output_lens() if state and options.task == "generate" else (),
             share_prefixes=options.share_prefixes,
             on_overlong=options.on_overlong,
         )
     except NoUsableRow as error:  # each of them will say so in the output, and later ones may be fine
         progress.say(str(error))
-        longest = min(options.sampling.max_tokens, context - 1)
+        longest = min(options.sampling.max_tokens, context - 1) if options.task == "generate" else 1
         workload, output_len_known = Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False
     request = request_of(options, files, config, dtype, context)
     hardware, request = machine_of(options, files, config, request, progress.say)
@@ -234,7 +237,7 @@ def load_engine(
             disk_memory=options.disk_memory,
             offload_dir=directory,
         ),
-        min_output_len=options.sampling.max_tokens,
+        min_output_len=options.sampling.max_tokens if options.task == "generate" else 1,
         longest_tokens=longest_tokens(plan),
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),
@@ -251,7 +254,7 @@ def load_engine(
     )
 
 
-def _generate(
+def _run_rows(
     options: JobOptions,
     source: RequestSource,
     state: Run,
@@ -276,24 +279,32 @@ def _generate(
         )
 
     progress.start()
-    completions = engine.generate(source.requests(state.done_rows, rows), should_stop=expired, on_sweep=show)
+    run = engine.score if options.task == "score" else engine.generate
+    results = run(source.requests(state.done_rows, rows), should_stop=expired, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for completion in completions:
-                row = rows.pop(completion.index)
-                writer.add(row, RowResult.from_completion(completion))
+            for result in results:
+                row = rows.pop(result.index)
+                writer.add(row, _row_result(options, source, result))
                 done += 1
-                if completion.error is not None:
+                if result.error is not None:
                     failed += 1
-                    _on_failed_row(options, row, completion)
+                    _on_failed_row(options, row, result.error)
         finally:
-            completions.close()
+            results.close()
     return not stopped or len(state.done_rows) == total_rows
 
 
-def _on_failed_row(options: JobOptions, row: int, completion: Completion) -> None:
+def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
+    if isinstance(result, Completion):
+        return RowResult.from_completion(result)
+    asked = options.sampling.logprobs is not None
+    return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=asked)
+
+
+def _on_failed_row(options: JobOptions, row: int, error: str) -> None:
     if options.on_error == "fail":
-        raise BatchgenError(f"row {row}: {completion.error} (--on-error record notes it in the row and goes on)")
+        raise BatchgenError(f"row {row}: {error} (--on-error record notes it in the row and goes on)")
 
 
 def _dry_run(
@@ -303,19 +314,24 @@ def _dry_run(
     first, batch = next(source.dataset.batches(0, 1))
     request = next(source.requests_of(batch, first))
     if request.error is not None:
-        prompt, token_ids = f"(row {first} would fail: {request.error})", []
-    elif isinstance(request.prompt, str):
-        prompt, token_ids = request.prompt, tokenizer.encode_batch([request.prompt])[0]
-    elif request.prompt and isinstance(request.prompt[0], dict):
-        token_ids = tokenizer.encode_chat(request.prompt)
-        prompt = tokenizer.decode(token_ids, skip_special_tokens=False)
+        prompt, token_ids, what = f"(row {first} would fail: {request.error})", [], ""
+    elif isinstance(request, ScoreRequest):
+        context, continuations = encode_pairs(tokenizer, request, encode_all(tokenizer, [request]))
+        lengths = ", ".join(f"{len(tokens):,}" for tokens in continuations)
+        prompt, token_ids, what = (
+            tokenizer.decode(context, skip_special_tokens=False),
+            list(context),
+            f"{lengths} scored",
+        )
+        prompt += "".join(f"\n-> {tokenizer.decode(tokens, skip_special_tokens=False)}" for tokens in continuations)
     else:
-        prompt, token_ids = tokenizer.decode(list(request.prompt)), list(request.prompt)
+        prompt, token_ids = _shown(request, tokenizer)
+        what = f"up to {options.sampling.max_tokens:,} generated"
     rows = source.dataset.num_rows
     for line in headline(plan):
         progress.say(line)
     progress.say(f"model {files.name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
-    progress.say(f"row {first}: {len(token_ids):,} prompt tokens, up to {options.sampling.max_tokens:,} generated")
+    progress.say(f"row {first}: {len(token_ids):,} prompt tokens, {what}")
     progress.say(prompt)
     return {
         "state": "dry run",
@@ -327,6 +343,16 @@ def _dry_run(
         "first_prompt": prompt,
         "first_prompt_tokens": len(token_ids),
     }
+
+
+def _shown(request: Request, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """A prompt as text and as tokens."""
+    if isinstance(request.prompt, str):
+        return request.prompt, tokenizer.encode_batch([request.prompt])[0]
+    if request.prompt and isinstance(request.prompt[0], dict):
+        token_ids = tokenizer.encode_chat(request.prompt)
+        return tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
+    return tokenizer.decode(list(request.prompt)), list(request.prompt)
 
 
 def _close(options: JobOptions, report: dict) -> dict:

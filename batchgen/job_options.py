@@ -12,6 +12,8 @@ from batchgen.errors import InputError
 from batchgen.request import SamplingParams
 from batchgen.units import parse_seconds
 
+TASKS = ("generate", "score")
+
 
 @dataclass(frozen=True)
 class JobOptions:
@@ -28,6 +30,11 @@ class JobOptions:
     messages_column: str | None = None
     system_prompt: str | None = None
     chat: bool = False
+    task: str = "generate"
+    continuations_column: str | None = None
+    choices: tuple[str, ...] = ()
+    choices_column: str | None = None
+    sampling_column: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     dtype: str = "auto"
     quantization: str = "none"
@@ -71,6 +78,7 @@ def check_options(options: JobOptions) -> None:
         raise InputError(f"--on-error must be record or fail, not {options.on_error!r}")
     if options.on_overlong not in ON_OVERLONG:
         raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
+    _check_task(options)
     if options.plan is not None:
         fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
         given = any(getattr(options, name) is not None for name in fixed)
@@ -101,6 +109,25 @@ def check_options(options: JobOptions) -> None:
         seconds(options.max_time)
     if seconds(options.flush_interval) <= 0:
         raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
+
+
+def _check_task(options: JobOptions) -> None:
+    if options.task not in TASKS:
+        raise InputError(f"--task must be {' or '.join(TASKS)}, not {options.task!r}")
+    if options.task == "generate":
+        for name in ("continuations_column", "choices", "choices_column"):
+            if getattr(options, name):
+                raise InputError(f"--{name.replace('_', '-')} is for scoring: give --task score")
+        return
+    default = SamplingParams()
+    for name in SamplingParams.names():
+        if name != "logprobs" and getattr(options.sampling, name) != getattr(default, name):
+            flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} has no meaning with --task score, which generates nothing: leave it out")
+    for name in ("sampling_column", "expected_output_len"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} has no meaning with --task score, which generates nothing: leave it out")
 
 
 def seconds(value: str | float) -> float:

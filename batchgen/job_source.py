@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.errors import InputError
+from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
-from batchgen.request import Request
+from batchgen.request import Request, ScoreRequest
 from batchgen.units import parse_shard
 
 if TYPE_CHECKING:
+    from batchgen.dataset.prompts import PromptSpec
     from batchgen.job_options import JobOptions
 
 
@@ -28,19 +30,22 @@ class DoneRows(Protocol):
 
 @dataclass(frozen=True)
 class RequestSource:
-    """The input and how its rows become requests. format_row: OpenAI batches are answered in their own format."""
+    """The input and how its rows become requests. columns: what the output adds. format_row: OpenAI batches are answered in
+    their own format. scores_prompts: what is scored are the prompts themselves."""
 
     dataset: Dataset
-    requests_of: Callable[[Any, int], Iterator[Request]]  # (record batch, first row)
+    requests_of: Callable[[Any, int], Iterator[Request | ScoreRequest]]  # (record batch, first row)
     identity: dict
     needs_chat_template: bool
+    columns: Columns
+    scores_prompts: bool = False
     format_row: Callable | None = None
 
     @property
     def is_openai(self) -> bool:
         return self.format_row is not None
 
-    def requests(self, done: DoneRows, rows: dict[int, int]) -> Iterator[Request]:
+    def requests(self, done: DoneRows, rows: dict[int, int]) -> Iterator[Request | ScoreRequest]:
         """Requests for every row not in `done`; notes in `rows` which row the i-th request is for."""
         count = 0
         for first, batch in self.dataset.batches(done.next_unfinished(0)):
@@ -68,7 +73,7 @@ def open_source(options: JobOptions) -> RequestSource:
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 
-    from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+    from batchgen.dataset.prompts import PromptSpec
 
     spec = PromptSpec(
         options.prompt_column,
@@ -77,16 +82,49 @@ def open_source(options: JobOptions) -> RequestSource:
         options.system_prompt,
         options.chat,
     )
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    wants_logprobs = options.sampling.logprobs is not None
-    schema = output_schema(dataset.schema, options.sampling.n, wants_logprobs, options.output_prefix)
+    source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
     if options.output is not None:
-        check_writable(Path(options.output), schema)
+        check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
+    return source
+
+
+def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+    from batchgen.dataset.prompts import compile_prompts, rows_to_requests
+    from batchgen.dataset.sampling_column import compile_sampling_column
+
+    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    own_sampling, identity = None, spec.identity()
+    if options.sampling_column is not None:
+        own_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
+        identity |= {"sampling_column": options.sampling_column}
     return RequestSource(
         dataset,
-        lambda batch, first: rows_to_requests(batch, first, compiled, options.sampling, options.id_column),
-        spec.identity(),
+        lambda batch, first: rows_to_requests(
+            batch, first, compiled, options.sampling, options.id_column, own_sampling
+        ),
+        identity,
         compiled.uses_chat,
+        SampleColumns(options.sampling.n, options.sampling.logprobs is not None),
+    )
+
+
+def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+    from batchgen.dataset.continuations import ContinuationSpec, compile_continuations
+    from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
+
+    asked = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
+    continuations = compile_continuations(asked, dataset.schema)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not asked.whole)
+    if asked.whole and compiled.uses_chat:
+        raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
+    logprobs = options.sampling.logprobs
+    return RequestSource(
+        dataset,
+        lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
+        spec.identity() | {"continuations": asked.identity()},
+        compiled.uses_chat,
+        ScoreColumns(asked.whole, asked.choices, asked.choices_column, logprobs is not None),
+        scores_prompts=asked.whole,
     )
 
 
@@ -96,6 +134,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     from batchgen.dataset.openai_response import format_error, format_response
 
     given = {
+        "--task score": options.task == "score",
+        "--sampling-column": options.sampling_column,
         "--prompt-column": options.prompt_column,
         "--prompt-template": options.prompt_template,
         "--messages-column": options.messages_column,
@@ -128,5 +168,6 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         lambda batch, first: rows_to_requests(batch, first, options.sampling, dataset.duplicate_rows),
         {"format": "openai"},
         False,
-        format_row,
+        SampleColumns(),
+        format_row=format_row,
     )

@@ -87,6 +87,7 @@ def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> d
         "prompt_tokens": stats.prompt_tokens,
         "cached_prompt_tokens": stats.cached_prompt_tokens,
         "generated_tokens": stats.generated_tokens,
+        "scored_tokens": stats.scored_tokens,
         "wall_s": wall_s,
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,
@@ -123,12 +124,17 @@ def summary(report: dict) -> list[str]:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
-    if report["generated_tokens"]:
+    if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         share = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
+        made, rate = (
+            f"{report['generated_tokens']:,} generated",
+            f" ({report['generated_tokens_per_s']:,.1f} generated/s)",
+        )
+        if report["scored_tokens"]:
+            made, rate = f"{report['scored_tokens']:,} of them scored", ""
         lines.append(
-            f"{report['prompt_tokens']:,} prompt tokens{share}, {report['generated_tokens']:,} generated:"
-            f" {report['total_tokens_per_s']:,.0f} tokens/s ({report['generated_tokens_per_s']:,.1f} generated/s);"
+            f"{report['prompt_tokens']:,} prompt tokens{share}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
     if report.get("first_error"):

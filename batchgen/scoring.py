@@ -31,15 +31,20 @@ Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens ar
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """places: of each token of each continuation."""
+class ToRun:
+    """What a request takes. context_tokens: those it came with. places: of each token of each continuation."""
 
-    index: int
-    request: ScoreRequest
     context_tokens: int = 0
     continuations: tuple[tuple[int, ...], ...] = ()
     paths: tuple[Path, ...] = ()
     places: tuple[list[Place], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    index: int
+    request: ScoreRequest
+    work: ToRun = ToRun()
     error: str | None = None
 
 
@@ -69,55 +74,29 @@ class Scoring:
                     yield _Prepared(index, request, error=str(problem))
 
     def _prepared(self, index: int, request: ScoreRequest, texts: Texts) -> _Prepared:
-        tokenizer, policy = self._parts.tokenizer, self._parts.policy
-        context, continuations = encode_pairs(tokenizer, request, texts)
-        for number, tokens in enumerate(continuations, 1):
-            if not tokens:
-                raise RowError(f"continuation {number} has no tokens")
-            check_vocabulary(tokens, self._parts.config.vocab_size, f"continuation {number}")
-        given, room = len(context), policy.max_model_len
-        paths, places = [], [[] for _ in continuations]
-        short = range(len(continuations))
-        if context:
-            check_vocabulary(context, self._parts.config.vocab_size, "the context")
-            longest = max(map(len, continuations))
-            context = cut_overlong(list(context), longest - 1, room, self._on_overlong)
-            if len(context) + longest - 1 > room:
-                raise RowError(
-                    f"the context of {given} tokens and a continuation of {longest} exceed the model's context of {room}"
-                )
-        else:
-            if tokenizer.begin_token_id is None:
-                raise RowError("the context is empty, and the model has no token that begins a text: give a context")
-            context = [tokenizer.begin_token_id]
-            short = [i for i in short if len(continuations[i]) <= room]
-            for i in set(range(len(continuations))) - set(short):
-                for window in windows_of(context[0], continuations[i], room):
-                    places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
-                    paths.append(window)
-        if short:
-            first = len(paths)
-            more, found = paths_of(context, [continuations[i] for i in short])
-            paths += more
-            for i, own in zip(short, found, strict=True):
-                places[i] = [(first + path, position, target) for path, position, target in own]
+        config, policy = self._parts.config, self._parts.policy
+        work = to_run(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
-        longest = max(len(path.tokens) for path in paths)
-        if longest > pool:
-            raise RowError(f"{longest} tokens need more KV than the {pool} tokens that fit the memory budget")
-        return _Prepared(index, request, given, tuple(continuations), tuple(paths), tuple(places))
+        for path in work.paths:
+            check_vocabulary(path.tokens, config.vocab_size, "the text to score")
+            if len(path.tokens) > pool:
+                raise RowError(
+                    f"{len(path.tokens)} tokens need more KV than the {pool} tokens that fit the memory budget"
+                )
+        check_vocabulary([tokens[-1] for tokens in work.continuations], config.vocab_size, "the text to score")
+        return _Prepared(index, request, work)
 
     def start(self, prepared: _Prepared) -> list[Sequence] | Scored:
         """The sequences of a request, or its Scored if it failed before it ran."""
         request, index = prepared.request, prepared.index
         row_id = index if request.id is None else request.id
         if prepared.error is not None:
-            return Scored(index, row_id, prepared.context_tokens, error=prepared.error)
+            return Scored(index, row_id, 0, error=prepared.error)
         # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
         sampling = SamplingParams(max_tokens=1, logprobs=request.logprobs)
         sequences = [
             Sequence(index, row_id, k, list(path.tokens), sampling, targets=path.targets)
-            for k, path in enumerate(prepared.paths)
+            for k, path in enumerate(prepared.work.paths)
         ]
         self._in_flight[index] = prepared, sequences
         self._running[index] = len(sequences)
@@ -137,11 +116,11 @@ class Scoring:
         self._scorer = self._parts.scorer()
         for sequence in finished:
             if sequence.sample_index == 0:  # a request counts once
-                prepared, sequences = self._in_flight[sequence.request_index]
-                scored = sum(map(len, prepared.continuations))
+                work = self._in_flight[sequence.request_index][0].work
+                scored = sum(map(len, work.continuations))
                 stats.scored_tokens += scored
-                stats.prompt_tokens += prepared.context_tokens + scored
-                stats.cached_prompt_tokens += _cached(prepared, sequences)
+                stats.prompt_tokens += work.context_tokens + scored
+                stats.cached_prompt_tokens += min(work.context_tokens, sequence.num_cached)
         return finished
 
     def finish(self, sequence: Sequence) -> Scored | None:
@@ -152,13 +131,13 @@ class Scoring:
             return None
         prepared, sequences = self._in_flight.pop(index)
         del self._running[index]
+        work = prepared.work
         scores = tuple(
             self._score(tokens, places, sequences)
-            for tokens, places in zip(prepared.continuations, prepared.places, strict=True)
+            for tokens, places in zip(work.continuations, work.places, strict=True)
         )
-        return Scored(
-            index, sequence.row_id, prepared.context_tokens, scores, cached_tokens=_cached(prepared, sequences)
-        )
+        cached = min(work.context_tokens, sequences[0].num_cached)
+        return Scored(index, sequence.row_id, work.context_tokens, scores, cached_tokens=cached)
 
     def _score(self, tokens: tuple[int, ...], places: list[Place], sequences: list[Sequence]) -> ContinuationScore:
         found, total, is_greedy = [], 0.0, True
@@ -174,9 +153,39 @@ class Scoring:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
 
 
-def _cached(prepared: _Prepared, sequences: list[Sequence]) -> int:
-    """Tokens of the context that another request had computed."""
-    return min(prepared.context_tokens, sequences[0].num_cached)
+def to_run(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: int, on_overlong: str) -> ToRun:
+    """What has to be run for a request, where the model's context has room for so many tokens; the last one of a
+    continuation, which is not run, need not fit. Raises RowError, InputError."""
+    context, continuations = encode_pairs(tokenizer, request, texts)
+    for number, tokens in enumerate(continuations, 1):
+        if not tokens:
+            raise RowError(f"continuation {number} has no tokens")
+    given = len(context)
+    paths: list[Path] = []
+    places: list[list[Place]] = [[] for _ in continuations]
+    fitting = list(range(len(continuations)))
+    if context:
+        longest = max(map(len, continuations))
+        context = cut_overlong(list(context), longest - 1, room, on_overlong)
+        if len(context) + longest - 1 > room:
+            raise RowError(
+                f"the context has {given} tokens and the longest continuation {longest}, the model's context holds {room}"
+            )
+    else:
+        if tokenizer.begin_token_id is None:
+            raise RowError("the context is empty, and the model has no token that begins a text: give a context")
+        context = [tokenizer.begin_token_id]
+        fitting = [i for i in fitting if len(continuations[i]) <= room]
+        for i in sorted(set(range(len(continuations))) - set(fitting)):
+            for window in windows_of(context[0], continuations[i], room):
+                places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
+                paths.append(window)
+    if fitting:
+        found, own = paths_of(context, [continuations[i] for i in fitting])
+        for i, there in zip(fitting, own, strict=True):
+            places[i] = [(len(paths) + path, position, target) for path, position, target in there]
+        paths += found
+    return ToRun(given, tuple(continuations), tuple(paths), tuple(places))
 
 
 def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:

@@ -59,7 +59,8 @@ class Workload:
     """num_seqs: sequences to generate (rows times samples). prompt_len, output_len: tokens per sequence.
 
     max_output_len: the limit that KV is reserved for. shared_prefix_len: prompt tokens, on average, whose KV an
-    earlier row has computed already.
+    earlier row has computed already. scored_len: positions of a sequence whose logits are asked for, on average, where
+    sequences are scored: they are over when their prompts have run, as if their outputs were of 1 token; None: they generate.
     """
 
     num_seqs: int
@@ -67,6 +68,7 @@ class Workload:
     output_len: Lengths
     max_output_len: int
     shared_prefix_len: float = 0.0
+    scored_len: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:
@@ -85,6 +87,11 @@ class Workload:
         """Every row alike, as in FlexGen's benchmarks."""
         lengths = Lengths((prompt_len,)), Lengths((output_len,))
         return cls(num_seqs, *lengths, output_len, shared_prefix_len)
+
+    @property
+    def generated_len(self) -> float:
+        """Tokens generated per sequence."""
+        return self.output_len.mean if self.scored_len is None else 0.0
 
     @property
     def computed_prompt_len(self) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchgen.errors import InputError, RowError
-from batchgen.request import Request, SamplingParams, cut_overlong
+from batchgen.request import Request, SamplingParams, ScoreRequest, cut_overlong
+from batchgen.scoring import encode_all, to_run
 from batchgen.workload import Lengths, Workload
 
 if TYPE_CHECKING:
@@ -46,26 +48,23 @@ def measure_workload(
     rows that are not sampled. Raises NoUsableRow if no sampled row makes a prompt.
     """
     sampled, reason = 0, None
-    prompts: list[list[int]] = []
-    limits: list[int] = []
-    repeats: list[int] = []
+    rows: list[list[_Sampled]] = []
     for request in itertools.chain.from_iterable(_sample(source)):
         sampled += 1
-        own = request.sampling or sampling
-        tokens = cut_overlong(_encode(request, tokenizer), own.max_tokens, max_model_len, on_overlong)
-        if not 0 < len(tokens) < max_model_len:
-            reason = reason or request.error or ("its prompt is too long" if tokens else "it has no prompt")
-            continue
-        prompts.append(tokens)
-        limits.append(min(own.max_tokens, max_model_len - len(tokens)))
-        repeats.append(own.n)
-    if not prompts:
+        try:
+            rows.append(_sequences(request, tokenizer, sampling, max_model_len, on_overlong))
+        except (RowError, InputError) as error:
+            reason = reason or str(error)
+    if not rows:
         raise NoUsableRow(
             f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
             " give an --input that has prompts, or another --prompt-column"
         )
-    seqs_per_row = sum(repeats) / len(repeats)
-    rows = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(prompts) / sampled
+    sequences = list(itertools.chain.from_iterable(rows))
+    limits = [sequence.limit for sequence in sequences]
+    copies = sum(sequence.copies for sequence in sequences) / len(sequences)
+    seqs_per_row = copies * len(sequences) / len(rows)
+    rows_to_run = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(rows) / sampled
     known = expected_output_len is not None or sampling.ignore_eos or max(limits) == 1
     if expected_output_len is not None:
         outputs = Lengths.of(min(limit, expected_output_len) for limit in limits)
@@ -73,18 +72,53 @@ def measure_workload(
         outputs, known = Lengths.of(max(1, min(n, max(limits))) for n in finished_output_lens), True
     else:
         outputs = Lengths.of(limits)
-    prompt_len = Lengths.of(len(tokens) for tokens in prompts)
+    prompt_len = Lengths.of(len(sequence.tokens) for sequence in sequences)
+    scored = [sequence.scored for sequence in sequences]
     workload = Workload(
-        num_seqs=max(1, round(rows * seqs_per_row)),
+        num_seqs=max(1, round(rows_to_run * seqs_per_row)),
         prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
-        shared_prefix_len=_shared_part(prompts, seqs_per_row) * prompt_len.mean if share_prefixes else 0.0,
+        shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if share_prefixes else 0.0,
+        scored_len=None if None in scored else sum(scored) / len(scored),
     )
     return workload, known
 
 
-def _sample(source: RequestSource) -> Iterator[Iterator[Request]]:
+@dataclass(frozen=True)
+class _Sampled:
+    """A sequence of a sampled row. limit: most tokens generated. copies: how many there are of it. scored: positions whose
+    logits are asked for, the last ones; None: it generates."""
+
+    tokens: Sequence[int]
+    limit: int = 1
+    copies: int = 1
+    scored: int | None = None
+
+    @property
+    def shareable(self) -> int:
+        """Tokens that may be taken over from other sequences."""
+        return len(self.tokens) - (self.scored or 1)
+
+
+def _sequences(
+    request: Request | ScoreRequest, tokenizer: Tokenizer, sampling: SamplingParams, context: int, on_overlong: str
+) -> list[_Sampled]:
+    """The sequences of one row. Raises RowError, InputError."""
+    if request.error is not None:
+        raise RowError(request.error)
+    if isinstance(request, ScoreRequest):
+        texts = encode_all(tokenizer, [request])
+        paths = to_run(tokenizer, request, texts, context, on_overlong).paths
+        return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
+    own = request.sampling or sampling
+    tokens = cut_overlong(_encode(request, tokenizer), own.max_tokens, context, on_overlong)
+    if not 0 < len(tokens) < context:
+        raise RowError("its prompt is too long" if tokens else "it has no prompt")
+    return [_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n)]
+
+
+def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]:
     for first, batch in _sampled_batches(source.dataset):
         yield source.requests_of(batch, first)
 
@@ -111,31 +145,28 @@ def _first_rows(batches: Iterator, count: int) -> Iterator:
 
 def _encode(request: Request, tokenizer: Tokenizer) -> list[int]:
     prompt = request.prompt
-    if request.error is not None or not prompt:
+    if not len(prompt):
         return []
-    try:
-        if isinstance(prompt, str):
-            return tokenizer.encode_batch([prompt])[0]
-        return tokenizer.encode_chat(prompt) if isinstance(prompt[0], dict) else list(prompt)
-    except (RowError, InputError):
-        return []
+    if isinstance(prompt, str):
+        return tokenizer.encode_batch([prompt])[0]
+    return tokenizer.encode_chat(prompt) if isinstance(prompt[0], dict) else list(prompt)
 
 
-def _shared_part(prompts: list[list[int]], seqs_per_row: float) -> float:
+def _shared_part(sequences: list[_Sampled], copies: float) -> float:
     """The part of all prompt tokens that an earlier sequence has computed; the first half of the sample only warms up.
 
-    Further samples of a row take over all of its prompt but the last block.
+    Further copies of a sequence take over all of its prompt but the last block.
     """
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
     shared = []
-    for tokens in prompts:
-        matched, matching, node = 0, True, 0
-        whole = (len(tokens) - 1) // _SHARING_BLOCK * _SHARING_BLOCK
-        for end in range(_SHARING_BLOCK, whole + 1, _SHARING_BLOCK):
+    for sequence in sequences:
+        tokens, matched, matching, node = sequence.tokens, 0, True, 0
+        whole = sequence.shareable // _SHARING_BLOCK * _SHARING_BLOCK
+        for end in range(_SHARING_BLOCK, len(tokens) + 1, _SHARING_BLOCK):
             key = node, tuple(tokens[end - _SHARING_BLOCK : end])
-            matching = matching and key in nodes
+            matching = matching and end <= whole and key in nodes
             matched = end if matching else matched
             node = nodes.setdefault(key, len(nodes) + 1)
-        shared.append((matched + (seqs_per_row - 1) * whole) / seqs_per_row)
-    warm = len(prompts) // 2
-    return sum(shared[warm:]) / sum(len(tokens) for tokens in prompts[warm:])
+        shared.append((matched + (copies - 1) * whole) / copies)
+    warm = len(sequences) // 2
+    return sum(shared[warm:]) / sum(len(sequence.tokens) for sequence in sequences[warm:])

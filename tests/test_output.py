@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from batchgen.errors import BatchgenError, InputError
 from batchgen.output import formats, parts
+from batchgen.output.columns import SampleColumns
 from batchgen.output.formats import check_writable, output_format
 from batchgen.output.join import join, join_formatted, output_schema
 from batchgen.output.parts import write_part
@@ -33,7 +34,7 @@ from batchgen.output.row_result import RowResult
 def joined(dataset, parts_dir: Path, suffix: str = ".parquet", *, n=1, logprobs=False, prefix="", note="{}"):
     """The bytes of the final file, and its totals."""
     file = io.BytesIO()
-    totals = join(dataset, parts_dir, file, suffix, n=n, logprobs=logprobs, prefix=prefix, note=note)
+    totals = join(dataset, parts_dir, file, suffix, columns=SampleColumns(n, logprobs), prefix=prefix, note=note)
     return file.getvalue(), totals
 
 
@@ -45,12 +46,12 @@ def rows_of(parquet: bytes) -> list[dict]:
 
 
 def test_output_columns_follow_the_input_columns():
-    schema = output_schema(FakeDataset.schema, n=1, logprobs=False)
+    schema = output_schema(FakeDataset.schema)
     assert schema.names == [
         "id", "value", "text", "finish_reason", "prompt_tokens", "generated_tokens", "error",
     ]  # fmt: skip
     assert schema.metadata == FakeDataset.schema.metadata
-    many = output_schema(FakeDataset.schema, n=2, logprobs=True, prefix="gen_")
+    many = output_schema(FakeDataset.schema, SampleColumns(2, True), prefix="gen_")
     assert many.field("gen_text").type == pa.list_(pa.string())
     assert many.field("gen_generated_tokens").type == pa.list_(pa.int32())
     assert many.field("gen_prompt_tokens").type == pa.int32()
@@ -59,10 +60,10 @@ def test_output_columns_follow_the_input_columns():
 
 def test_taken_names_are_refused_with_a_prefix_that_is_free():
     with pytest.raises(InputError, match=r"a column named text already: add --output-prefix gen_$"):
-        output_schema(pa.schema([("text", pa.string()), ("logprobs", pa.string())]), 1, False)
-    chained = output_schema(pa.schema([("text", pa.string())]), 1, False, prefix="gen_")
+        output_schema(pa.schema([("text", pa.string()), ("logprobs", pa.string())]))
+    chained = output_schema(pa.schema([("text", pa.string())]), prefix="gen_")
     with pytest.raises(InputError, match=r"columns named gen_text, gen_finish_reason.*--output-prefix gen2_$"):
-        output_schema(chained, 1, False, prefix="gen_")
+        output_schema(chained, prefix="gen_")
 
 
 def test_unknown_extension_names_the_known_ones():
@@ -76,7 +77,7 @@ def test_column_that_parquet_cannot_hold_is_found_before_the_start():
     with pytest.raises(InputError, match=r"column 'meta' of type struct<> .* \.jsonl"):
         check_writable(Path("out.parquet"), schema)
     check_writable(Path("out.jsonl"), schema)
-    check_writable(Path("out.parquet"), output_schema(FakeDataset.schema, 2, True))
+    check_writable(Path("out.parquet"), output_schema(FakeDataset.schema, SampleColumns(2, True)))
 
 
 # ---- joining
@@ -289,6 +290,7 @@ _JOIN_MANY = """
 import sys, time
 from pathlib import Path
 from fake_rows import FakeDataset, result_of
+from batchgen.output.columns import ONE_SAMPLE
 from batchgen.output.join import join
 from batchgen.output.parts import write_part
 import random
@@ -302,7 +304,7 @@ write_part(parts_dir, 10**6, {r: results[r % 1000] for r in retried})
 started_s = time.monotonic()
 with open(parts_dir / "out", "wb") as file:
     dataset = FakeDataset(num_rows)
-    totals = join(dataset, parts_dir, file, ".parquet", n=1, logprobs=False, prefix="", note="{}")
+    totals = join(dataset, parts_dir, file, ".parquet", columns=ONE_SAMPLE, prefix="", note="{}")
 assert totals["rows"] == num_rows, totals
 peak_kib = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak_kib, time.monotonic() - started_s)

@@ -1,4 +1,5 @@
-"""A row of the input into a `Request`: from a text column, a Jinja template or a column of chat messages.
+"""A row of the input into a `Request` or `ScoreRequest`: its prompt from a column of text or token ids, a Jinja template, or a
+column of chat messages.
 
 What is wrong for every row (no such column, an unknown variable) is found by `compile_prompts`, before
 anything else is loaded. What is wrong with one row becomes that `Request`'s error, and never an exception.
@@ -6,7 +7,6 @@ anything else is loaded. What is wrong with one row becomes that `Request`'s err
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,11 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.dataset.column_types import closest, is_list, is_message_list, is_text, is_token_list, value_type
+from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
+from batchgen.dataset.sampling_column import SamplingColumn
 from batchgen.errors import InputError, RowError, one_line
-from batchgen.request import Request, SamplingParams
+from batchgen.request import Request, SamplingParams, ScoreRequest
 
-Prompt = str | list[dict]  # text, or chat messages with "role" and "content"
+Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages with "role" and "content"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class PromptSpec:
     """Where prompts come from: one of `column`, `template` and `messages_column`; with none of them it is the
     column "prompt", or else "messages".
 
-    column: of text, taken as it is. template: Jinja over the columns (see `compile_prompts`); "@file" is read
+    column: of text, taken as it is, or of token ids. template: Jinja over the columns (see `compile_prompts`); "@file" is read
     at once and replaced by the file's text. messages_column: lists of {role, content}, or those as JSON text.
     system_prompt: goes in front of every row's messages that do not begin with their own.
     chat: text is a user's message to the model's chat template, which `system_prompt` implies.
@@ -76,8 +79,10 @@ class CompiledPrompts:
     uses_chat: bool
 
 
-def compile_prompts(spec: PromptSpec, schema: pa.Schema, id_column: str | None = None) -> CompiledPrompts:
-    """Checks the spec and the id column against the columns of the input.
+def compile_prompts(
+    spec: PromptSpec, schema: pa.Schema, id_column: str | None = None, *, may_be_empty: bool = False
+) -> CompiledPrompts:
+    """Checks the spec and the id column against the columns of the input. may_be_empty: of prompts, that is no error.
 
     Templates: the variables are the columns, and `row` is all of them as a mapping, for names that are no
     identifiers: `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template
@@ -87,16 +92,21 @@ def compile_prompts(spec: PromptSpec, schema: pa.Schema, id_column: str | None =
     Raises InputError: a column or variable that is not there, a wrong type, a syntax error (with its line).
     """
     if id_column is not None:
-        id_type = _value_type(schema, id_column, "--id-column")
-        if not (_is_text(id_type) or pa.types.is_integer(id_type)):
+        id_type = value_type(schema, id_column, "--id-column")
+        if not (is_text(id_type) or pa.types.is_integer(id_type)):
             raise InputError(f"--id-column {id_column!r} holds {id_type}: ids must be text or integers")
     if spec.template is not None:
         columns, render = _compile_template(spec.template, schema)
-        return CompiledPrompts(columns, _text_prompts(render, spec), spec.makes_chat)
+        return CompiledPrompts(columns, _text_prompts(render, spec, may_be_empty), spec.makes_chat)
     column, holds_messages = _source_column(spec, schema)
     if holds_messages:
         return CompiledPrompts((column,), lambda row: _message_prompt(row[column], column, spec), True)
-    return CompiledPrompts((column,), _text_prompts(lambda row: _text_of(row[column], column), spec), spec.makes_chat)
+    if is_token_list(value_type(schema, column, "column")):
+        if spec.makes_chat:
+            raise InputError(f"column {column!r} holds token ids, which cannot be chat messages: leave out --chat")
+        return CompiledPrompts((column,), lambda row: _ids_of(row[column], column, may_be_empty), False)
+    text = _text_prompts(lambda row: _text_of(row[column], column), spec, may_be_empty)
+    return CompiledPrompts((column,), text, spec.makes_chat)
 
 
 def rows_to_requests(
@@ -105,21 +115,59 @@ def rows_to_requests(
     compiled: CompiledPrompts,
     sampling: SamplingParams | None,
     id_column: str | None = None,
+    sampling_column: SamplingColumn | None = None,
 ) -> Iterator[Request]:
     """One Request per row of `batch`, whose first row is row `first_row` of the input.
 
-    Its id is the value of `id_column`, or the row's index where there is no such column or it is null.
+    Its id is the value of `id_column`, or the row's index where there is no such column or it is null; its sampling
+    parameters are `sampling`, or what the row's own make of them.
     """
+    more = () if sampling_column is None else (sampling_column.name,)
+    for row_id, row, prompt, error in _rows(batch, first_row, compiled, more, id_column):
+        try:
+            if error is not None:
+                raise error
+            own = sampling if sampling_column is None else sampling_column.of_row(row[sampling_column.name])
+            yield Request(prompt, own, row_id)
+        except RowError as error:
+            yield Request("", sampling, row_id, error=str(error))
+
+
+def rows_to_score_requests(
+    batch: pa.RecordBatch,
+    first_row: int,
+    compiled: CompiledPrompts,
+    continuations: CompiledContinuations,
+    logprobs: int | None = None,
+    id_column: str | None = None,
+) -> Iterator[ScoreRequest]:
+    """One ScoreRequest per row, with the prompt as its context, or as what is scored; else as `rows_to_requests`."""
+    for row_id, row, prompt, error in _rows(batch, first_row, compiled, continuations.columns, id_column):
+        try:
+            if error is not None:
+                raise error
+            if continuations.of_row is None:
+                yield ScoreRequest("", (prompt,), row_id, logprobs)
+            else:
+                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs)
+        except RowError as error:
+            yield ScoreRequest("", (), row_id, error=str(error))
+
+
+def _rows(
+    batch: pa.RecordBatch, first_row: int, compiled: CompiledPrompts, more: tuple[str, ...], id_column: str | None
+) -> Iterator[tuple[str | int, dict[str, Any], Prompt, RowError | None]]:
+    """(id, columns, prompt, what is wrong) of each row; `more` columns than the prompt needs."""
     for index in range(batch.num_rows):
         row_id: str | int = first_row + index
         try:
             if id_column is not None:
                 own = _value(batch, id_column, index)
                 row_id = row_id if own is None else own
-            prompt = compiled.render({name: _value(batch, name, index) for name in compiled.columns})
-            yield Request(prompt, sampling, row_id)
+            row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
+            yield row_id, row, compiled.render(row), None
         except RowError as error:
-            yield Request("", sampling, row_id, error=str(error))
+            yield row_id, {}, "", error
 
 
 def _read_template(path: str) -> str:
@@ -146,47 +194,19 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
                 "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
                 f"--messages-column (columns: {', '.join(schema.names)})"
             )
-        flag, messages = "column", column == "messages" or _is_list(schema.field(column).type)
-    column_type = _value_type(schema, column, flag)
+        column_type = schema.field(column).type
+        flag, messages = "column", column == "messages" or (is_list(column_type) and not is_token_list(column_type))
+    column_type = value_type(schema, column, flag)
     if pa.types.is_null(column_type):
         raise InputError(f"{flag} {column!r} holds only nulls: choose another column")
-    if messages and not (_is_text(column_type) or _is_message_list(column_type)):
+    if messages and not (is_text(column_type) or is_message_list(column_type)):
         raise InputError(
             f"{flag} {column!r} holds {column_type}: it must be lists of {{role, content}}, or JSON of them"
         )
-    if not messages and not _is_text(column_type):
-        fix = "--messages-column" if _is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"
+    if not messages and not is_text(column_type) and not is_token_list(column_type):
+        fix = "--messages-column" if is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"
         raise InputError(f"{flag} {column!r} holds {column_type}, not text: give {fix}")
     return column, messages
-
-
-def _value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
-    if column not in schema.names:
-        raise InputError(f"{flag} {column!r}: no such column{_closest(column, schema)}")
-    column_type = schema.field(column).type
-    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
-
-
-def _closest(name: str, schema: pa.Schema) -> str:
-    by_lower = {column.lower(): column for column in schema.names}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
-
-
-def _is_text(column_type: pa.DataType) -> bool:
-    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(test(column_type) for test in is_text)
-
-
-def _is_list(column_type: pa.DataType) -> bool:
-    return pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
-
-
-def _is_message_list(column_type: pa.DataType) -> bool:
-    if not _is_list(column_type) or not pa.types.is_struct(column_type.value_type):
-        return False
-    item = column_type.value_type
-    return {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
 
 
 def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Callable[[dict], str]]:
@@ -213,7 +233,7 @@ def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Ca
         raise InputError("--prompt-template cannot include, import or extend other templates: put all in one")
     variables = meta.find_undeclared_variables(tree)
     for name in sorted(variables - set(schema.names) - {"row"}):
-        raise InputError(f"--prompt-template: {name!r} is not a column{_closest(name, schema)}")
+        raise InputError(f"--prompt-template: {name!r} is not a column{closest(name, schema)}")
     whole_row = "row" in variables and "row" not in schema.names
     columns = tuple(name for name in schema.names if whole_row or name in variables)
 
@@ -226,10 +246,10 @@ def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Ca
     return columns, render
 
 
-def _text_prompts(render: Callable[[dict], str], spec: PromptSpec) -> Callable[[dict], Prompt]:
+def _text_prompts(render: Callable[[dict], str], spec: PromptSpec, may_be_empty: bool) -> Callable[[dict], Prompt]:
     def prompt(row: dict) -> Prompt:
         text = render(row)
-        if not text:
+        if not text and (spec.makes_chat or not may_be_empty):
             raise RowError("the prompt is empty")
         if not spec.makes_chat:
             return text
@@ -258,6 +278,16 @@ def _with_system(messages: list[dict], spec: PromptSpec) -> list[dict]:
 def _text_of(value: str | None, column: str) -> str:
     if value is None:
         raise RowError(f"column {column!r} is null")
+    return value
+
+
+def _ids_of(value: list | None, column: str, may_be_empty: bool) -> list[int]:
+    if value is None:
+        raise RowError(f"column {column!r} is null")
+    if None in value:
+        raise RowError(f"column {column!r} has a null token id")
+    if not value and not may_be_empty:
+        raise RowError("the prompt is empty")
     return value
 
 

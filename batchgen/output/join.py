@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.errors import InputError
+from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import FORMATS, json_line
 from batchgen.output.parts import PartIndex
-from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 _WINDOW_INPUT_BYTES = 16 << 20
 
@@ -33,25 +32,10 @@ class Dataset(Protocol):
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]: ...
 
 
-def output_schema(input_schema: pa.Schema, n: int, logprobs: bool, prefix: str = "") -> pa.Schema:
-    """The input's columns, then the output columns, each with `prefix` before its name.
-
-    With n > 1 samples a row, text, finish_reason, generated_tokens and logprobs are lists. Raises InputError
-    where a name is taken already.
-    """
-
-    def per_sample(kind: pa.DataType) -> pa.DataType:
-        return pa.list_(kind) if n > 1 else kind
-
-    types = {
-        "text": per_sample(pa.string()),
-        "finish_reason": per_sample(pa.string()),
-        "prompt_tokens": pa.int32(),
-        "generated_tokens": per_sample(pa.int32()),
-        "error": pa.string(),
-    }
-    if logprobs:
-        types["logprobs"] = per_sample(SAMPLE_LOGPROBS_TYPE)
+def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
+    """The input's columns, then the output columns, each with `prefix` before its name. Raises InputError where a name is
+    taken already."""
+    types = columns.types()
     taken = [prefix + name for name in types if prefix + name in input_schema.names]
     if taken:
         candidates = ("gen_", *(f"gen{i}_" for i in range(2, 1000)))
@@ -68,8 +52,7 @@ def join(
     file: BinaryIO,
     suffix: str,
     *,
-    n: int,
-    logprobs: bool,
+    columns: Columns,
     prefix: str,
     note: str,
 ) -> dict[str, int]:
@@ -78,13 +61,13 @@ def join(
     `note` goes into a Parquet file's metadata under "batchgen". Raises BatchgenError where results are
     missing, OSError where the disk fails. Holds a few row groups in memory, whatever the row count.
     """
-    schema = output_schema(dataset.schema, n, logprobs, prefix)
+    schema = output_schema(dataset.schema, columns, prefix)
     totals = _no_totals()
 
     def batches() -> Iterator[pa.RecordBatch]:
         for rows, results in _with_results(dataset, parts_dir):
             _count(totals, results)
-            yield pa.RecordBatch.from_arrays([*rows.columns, *_columns(results, n, logprobs)], schema=schema)
+            yield pa.RecordBatch.from_arrays([*rows.columns, *columns.arrays(rows, results)], schema=schema)
 
     metadata = {**(schema.metadata or {}), b"batchgen": note.encode()}
     FORMATS[suffix](file, schema.with_metadata(metadata), batches())
@@ -109,7 +92,7 @@ def join_formatted(
 
 
 def _with_results(dataset: Dataset, parts_dir: Path) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Input batches, each with the RESULT_SCHEMA batch of its rows."""
+    """Input batches, each with the batch of its rows' results."""
     index = PartIndex(parts_dir)
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0
@@ -147,24 +130,5 @@ def _count(totals: dict[str, int], results: pa.RecordBatch) -> None:
     totals["rows_ok"] += results.num_rows - failed
     totals["rows_failed"] += failed
     totals["prompt_tokens"] += pc.sum(results.column("prompt_tokens")).as_py() or 0
-    totals["generated_tokens"] += pc.sum(results.column("generated_tokens").flatten()).as_py() or 0
-
-
-def _columns(results: pa.RecordBatch, n: int, logprobs: bool) -> list[pa.Array]:
-    """Output columns in the order of output_schema."""
-    text, reason, prompt, generated, error, logprob = (results.column(i) for i in range(1, 7))
-    if n > 1:
-        failed_reason = pa.array([["error"]], reason.type)[0]
-        reason = pc.if_else(error.is_valid(), failed_reason, reason)
-    else:
-        text, logprob = _first(text), _first(logprob)
-        reason = pc.fill_null(_first(reason), "error")
-        generated = pc.fill_null(_first(generated), 0)
-    return [text, reason, prompt, generated, error, *([logprob] if logprobs else [])]
-
-
-def _first(lists: pa.ListArray) -> pa.Array:
-    """The first element of each list, null for an empty or null list."""
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    starts = np.cumsum(lengths) - lengths
-    return lists.flatten().take(pa.array(starts, pa.int64(), mask=lengths == 0))
+    if "generated_tokens" in results.schema.names:
+        totals["generated_tokens"] += pc.sum(results.column("generated_tokens").flatten()).as_py() or 0

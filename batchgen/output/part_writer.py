@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchgen.output.atomic_file import storage_error
-from batchgen.output.parts import next_part_number, write_part
+from batchgen.output.parts import Result, next_part_number, write_part
 from batchgen.output.row_map import DoneRows
-from batchgen.output.row_result import RowResult
 
 
 class _Row(NamedTuple):
     row: int
-    result: RowResult
+    result: Result
     size_bytes: int
 
 
@@ -61,7 +60,7 @@ class PartWriter:
         self._farewell: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._run, name="part-writer", daemon=True).start()
 
-    def add(self, row: int, result: RowResult) -> None:
+    def add(self, row: int, result: Result) -> None:
         """Hand over one finished row. Cheap; waits only while the disk is far behind."""
         size_bytes = result.memory_bytes
         while self._added_bytes - self._settled_bytes > 2 * self._flush_bytes and self._failure is None:
@@ -103,7 +102,7 @@ class PartWriter:
             raise self._failure
 
     def _run(self) -> None:
-        pending: dict[int, RowResult] = {}
+        pending: dict[int, Result] = {}
         pending_bytes = 0
         deadline_s = 0.0
         while True:
@@ -134,7 +133,7 @@ class PartWriter:
         except queue.Empty:
             return None
 
-    def _write(self, results: dict[int, RowResult]) -> None:
+    def _write(self, results: dict[int, Result]) -> None:
         """Write one part, unless an earlier one failed: then the caller has been told to start again."""
         if self._failure is not None:
             return

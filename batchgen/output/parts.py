@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 from batchgen.errors import BatchgenError
 from batchgen.output.atomic_file import replace_durably, staged
 from batchgen.output.row_map import RowMap
-from batchgen.output.row_result import RESULT_SCHEMA, RowResult, to_batch
+from batchgen.output.row_result import RESULT_SCHEMA, RowResult
+from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult
 
+Result = RowResult | ScoreResult
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet(\.damaged)?")
 _GROUP_BYTES = 2 << 20  # a row group is what a join decodes at once
 _WINDOW_BYTES = 16 << 20
@@ -41,15 +43,15 @@ def next_part_number(parts_dir: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def write_part(parts_dir: Path, number: int, results: Mapping[int, RowResult]) -> pa.RecordBatch:
-    """Write one part atomically and return what it holds. Raises OSError, leaving nothing behind."""
-    batch = to_batch(results)
+def write_part(parts_dir: Path, number: int, results: Mapping[int, Result]) -> pa.RecordBatch:
+    """Write one part of results of one kind atomically and return what it holds. Raises OSError, leaving nothing behind."""
+    batch = next(iter(results.values())).to_batch(results)
     rows_per_group = max(1, min(8192, batch.num_rows * _GROUP_BYTES // max(1, batch.nbytes)))
     path = parts_dir / f"part-{number:06d}.parquet"
     temporary = path.with_name(path.name + ".tmp")
     with staged(temporary) as file:
         sink = pa.BufferOutputStream()  # parts are bounded; plain writes give plain OSErrors
-        with pq.ParquetWriter(sink, RESULT_SCHEMA, compression="zstd", write_page_checksum=True) as writer:
+        with pq.ParquetWriter(sink, batch.schema, compression="zstd", write_page_checksum=True) as writer:
             writer.write_batch(batch, row_group_size=rows_per_group)
         file.write(sink.getvalue())
     replace_durably(temporary, path)
@@ -83,7 +85,7 @@ def scan_part(path: Path) -> Iterator[PartGroup]:
 
 
 def part_output_lens(path: Path) -> list[int]:
-    """Generated tokens of each sample in a part. Raises DamagedPart."""
+    """Generated tokens of each sample in a part of generated texts. Raises DamagedPart."""
     file = _open_part(path)
     with file:
         groups = range(file.metadata.num_row_groups)
@@ -96,7 +98,7 @@ def _open_part(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    if not file.schema_arrow.equals(RESULT_SCHEMA):
+    if not any(file.schema_arrow.equals(schema) for schema in (RESULT_SCHEMA, SCORE_SCHEMA)):
         raise DamagedPart(f"{path.name}: its columns are not those of a part")
     return file
 

@@ -12,6 +12,7 @@ from batchgen.request import Completion, PositionLogprobs
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float32())]
 POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])
 SAMPLE_LOGPROBS_TYPE = pa.list_(POSITION_TYPE)
+Positions = tuple[tuple[PositionLogprobs, ...], ...]  # of each text, its tokens'
 
 # One row a result. Lists have an entry a sample, none for a failed row; logprobs is null where not asked for.
 RESULT_SCHEMA = pa.schema(
@@ -62,38 +63,46 @@ class RowResult:
     def memory_bytes(self) -> int:
         """About what it costs to hold; an estimate, for bounding buffers."""
         size_bytes = 500 + 2 * len(self.error or "") + sum(2 * len(text) for text in self.text)
-        for positions in self.logprobs or ():
-            size_bytes += len(positions) * 200 * (1 + (len(positions[0].top) if positions else 0))
-        return size_bytes
+        return size_bytes + positions_bytes(self.logprobs)
+
+    @staticmethod
+    def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
+        """Results by row index as a batch of RESULT_SCHEMA, sorted by row."""
+        rows = sorted(results)
+        ordered = [results[row] for row in rows]
+        columns = [
+            rows,
+            [r.text for r in ordered],
+            [r.finish_reason for r in ordered],
+            [r.prompt_tokens for r in ordered],
+            [r.generated_tokens for r in ordered],
+            [r.error for r in ordered],
+            [position_tuples(r.logprobs) for r in ordered],
+        ]
+        return make_batch(columns, RESULT_SCHEMA)
 
 
-def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
-    """Results by row index as a batch of RESULT_SCHEMA, sorted by row."""
-    rows = sorted(results)
-    ordered = [results[row] for row in rows]
-    columns = [
-        rows,
-        [r.text for r in ordered],
-        [r.finish_reason for r in ordered],
-        [r.prompt_tokens for r in ordered],
-        [r.generated_tokens for r in ordered],
-        [r.error for r in ordered],
-        [_logprob_tuples(r) for r in ordered],
-    ]
+def make_batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
+    """Columns of Python values as a batch, in which text is always valid UTF-8."""
     try:
-        return _batch(columns)
+        return _batch(columns, schema)
     except UnicodeEncodeError:  # a lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form
-        return _batch(_encodable(columns))
+        return _batch(_encodable(columns), schema)
 
 
-def _batch(columns: list[list]) -> pa.RecordBatch:
-    arrays = [pa.array(c, type=f.type) for c, f in zip(columns, RESULT_SCHEMA, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=RESULT_SCHEMA)
+def _batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _logprob_tuples(result: RowResult) -> list | None:
-    """[samples][positions] tuples in the field order of POSITION_TYPE."""
-    if result.logprobs is None:
+def positions_bytes(logprobs: Positions | None) -> int:
+    """About what they cost to hold."""
+    return sum(len(p) * 200 * (1 + (len(p[0].top) if p else 0)) for p in logprobs or ())
+
+
+def position_tuples(logprobs: Positions | None) -> list | None:
+    """[texts][positions] tuples in the field order of POSITION_TYPE."""
+    if logprobs is None:
         return None
     return [
         [
@@ -101,7 +110,7 @@ def _logprob_tuples(result: RowResult) -> list | None:
              [(t.token, t.token_id, t.logprob) for t in p.top])
             for p in positions
         ]
-        for positions in result.logprobs
+        for positions in logprobs
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from batchgen._version import __version__
 from batchgen.errors import BatchgenError, InputError
 from batchgen.output.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
 from batchgen.output.manifest import Manifest, describe_changes
@@ -116,14 +117,13 @@ class Run:
         self,
         dataset: Dataset,
         *,
-        n: int = 1,
-        logprobs: bool = False,
+        columns: Columns = ONE_SAMPLE,
         prefix: str = "",
         format_row: FormatRow | None = None,
     ) -> dict[str, int]:
         """Join the parts into the output, put it in place atomically, and return its totals.
 
-        n, logprobs, prefix: as for output_schema(). format_row: write JSON lines of its making instead, into
+        columns, prefix: as for output_schema(). format_row: write JSON lines of its making instead, into
         the output and the errors file. Raises BatchgenError where rows are missing or the disk fails; all
         finished rows are kept then, and the next run goes on from them.
         """
@@ -137,7 +137,7 @@ class Run:
                     origin = {"version": __version__, "fingerprint": self._manifest.fingerprint}
                     totals = join(
                         dataset, self.parts_dir, files[0], output_format(self.output_path),
-                        n=n, logprobs=logprobs, prefix=prefix, note=json.dumps(origin, sort_keys=True),
+                        columns=columns, prefix=prefix, note=json.dumps(origin, sort_keys=True),
                     )  # fmt: skip
             places = list(zip(joined, self._targets, strict=True))
             sizes_bytes = {target.name: path.stat().st_size for path, target in places}

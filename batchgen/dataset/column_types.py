@@ -1,0 +1,45 @@
+"""What kinds of columns hold what: text, token ids, messages."""
+
+from __future__ import annotations
+
+import difflib
+
+import pyarrow as pa
+
+from batchgen.errors import InputError
+
+
+def value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:
+    """The type of a column's values. Raises InputError where there is no such column."""
+    if column not in schema.names:
+        raise InputError(f"{flag} {column!r}: no such column{closest(column, schema)}")
+    column_type = schema.field(column).type
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+
+
+def closest(name: str, schema: pa.Schema) -> str:
+    """ "; did you mean ...? (columns: ...)"."""
+    by_lower = {column.lower(): column for column in schema.names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return (f"; did you mean {by_lower[close[0]]!r}?" if close else "") + f" (columns: {', '.join(schema.names)})"
+
+
+def is_text(column_type: pa.DataType) -> bool:
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(column_type) for test in tests)
+
+
+def is_list(column_type: pa.DataType) -> bool:
+    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(test(column_type) for test in tests)
+
+
+def is_token_list(column_type: pa.DataType) -> bool:
+    return is_list(column_type) and pa.types.is_integer(column_type.value_type)
+
+
+def is_message_list(column_type: pa.DataType) -> bool:
+    if not is_list(column_type) or not pa.types.is_struct(column_type.value_type):
+        return False
+    item = column_type.value_type
+    return {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}

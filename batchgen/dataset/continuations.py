@@ -1,0 +1,94 @@
+"""What a job scores: a column of continuations, the same choices for every row, or the prompt itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.dataset.column_types import is_list, is_text, is_token_list, value_type
+from batchgen.errors import InputError, RowError
+
+Continuations = tuple[str | list[int], ...]
+
+
+@dataclass(frozen=True)
+class ContinuationSpec:
+    """Where continuations come from: `column` (a text, a list of texts, token ids, or a list of these), `choices` or
+    `choices_column` (lists of texts); with none of them the prompt is what is scored. Raises InputError."""
+
+    column: str | None = None
+    choices: tuple[str, ...] = ()
+    choices_column: str | None = None
+
+    def __post_init__(self) -> None:
+        flags = {"--continuations-column": self.column, "--choices": self.choices}
+        given = [flag for flag, value in (flags | {"--choices-column": self.choices_column}).items() if value]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} exclude each other: give one")
+        if isinstance(self.choices, str) or not all(isinstance(choice, str) and choice for choice in self.choices):
+            raise InputError("--choices must be non-empty texts, each with a --choices of its own")
+        object.__setattr__(self, "choices", tuple(self.choices))
+        if len(self.choices) == 1 or len(set(self.choices)) < len(self.choices):
+            raise InputError("--choices needs two or more texts that differ, each with a --choices of its own")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the prompt itself is scored."""
+        return not (self.column or self.choices or self.choices_column)
+
+    def identity(self) -> dict:
+        """What decides the continuations, as JSON values."""
+        return {"column": self.column, "choices": list(self.choices), "choices_column": self.choices_column}
+
+
+@dataclass(frozen=True)
+class CompiledContinuations:
+    """A checked spec: the columns it reads, and {column: value} -> continuations, which raises RowError. None: the prompt
+    itself is scored."""
+
+    columns: tuple[str, ...] = ()
+    of_row: Callable[[dict[str, Any]], Continuations] | None = None
+
+
+def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> CompiledContinuations:
+    """Checks the spec against the columns of the input. Raises InputError."""
+    if spec.whole:
+        return CompiledContinuations()
+    if spec.choices:
+        return CompiledContinuations((), lambda row: spec.choices)
+    if spec.choices_column is not None:
+        column, kind = spec.choices_column, value_type(schema, spec.choices_column, "--choices-column")
+        if not (is_list(kind) and is_text(kind.value_type)):
+            raise InputError(f"--choices-column {column!r} holds {kind}: it must be lists of texts")
+        return CompiledContinuations((column,), lambda row: _several(row[column], column))
+    column, kind = spec.column, value_type(schema, spec.column, "--continuations-column")
+    if is_text(kind) or is_token_list(kind):
+        return CompiledContinuations((column,), lambda row: (_one(row[column], column),))
+    if is_list(kind) and (is_text(kind.value_type) or is_token_list(kind.value_type)):
+        return CompiledContinuations((column,), lambda row: _several(row[column], column))
+    raise InputError(
+        f"--continuations-column {column!r} holds {kind}: it must be text, a list of texts, token ids, or a list of those"
+    )
+
+
+def _several(values: list | None, column: str) -> Continuations:
+    if values is not None and not values:
+        raise RowError(f"column {column!r} has no continuations")
+    return tuple(_one(value, column) for value in _there(values, column))
+
+
+def _one(value: str | list | None, column: str) -> str | list[int]:
+    if not isinstance(value, str) and None in _there(value, column):
+        raise RowError(f"column {column!r} has a null token id")
+    if not value:
+        raise RowError(f"column {column!r} has an empty continuation")
+    return value
+
+
+def _there(value: Any, column: str) -> Any:
+    if value is None:
+        raise RowError(f"column {column!r} is null")
+    return value

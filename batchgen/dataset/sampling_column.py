@@ -1,0 +1,88 @@
+"""A column of sampling parameters: what a row has of its own replaces the job's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.dataset.column_types import is_text, value_type
+from batchgen.errors import InputError, RowError, one_line
+from batchgen.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingColumn:
+    """A checked column of structs, or of JSON objects as text, whose fields are those of SamplingParams; nulls, of a field or
+    of all, leave the job's values."""
+
+    name: str
+    job: SamplingParams
+
+    def of_row(self, value: Any) -> SamplingParams:
+        """The row's parameters. Raises RowError."""
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise RowError(f"column {self.name!r} is not valid JSON: {one_line(error)}") from error
+        if value is None:
+            return self.job
+        if not isinstance(value, dict):
+            raise RowError(f"column {self.name!r} is not an object of sampling parameters")
+        own = {name: item for name, item in value.items() if item is not None}
+        unknown = sorted(set(own) - set(SamplingParams.names()))
+        if unknown:
+            raise RowError(f"column {self.name!r}: {unknown[0]!r} is no sampling parameter")
+        own = {name: _typed(name, item) for name, item in own.items()}
+        try:
+            sampling = replace(self.job, **own)
+        except InputError as error:
+            raise RowError(f"column {self.name!r}: {error}") from error
+        if sampling.n > 1 and self.job.n == 1:
+            raise RowError(f"column {self.name!r}: n is {sampling.n}, but the job's is 1: give it -n as well")
+        if sampling.logprobs is not None and self.job.logprobs is None:
+            raise RowError(f"column {self.name!r}: logprobs are given, but not to the job: give it --logprobs as well")
+        return sampling
+
+
+def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:
+    """Checks the column's type and the names of its fields. Raises InputError."""
+    kind = value_type(schema, name, "--sampling-column")
+    if pa.types.is_struct(kind):
+        unknown = [field.name for field in kind if field.name not in SamplingParams.names()]
+        if unknown:
+            raise InputError(
+                f"--sampling-column {name!r} has a field {unknown[0]!r}: it is none of {', '.join(SamplingParams.names())}"
+            )
+    elif not is_text(kind):
+        raise InputError(f"--sampling-column {name!r} holds {kind}: it must be structs, or JSON objects as text")
+    return SamplingColumn(name, job)
+
+
+# Of each parameter: what its values are, and in words.
+_KINDS = {
+    "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),
+    "float": (lambda v: isinstance(v, int | float) and not isinstance(v, bool), "a number"),
+    "bool": (lambda v: isinstance(v, bool), "true or false"),
+    "str": (lambda v: isinstance(v, str), "text"),
+    "tuple[str, ...]": (
+        lambda v: isinstance(v, str) or (isinstance(v, list | tuple) and all(isinstance(s, str) for s in v)),
+        "a text or a list of texts",
+    ),
+    "tuple[int, ...]": (
+        lambda v: isinstance(v, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in v),
+        "a list of token ids",
+    ),
+}
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value, if it is of the parameter's type. Raises RowError."""
+    kind = next(str(f.type) for f in fields(SamplingParams) if f.name == name).removesuffix(" | None")
+    test, words = _KINDS[kind]
+    if not test(value):
+        raise RowError(f"{name} must be {words}, not {one_line(json.dumps(value, ensure_ascii=False, default=str))}")
+    return value

@@ -1,0 +1,126 @@
+"""The columns that a job adds to its input's: their types, and how they are made of what parts keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
+
+
+class Columns(Protocol):
+    def types(self) -> dict[str, pa.DataType]:
+        """By name, in the order in which they are written."""
+
+    def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
+        """The columns for some rows of the input and the results that parts have for them."""
+
+
+@dataclass(frozen=True)
+class SampleColumns:
+    """Of generated texts: with n > 1 samples a row, text, finish_reason, generated_tokens and logprobs are lists."""
+
+    n: int = 1
+    logprobs: bool = False
+
+    def types(self) -> dict[str, pa.DataType]:
+        def per_sample(kind: pa.DataType) -> pa.DataType:
+            return pa.list_(kind) if self.n > 1 else kind
+
+        types = {
+            "text": per_sample(pa.string()),
+            "finish_reason": per_sample(pa.string()),
+            "prompt_tokens": pa.int32(),
+            "generated_tokens": per_sample(pa.int32()),
+            "error": pa.string(),
+        }
+        return types | ({"logprobs": per_sample(SAMPLE_LOGPROBS_TYPE)} if self.logprobs else {})
+
+    def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
+        text, reason, prompt, generated, error, logprob = (results.column(i) for i in range(1, 7))
+        if self.n > 1:
+            failed_reason = pa.array([["error"]], reason.type)[0]
+            reason = pc.if_else(error.is_valid(), failed_reason, reason)
+        else:
+            text, logprob = _first(text), _first(logprob)
+            reason = pc.fill_null(_first(reason), "error")
+            generated = pc.fill_null(_first(generated), 0)
+        return [text, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
+
+
+ONE_SAMPLE = SampleColumns()
+
+
+@dataclass(frozen=True)
+class ScoreColumns:
+    """Of scored texts: lists with an entry a continuation, null in rows that failed.
+
+    whole: there is one continuation, the prompt itself: numbers instead of lists, and its perplexity. choices: the
+    continuations, where they are the same for every row; choices_column: the column that has them; with either, the likeliest
+    one is a column of its own. token_logprobs: each token's.
+    """
+
+    whole: bool = False
+    choices: tuple[str, ...] = ()
+    choices_column: str | None = None
+    token_logprobs: bool = False
+
+    def types(self) -> dict[str, pa.DataType]:
+        if self.whole:
+            types = {"logprob": pa.float64(), "num_tokens": pa.int32(), "perplexity": pa.float64()}
+        else:
+            types = {
+                "logprobs": pa.list_(pa.float64()),
+                "is_greedy": pa.list_(pa.bool_()),
+                "num_tokens": pa.list_(pa.int32()),
+            }
+        if self.choices or self.choices_column:
+            types = {"choice": pa.string(), "choice_index": pa.int32()} | types
+        types |= {"prompt_tokens": pa.int32(), "error": pa.string()}
+        kind = SAMPLE_LOGPROBS_TYPE if self.whole else pa.list_(SAMPLE_LOGPROBS_TYPE)
+        return types | ({"token_logprobs": kind} if self.token_logprobs else {})
+
+    def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
+        failed = results.column("error").is_valid()
+        lists = [_null_where(failed, results.column(name)) for name in ("logprobs", "is_greedy", "num_tokens")]
+        each_token = results.column("token_logprobs")
+        if self.whole:
+            total, _, count = (_first(values) for values in lists)
+            perplexity = pc.exp(pc.negate(pc.divide(total, count.cast(pa.float64()))))
+            arrays, each_token = [total, count, perplexity], _first(each_token)
+        else:
+            arrays = lists
+        if self.choices or self.choices_column:
+            arrays = [*self._choice(rows, lists[0]), *arrays]
+        arrays += [results.column("prompt_tokens"), results.column("error")]
+        return [*arrays, *([each_token] if self.token_logprobs else [])]
+
+    def _choice(self, rows: pa.RecordBatch, logprobs: pa.ListArray) -> list[pa.Array]:
+        index = [None if values is None else _likeliest(values) for values in logprobs.to_pylist()]
+        if self.choices:
+            texts = [None if i is None else self.choices[i] for i in index]
+        else:
+            column = rows.column(self.choices_column)
+            texts = [None if i is None else column[row].as_py()[i] for row, i in enumerate(index)]
+        return [pa.array(texts, pa.string()), pa.array(index, pa.int32())]
+
+
+def _likeliest(logprobs: list[float]) -> int:
+    """The first of the largest; NaN is none."""
+    return max(range(len(logprobs)), key=lambda i: -math.inf if math.isnan(logprobs[i]) else logprobs[i])
+
+
+def _null_where(mask: pa.BooleanArray, values: pa.Array) -> pa.Array:
+    return pc.if_else(mask, pa.scalar(None, values.type), values)
+
+
+def _first(lists: pa.ListArray) -> pa.Array:
+    """The first element of each list, null for an empty or null list."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    starts = np.cumsum(lengths) - lengths
+    return lists.flatten().take(pa.array(starts, pa.int64(), mask=lengths == 0))

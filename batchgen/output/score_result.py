@@ -1,0 +1,76 @@
+"""What became of one scored row, as parts keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE, make_batch, position_tuples, positions_bytes
+from batchgen.request import PositionLogprobs, Scored
+
+# One row a result. Lists have an entry a continuation, none for a failed row; token_logprobs is null where not asked for.
+SCORE_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("logprobs", pa.list_(pa.float64())),
+        ("is_greedy", pa.list_(pa.bool_())),
+        ("num_tokens", pa.list_(pa.int32())),
+        ("prompt_tokens", pa.int32()),
+        ("error", pa.string()),
+        ("token_logprobs", pa.list_(SAMPLE_LOGPROBS_TYPE)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """One finished row: either `error`, or one entry per continuation in each tuple: its log-probability, whether it is
+    greedy, its tokens, and the log-probabilities of these."""
+
+    logprobs: tuple[float, ...]
+    is_greedy: tuple[bool, ...]
+    num_tokens: tuple[int, ...]
+    prompt_tokens: int
+    error: str | None = None
+    token_logprobs: tuple[tuple[PositionLogprobs, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.error is None) != bool(self.logprobs):
+            raise ValueError(f"a row has scores or an error, not both or neither: {self!r}")
+
+    @classmethod
+    def from_scored(cls, scored: Scored, *, whole: bool, token_logprobs: bool) -> ScoreResult:
+        """whole: the row's prompt is what was scored. token_logprobs: whether they are asked for."""
+        scores = scored.scores if scored.error is None else ()
+        num_tokens = tuple(len(score.token_ids) for score in scores)
+        return cls(
+            logprobs=tuple(score.logprob for score in scores),
+            is_greedy=tuple(score.is_greedy for score in scores),
+            num_tokens=num_tokens,
+            prompt_tokens=sum(num_tokens) if whole else scored.context_tokens,
+            error=scored.error,
+            token_logprobs=tuple(score.tokens for score in scores) if token_logprobs and scores else None,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it costs to hold; an estimate, for bounding buffers."""
+        return 500 + 2 * len(self.error or "") + 100 * len(self.logprobs) + positions_bytes(self.token_logprobs)
+
+    @staticmethod
+    def to_batch(results: Mapping[int, ScoreResult]) -> pa.RecordBatch:
+        """Results by row index as a batch of SCORE_SCHEMA, sorted by row."""
+        rows = sorted(results)
+        ordered = [results[row] for row in rows]
+        columns = [
+            rows,
+            [r.logprobs for r in ordered],
+            [r.is_greedy for r in ordered],
+            [r.num_tokens for r in ordered],
+            [r.prompt_tokens for r in ordered],
+            [r.error for r in ordered],
+            [position_tuples(r.token_logprobs) for r in ordered],
+        ]
+        return make_batch(columns, SCORE_SCHEMA)
