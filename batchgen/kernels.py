@@ -312,6 +312,12 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     return index
 
 
+def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
+    """As `ops.forbid`."""
+    assert allowed.shape[1] * 32 >= logits.shape[1] and len(allowed) == len(rows)
+    _kernels.forbid(logits.data_ptr(), logits.stride(0), logits.shape[1], rows, allowed)
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

@@ -305,6 +305,15 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     return compute(logits, draws)
 
 
+def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
+    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place.
+
+    rows: int64, those that the masks are for. allowed: int32 [rows, words], a bit a token, lowest first; at least as many as
+    there are columns."""
+    compute = kernels if logits.device.type == "cpu" else reference
+    compute.forbid(logits, rows, allowed)
+
+
 # 4-bit groups.
 
 

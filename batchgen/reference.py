@@ -261,6 +261,16 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     return torch.cat(drawn)
 
 
+def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
+    """As `ops.forbid`."""
+    columns, bits = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
+    for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
+        octets = torch.from_numpy(allowed[some].view(np.uint8)).to(logits.device)
+        forbidden = ((octets[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :columns]
+        here = torch.from_numpy(rows[some]).to(logits.device)
+        logits[here] = logits[here].masked_fill(forbidden, -torch.inf)
+
+
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     # In float64: a row's cumulative probabilities must not depend on how a batch is vectorised.
     probs = torch.softmax((logits / temperature).double(), -1)

@@ -298,4 +298,14 @@ PYBIND11_MODULE(_kernels, m) {
         py::gil_scoped_release release;
         run(rows, row);
     });
+    m.def("forbid", [](Address logits, int64_t stride, int64_t columns, const Array<int64_t>& rows,
+                       const Array<int32_t>& allowed) {
+        const int64_t words = allowed.shape(1);
+        const auto* masks = reinterpret_cast<const uint32_t*>(allowed.data());
+        const int64_t* row = rows.data();
+        py::gil_scoped_release release;
+        over_rows(rows.size(), columns, [&](int64_t i, int64_t stop) {
+            for (; i < stop; i++) forbid(at<float>(logits) + row[i] * stride, columns, masks + i * words);
+        });
+    });
 }

@@ -1,7 +1,9 @@
 #include "draw.h"
 
 #include <algorithm>
+#include <bit>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -72,6 +74,19 @@ int64_t draw(float* shares, int64_t count, const Filter& filter, double uniform)
         before += blocks[i];
     }
     return last;
+}
+
+void forbid(float* logits, int64_t count, const uint32_t* allowed) {
+    constexpr float none = -std::numeric_limits<float>::infinity();
+    for (int64_t start = 0; start < count; start += 32, allowed++) {
+        const int64_t stop = std::min<int64_t>(count, start + 32);
+        if (*allowed == 0) {  // the usual ones: all of a word, or none
+            std::fill(logits + start, logits + stop, none);
+        } else {
+            for (uint32_t bits = ~*allowed; bits; bits &= bits - 1)
+                if (const int64_t i = start + std::countr_zero(bits); i < stop) logits[i] = none;
+        }
+    }
 }
 
 }  // namespace batchgen

@@ -1,4 +1,4 @@
-// A token from each row of logits, at random.
+// A token from each row of logits, at random; and tokens that are not to be chosen at all.
 #pragma once
 #include <cstdint>
 
@@ -14,5 +14,8 @@ struct Filter {
 // what is left. shares: [count], of each token in proportion to its probability, the largest 1; those left out become 0.
 // Equal ones go by index.
 int64_t draw(float* shares, int64_t count, const Filter& filter, double uniform);
+
+// The logits [count] of tokens whose bit is not set, lowest bit first, become minus infinity.
+void forbid(float* logits, int64_t count, const uint32_t* allowed);
 
 }  // namespace batchgen

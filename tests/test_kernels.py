@@ -462,6 +462,42 @@ def test_argmax(rows, columns, seed):
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 700), st.sampled_from([0.01, 0.5, 0.99]), st.integers(0, 2**20))
+def test_forbid(rows, columns, share, seed):
+    rng = np.random.default_rng(seed)
+    words = -(-columns // 32) + int(rng.integers(2))  # masks may go on past the logits
+    bits = rng.random((rows, words * 32)) < share
+    bits[0, ::2], bits[-1] = True, rng.random() < 0.5
+    allowed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    wide = random(seed, rows + 2, columns + 5)
+    mine = rng.permutation(rows + 2)[:rows]
+    expected = wide.clone()
+    expected[mine, :columns] = torch.where(
+        torch.from_numpy(bits[:, :columns]), wide[mine, :columns], torch.tensor(-torch.inf)
+    )
+    for compute in (kernels, reference):
+        got = wide.clone()
+        compute.forbid(got[:, :columns], mine, allowed)
+        assert torch.equal(got, expected)
+
+
+def test_what_is_forbidden_is_never_drawn():
+    rng = np.random.default_rng(0)
+    allowed = np.zeros((64, 4992), dtype=bool)
+    for row in allowed:
+        row[rng.choice(4992, rng.integers(1, 5), replace=False)] = True
+    logits = random(0, 64, 4992, scale=4) - 60 * torch.from_numpy(allowed)  # by far the least likely ones
+    kernels.forbid(logits, np.arange(64), np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+    uniform = rng.random(64)
+    uniform[:2] = 0.0, 1 - 2**-53
+    for given_ in ({}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.01}, {"temperature": 100.0}):
+        for compute in (kernels, reference):
+            got = compute.draw(logits, draws(uniform, **given_))
+            assert allowed[np.arange(64), got.numpy()].all(), given_
+    assert allowed[np.arange(64), kernels.argmax(logits)[0].numpy()].all()
+
+
 def draws(uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     rows = len(uniform)
     return Draws(
