@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from batchgen.constraint import Grammars, check_grammar
 from batchgen.errors import InputError
 from batchgen.generation import Generation
 from batchgen.model_config import ModelConfig
@@ -64,7 +65,8 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class EngineParts:
     """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
-    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer."""
+    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them
+    no request may have one."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -80,11 +82,13 @@ class EngineParts:
     compute_home: str = "cpu"
     load_s: float = 0.0
     scorer: Callable | None = None
+    grammars: Grammars | None = None
 
 
 @dataclass
 class EngineStats:
-    """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests."""
+    """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests,
+    masks that of the thread that makes masks, and mask_wait (a part of sampling) what was waited for them."""
 
     prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
     cached_prompt_tokens: int = 0
@@ -143,6 +147,8 @@ class Engine:
         from batchgen.tokenizer import load_tokenizer
 
         where = parse_device(device)
+        sampling = sampling or SamplingParams()
+        check_grammar(sampling)
         files = resolve_model(model)
         policy = in_memory_policy(
             read_config(files),
@@ -161,7 +167,8 @@ class Engine:
             dtype=dtype,
             device=where,
             budgets=resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory),
-            min_output_len=(sampling or SamplingParams()).max_tokens,
+            min_output_len=sampling.max_tokens,
+            sampling=sampling,
             on_load=on_load,
         )
         self._init(parts, expected_output_len, on_overlong, sampling)
@@ -214,6 +221,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""
+        if self.parts.grammars:
+            self.parts.grammars.close()
         self.parts.executor.close()
 
     def __enter__(self) -> Engine:

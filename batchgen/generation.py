@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from batchgen.constraint import Grammar
 from batchgen.errors import InputError, RowError
 from batchgen.request import (
     Completion,
@@ -36,6 +37,7 @@ class _InFlight:
     prompt_tokens: int
     samples: list[Sample | None]
     cached_tokens: int = 0
+    error: str | None = None
 
     def add(self, sequence: Sequence, sample: Sample) -> None:
         self.samples[sequence.sample_index] = sample
@@ -46,6 +48,8 @@ class _InFlight:
         return None not in self.samples
 
     def completion(self) -> Completion:
+        if self.error is not None:
+            return Completion(self.index, self.row_id, self.prompt_tokens, error=self.error)
         return Completion(
             self.index, self.row_id, self.prompt_tokens, tuple(self.samples), cached_tokens=self.cached_tokens
         )
@@ -66,6 +70,7 @@ class _Prepared:
     request: Request
     token_ids: array  # four bytes a token: many of these wait
     error: str | None
+    grammar: Grammar | None = None
 
 
 class Generation:
@@ -88,14 +93,16 @@ class Generation:
             encoded = iter(self._parts.tokenizer.encode_batch(texts)) if texts else iter(())
             for index, request in chunk:
                 token_ids: list[int] = []
-                error = request.error
+                grammar, error = None, request.error
                 if error is None:
                     try:
                         token_ids = self._encode(request, encoded)
                         request, token_ids = self._fit(request, token_ids)
+                        if request.sampling.constrained:
+                            grammar = self._parts.grammars.compile(request.sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, array("i", token_ids), error)
+                yield _Prepared(index, request, array("i", token_ids), error, grammar)
 
     def _encode(self, request: Request, encoded: Iterator[list[int]]) -> list[int]:
         prompt = request.prompt
@@ -140,6 +147,7 @@ class Generation:
         started = []
         for k in range(request.sampling.n):
             sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
+            sequence.constraint = prepared.grammar and prepared.grammar.start()
             if request.sampling.stop:
                 self._detectors[sequence] = self._parts.tokenizer.stop_detector(request.sampling.stop)
             started.append(sequence)
@@ -152,7 +160,7 @@ class Generation:
 
     def advance(self, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their tokens; returns those that have ended."""
-        finished = []
+        finished, constrained = [], []
         for sequence, token in self._sampled:
             if sequence.num_generated == 0 and sequence.sample_index == 0:
                 stats.prompt_tokens += sequence.num_prompt
@@ -164,6 +172,13 @@ class Generation:
             if finish is not None:
                 self._finishes[sequence] = finish
                 finished.append(sequence)
+            elif sequence.constraint is not None:
+                constrained.append((sequence.constraint, token.token_id))
+        grammars = self._parts.grammars
+        if constrained:  # their next masks are made while the next sweep's layers compute
+            grammars.advance(constrained)
+        if grammars:
+            stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}
         stats.generated_tokens += len(self._sampled)
         self._sampled = []
         return finished
@@ -171,12 +186,17 @@ class Generation:
     def finish(self, sequence: Sequence) -> Completion | None:
         """The completion of a sequence's request, if the sequence was its last."""
         flight = self._in_flight[sequence.request_index]
+        if sequence.constraint is not None:
+            flight.error = flight.error or sequence.constraint.error
         flight.add(sequence, self._sample(sequence, self._finishes.pop(sequence), self._detectors.pop(sequence, None)))
         return self._in_flight.pop(sequence.request_index).completion() if flight.done else None
 
     def _finish_of(self, sequence: Sequence) -> _Finish | None:
-        sampling, token = sequence.sampling, sequence.tokens[-1]
-        if not sampling.ignore_eos and token in self._parts.eos_token_ids:
+        sampling, token, constraint = sequence.sampling, sequence.tokens[-1], sequence.constraint
+        if constraint is not None and constraint.error is not None:
+            return _Finish("error", None)
+        # A grammar ends with the end of text, which cannot be gone past.
+        if token in self._parts.eos_token_ids and (constraint is not None or not sampling.ignore_eos):
             return _Finish("stop", None, ends_with_stop_token=True)
         if token in sampling.stop_token_ids:
             return _Finish("stop", token, ends_with_stop_token=True)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.constraint import Grammars
 from batchgen.convert import store_path
 from batchgen.device import Device
 from batchgen.engine import EngineParts
@@ -29,6 +30,7 @@ from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_conf
 from batchgen.planner.memory import chunk_tokens, group_bytes, logit_rows, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
+from batchgen.request import SamplingParams
 from batchgen.units import size_bytes
 
 if TYPE_CHECKING:
@@ -181,6 +183,7 @@ def load_parts(
     device: Device,
     budgets: Mapping[str, int],
     min_output_len: int,
+    sampling: SamplingParams | None = None,
     longest_tokens: int | None = None,
     most_kv_tokens: int | None = None,
     planned_process_bytes: int | None = None,
@@ -193,7 +196,8 @@ def load_parts(
     """Loads a model for the engine, to be run under a policy.
 
     tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
-    min_output_len: what a row must at least be able to generate. longest_tokens: the longest prompt and output looked
+    min_output_len: what a row must at least be able to generate. sampling: of most rows; its grammar, if it has one, is compiled
+    beside the loading of weights. longest_tokens: the longest prompt and output looked
     for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond it is left alone.
     planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
     offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
@@ -235,6 +239,9 @@ def load_parts(
         most_kv_tokens=most_kv_tokens,
     )
     tokenizer = tokenizer()
+    eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    grammars = Grammars(tokenizer.to_json, config.vocab_size, eos_token_ids)
+    grammar = grammars.compile_ahead(sampling) if sampling and sampling.constrained else None
     driver, memories, links = None, {}, None
     if device.kind == "cuda":
         from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory, cap_memory
@@ -280,6 +287,8 @@ def load_parts(
             on_layer=on_load,
         )
         undo.callback(weights.close)
+        if grammar is not None:
+            grammar.result()
         if device.kind == "cuda":
             torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
         executor = Executor(
@@ -316,11 +325,12 @@ def load_parts(
         scorer=Scorer,
         policy=replace(policy, kv_blocks=memory.kv_blocks),
         memory=memory,
-        eos_token_ids=frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
+        eos_token_ids=eos_token_ids,
         dtype=dtype,
         loaded_bytes=weights.num_bytes,
         compute_home=compute_home,
         load_s=time.perf_counter() - started,
+        grammars=grammars,
     )
 
 

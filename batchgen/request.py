@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from batchgen.errors import InputError
@@ -22,7 +23,10 @@ class SamplingParams:
     stop: strings that end a sample; the text ends before them. stop_token_ids: tokens that end a sample.
     ignore_eos: go on past the model's end-of-text tokens.
     logprobs: None, or how many of the likeliest tokens to report beside each chosen one (0: the chosen only),
-        as log-probabilities of the model's own distribution, before temperature and penalties.
+        as log-probabilities of the model's own distribution, before temperature, penalties and grammars.
+    json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be given as a
+        mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A sample ends where
+        its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
     """
 
     max_tokens: int = 256
@@ -37,12 +41,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.top_k == -1:  # vLLM's other way to say "off"
             object.__setattr__(self, "top_k", 0)
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema, ensure_ascii=False))
         checks = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
@@ -53,12 +61,21 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("json_schema", isinstance(self.json_schema, str | None), "the text of a JSON schema"),
+            ("regex", isinstance(self.regex, str | None), "text"),
         ]
         for name, ok, rule in checks:
             if not ok:
                 raise InputError(f"{name} must be {rule}, not {getattr(self, name)!r}")
         if self.temperature == 0.0 and self.n > 1:
             raise InputError("n > 1 with temperature 0 gives n identical samples: set a temperature above 0")
+        if self.constrained and None not in (self.json_schema, self.regex):
+            raise InputError("json_schema and regex exclude each other: give one")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the text must follow a grammar."""
+        return self.json_schema is not None or self.regex is not None
 
     def to_json(self) -> dict:
         """Every field, as plain JSON values."""

@@ -92,10 +92,14 @@ class Tokenizer:
         """A detector of these stop strings for one sample."""
         return StopDetector(self, stop)
 
+    def to_json(self) -> str:
+        """As Hugging Face's `tokenizers` writes it."""
+        return self._backend.to_str()
+
     def identity(self) -> str:
         """sha256 over everything that decides how text becomes tokens, and the chat template."""
         template = json.dumps(self._hf.chat_template, sort_keys=True)
-        return hashlib.sha256((self._backend.to_str() + template).encode()).hexdigest()
+        return hashlib.sha256((self.to_json() + template).encode()).hexdigest()
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "batchgen"
 VOCABULARY = (
-    "attention_plan", "device", "direct_io", "draws", "errors", "formats", "hardware", "kernels", "machine", "model_config", "ops",
+    "attention_plan", "constraint", "device", "direct_io", "draws", "errors", "formats", "hardware", "kernels", "machine", "model_config", "ops",
     "policy", "quant", "reference", "request", "rope", "units", "workload",
 )  # fmt: skip
 
@@ -54,6 +54,13 @@ def test_triton_is_imported_where_a_card_is_used_and_nowhere_else():
     inside = {p.name for p in (PACKAGE / "triton_kernels").glob("*.py")}
     assert users - inside == {"ops.py"}
     code = "import sys, batchgen.engine, batchgen.ops\nsys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_llguidance_is_imported_where_there_is_a_grammar_and_nowhere_else():
+    users = {p.name for p in PACKAGE.rglob("*.py") if "import llguidance" in p.read_text()}
+    assert users == {"constraint.py"}
+    code = "import sys, batchgen.engine, batchgen.runtime.sampler, batchgen.cli\nsys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -40,6 +40,10 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
     for i, s in enumerate(sequences):
         if s.sampling.repetition_penalty != 1.0:
             _penalise(logits[i], s)
+    constrained = [i for i, s in enumerate(sequences) if s.constraint is not None]
+    if constrained:
+        masks = np.stack([sequences[i].constraint.mask() for i in constrained])
+        ops.forbid(logits, np.array(constrained), masks)
     chosen = ops.argmax(logits)
     drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
     if drawn:
@@ -49,7 +53,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
 
 
 class _Logprobs:
-    """Log-probabilities before any penalty, of the sequences that want them."""
+    """Log-probabilities before any penalty or grammar, of the sequences that want them."""
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
         wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from batchgen.constraint import Constraint
 from batchgen.policy import KV_CLASSES, KV_HOMES
 from batchgen.request import SamplingParams
 
@@ -56,6 +57,7 @@ class Sequence:
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
     targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
     scores: list[ScoredPosition] = field(default_factory=list)
+    constraint: Constraint | None = None  # as far as `tokens` go: it outlives giving way
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

@@ -1,0 +1,200 @@
+"""Structured output: which tokens may come next, so that a sample's text follows a JSON schema or a regular expression.
+
+llguidance does the work; it is an optional extra, imported where a grammar is first needed. A sample's mask for its next token
+is made in a thread of its own, from the moment its last token is known: while the next sweep's layers compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from batchgen.errors import InputError, one_line
+from batchgen.request import SamplingParams
+
+# Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
+# schema's own "x-guidance" goes before these.
+_JSON_DEFAULTS = {"whitespace_pattern": " ?"}
+_KEPT_GRAMMARS = 256  # compiled ones, some tens of kilobytes each
+
+
+def check_grammar(sampling: SamplingParams) -> None:
+    """Raises InputError where there is a schema or regular expression that cannot be followed, or llguidance is missing.
+
+    Takes a millisecond or less, and no tokenizer."""
+    if sampling.constrained:
+        _grammar(sampling.json_schema, sampling.regex)
+
+
+class Constraint:
+    """How far one sample is in its grammar.
+
+    Invariant: the matcher has taken every token of the sample but the end-of-text, each once, or is taking the last one."""
+
+    def __init__(self, matcher: Any, mask: np.ndarray) -> None:
+        self.matcher = matcher
+        self.error: str | None = None  # why the sample cannot go on
+        self._mask = mask
+        self._wait: Callable[[], None] | None = None  # where the mask is being made
+
+    def mask(self) -> np.ndarray:
+        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first. Waits until they are there.
+        All tokens, where there is an `error`."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._mask
+
+
+class Grammar:
+    """A compiled schema or regular expression."""
+
+    def __init__(self, matcher: Any, first_mask: np.ndarray) -> None:
+        self._matcher, self._first_mask = matcher, first_mask
+
+    def start(self) -> Constraint:
+        """Of a new sample."""
+        return Constraint(self._matcher.deep_copy(), self._first_mask)
+
+
+class Grammars:
+    """Grammars over one model's tokens, and the thread that makes masks.
+
+    busy_s: that thread's time. waited_s: of it, what the sweeps waited for."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """tokenizer_json: gives that of Hugging Face's `tokenizers`. vocab_size: columns of the model's logits; the tokenizer may have
+        fewer tokens, or more. Nothing is asked of these until there is a grammar."""
+        self.busy_s = self.waited_s = 0.0
+        self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batchgen-masks")
+        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+
+    def compile(self, sampling: SamplingParams) -> Grammar | None:
+        """The grammar of these parameters, None where they have none. One thread at a time. Raises InputError."""
+        return self._compiled(sampling.json_schema, sampling.regex) if sampling.constrained else None
+
+    def compile_ahead(self, sampling: SamplingParams) -> Future:
+        """`compile`, in the thread."""
+        return self._thread.submit(self.compile, sampling)
+
+    def advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
+        """Each sample got this token: its next mask is made, in the thread."""
+        wait = partial(self._wait_for, self._thread.submit(self._advance, steps))
+        for constraint, _ in steps:
+            constraint._wait = wait
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not self._eos_token_ids:
+            raise InputError("the model has no end-of-text token, with which structured output ends")
+        make = partial(_llguidance().LLTokenizer, self._tokenizer_json(), eos_token=self._eos_token_ids)
+        try:
+            try:
+                return make(n_vocab=self._vocab_size)
+            except ValueError as error:
+                if "vocab size too small" not in str(error):
+                    raise
+                return make()
+        except ValueError as error:
+            raise InputError(
+                f"structured output does not work with the model's tokenizer: {one_line(error)}"
+            ) from error
+
+    @cached_property
+    def _pool(self) -> Any:
+        # Half of the cores: the layers need them all.
+        return _llguidance().LLExecutor(num_threads=max(1, _num_cores() // 2))
+
+    @cached_property
+    def _known(self) -> np.ndarray:
+        """The mask of the tokens that the model has."""
+        bits = np.arange(-(-self._tokenizer.vocab_size // 32) * 32) < self._vocab_size
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _wait_for(self, made: Future) -> None:
+        began = time.perf_counter()
+        made.result()
+        self.waited_s += time.perf_counter() - began
+
+    def _compile(self, json_schema: str | None, regex: str | None) -> Grammar:
+        grammar = _grammar(json_schema, regex)
+        matcher = _llguidance().LLMatcher(self._tokenizer, grammar, log_level=0)
+        mask = self._next_masks([matcher])[0]
+        if matcher.is_error() or not (mask & self._known).any():
+            raise InputError(_refused(json_schema, matcher.get_error() or "no token of the model begins it"))
+        return Grammar(matcher, mask)
+
+    def _advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
+        began = time.perf_counter()
+        moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in steps])
+        masks = self._next_masks([constraint.matcher for constraint, _ in steps])
+        possible = (masks & self._known).any(axis=1)
+        for i, (constraint, _) in enumerate(steps):
+            constraint._mask = masks[i]
+            if not (moved[i] and possible[i]) or constraint.matcher.is_error():
+                reason = constraint.matcher.get_error() or "no token of the model goes on with it"
+                constraint.error = f"the text cannot go on as its grammar wants: {_first_line(reason)}"
+                constraint._mask = np.full_like(masks[i], -1)
+        self.busy_s += time.perf_counter() - began
+
+    def _next_masks(self, matchers: list) -> np.ndarray:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        masks = np.zeros((len(matchers), len(self._known)), dtype=np.int32)
+        fill_next_token_bitmask_par(self._pool, [(matcher, i) for i, matcher in enumerate(matchers)], masks)
+        return masks
+
+
+def _llguidance() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InputError("structured output needs llguidance: pip install 'batchgen[structured]'") from error
+    return llguidance
+
+
+@lru_cache(_KEPT_GRAMMARS)
+def _grammar(json_schema: str | None, regex: str | None) -> str:
+    """As llguidance writes grammars. Raises InputError."""
+    matcher = _llguidance().LLMatcher
+    if json_schema is None:
+        grammar = matcher.grammar_from_regex(regex)
+    else:
+        try:
+            if not isinstance(json.loads(json_schema), dict):
+                raise InputError("json_schema is not a schema: it must be a JSON object")
+            grammar = matcher.grammar_from_json_schema(json_schema, defaults=_JSON_DEFAULTS)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"json_schema is not JSON: {one_line(error)}") from error
+    wrong, messages = matcher.validate_grammar_with_warnings(grammar)
+    if wrong:
+        raise InputError(_refused(json_schema, messages[0]))
+    return grammar
+
+
+def _refused(json_schema: str | None, reason: str) -> str:
+    return f"{'regex' if json_schema is None else 'json_schema'} cannot be followed: {_first_line(reason)}"
+
+
+def _first_line(reason: str) -> str:
+    """What counts of llguidance's messages, which show the place in several lines, and its own state after those."""
+    lines = reason.strip().splitlines()
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return "no text is like that" if told == "NoExtensionBias" else one_line(told)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
