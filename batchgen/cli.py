@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from batchgen.cli_options import (
     with_options,
     without,
 )
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, InputError
 
 EXIT_STOPPED = 3  # the deadline came first: the same command goes on
 EXIT_INTERRUPTED = 130
@@ -127,8 +128,17 @@ def _sampling_apart(options: dict[str, Any]) -> dict[str, Any]:
     given = {name: options.pop(name) for name in SamplingParams.names() if name in options}
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
+    if given.get("json_schema") is not None:
+        given["json_schema"] = _read_schema(given["json_schema"])
     sampling = SamplingParams(**given)
     return options | {"sampling": sampling}
+
+
+def _read_schema(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def main() -> None:

@@ -66,6 +66,8 @@ JOB_OPTIONS = [
     click.option("--stop-token-ids", multiple=True, type=int, metavar="ID", help="Stop token, may be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on past end-of-text."),
     click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of the chosen token and the top N."),
+    click.option("--json-schema", metavar="FILE", help="Every text is JSON that is valid against this schema."),
+    click.option("--regex", metavar="TEXT", help="Every text matches this regular expression, as a whole."),
     click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto",
                  show_default=True),
     click.option("--quantization", type=click.Choice(["none", "int4"]), default="none", show_default=True,

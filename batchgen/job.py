@@ -238,6 +238,7 @@ def load_engine(
             offload_dir=directory,
         ),
         min_output_len=options.sampling.max_tokens if options.task == "generate" else 1,
+        sampling=options.sampling if options.task == "generate" else None,
         longest_tokens=longest_tokens(plan),
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchgen.constraint import check_grammar
 from batchgen.engine import ON_OVERLONG
 from batchgen.errors import InputError
 from batchgen.request import SamplingParams
@@ -103,6 +104,7 @@ def check_options(options: JobOptions) -> None:
     for name, allowed in (("quantization", ("none", "int4")), ("kv_cache_dtype", ("auto", "int4"))):
         if getattr(options, name) not in allowed:
             raise InputError(f"--{name.replace('_', '-')} must be {' or '.join(allowed)}")
+    check_grammar(options.sampling)
     _check_path("--report", options.report)
     _check_path("--trace", options.trace)
     if options.max_time is not None:

@@ -143,6 +143,8 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--chat": options.chat,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
+        "--json-schema": options.sampling.json_schema,
+        "--regex": options.sampling.regex,
     }
     for flag, value in given.items():
         if value:

@@ -70,6 +70,17 @@ def test_every_parameter_is_taken():
     assert chat(top_k=-1)[1].top_k == 0
 
 
+def test_grammars_are_openais_or_vllms():
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    for make in (chat, completion):
+        for fields in ({"response_format": wanted}, {"structured_outputs": {"json": schema}}):
+            assert make(**fields)[1].json_schema == json.dumps(schema)  # the order of properties matters
+        assert make(response_format={"type": "json_object"})[1].json_schema == '{"type": "object"}'
+        assert make(structured_outputs={"regex": "a|b"})[1].regex == "a|b"
+        assert "exclude" in refusal(make, response_format=wanted, structured_outputs={"regex": "a"})
+
+
 def test_prompts():
     assert completion(prompt=[5, 6, 7])[0] == [5, 6, 7]
     assert completion(prompt=["only"])[0] == "only"
@@ -101,7 +112,9 @@ def test_prompts():
         ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "none", "required"),
         ("functions", [], [{"name": "f"}]),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("response_format", {"type": "text"}, {"type": "grammar"}),
+        ("response_format", None, {"type": "json_schema", "json_schema": {"name": "no schema"}}),
+        ("structured_outputs", None, {"choice": ["a", "b"]}),
         ("presence_penalty", 0, 0.5),
         ("frequency_penalty", 0.0, -1),
         ("logit_bias", {}, {"50256": -100}),

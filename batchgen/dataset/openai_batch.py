@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -129,6 +128,7 @@ def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, Sam
         "ignore_eos": _take(fields, "ignore_eos", _is_bool, "true or false", False),
         "seed": _take(fields, "seed", _is_int, "an integer", sampling.seed),
         "logprobs": _chat_logprobs(fields) if chat else _take(fields, "logprobs", _is_int, "an integer"),
+        **_grammar(fields),
     }
     _refuse_others(fields)
     try:
@@ -186,6 +186,34 @@ def _chat_logprobs(fields: dict) -> int | None:
     if top and not wanted:
         raise RowError("top_logprobs needs logprobs to be true")
     return top if wanted else None
+
+
+def _grammar(fields: dict) -> dict[str, Any]:
+    """json_schema or regex, of OpenAI's response_format or vLLM's structured_outputs."""
+    wanted = _take(fields, "response_format", _is_response_format, "of type text, json_object or json_schema", {})
+    own = _take(fields, "structured_outputs", _is_structured_outputs, 'an object with "json" or "regex"', {})
+    found = {name: own[key] for key, name in (("json", "json_schema"), ("regex", "regex")) if key in own}
+    if wanted.get("type", "text") != "text":
+        if found:
+            raise RowError("response_format and structured_outputs exclude each other")
+        found["json_schema"] = (
+            {"type": "object"} if wanted["type"] == "json_object" else wanted["json_schema"]["schema"]
+        )
+    return found
+
+
+def _is_response_format(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    schema = value.get("json_schema")
+    has_schema = isinstance(schema, dict) and isinstance(schema.get("schema"), dict)
+    return value.get("type") in ("text", "json_object") or (value.get("type") == "json_schema" and has_schema)
+
+
+def _is_structured_outputs(value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    return isinstance(value.get("json"), str | dict) or isinstance(value.get("regex"), str)
 
 
 def _refuse_others(fields: dict) -> None:

@@ -1,0 +1,434 @@
+"""Structured output: every text follows its row's grammar, whatever the row shares a batch with; what cannot be followed is refused."""
+
+import itertools
+import json
+import random
+import re
+import sys
+import threading
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
+
+import batchgen
+from batchgen.cli import cli
+from batchgen.constraint import Grammars
+from batchgen.errors import InputError
+from batchgen.output.run_directory import errors_path
+from batchgen.request import Request, SamplingParams
+from batchgen.runtime.block_manager import BlockManager
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "colour", "tags"],
+    "additionalProperties": False,
+}
+INVALID = json.dumps({"type": "object", "properties": 3})
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return str(tiny_models("llama")[0])
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return make_engine(model)
+
+
+def make_engine(model, **options):
+    return batchgen.Engine(model, **{"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 16, **options})
+
+
+def complete(engine, rows):
+    found = sorted(engine.generate(rows), key=lambda c: c.index)
+    assert engine.used_kv_blocks == 0
+    return found
+
+
+def prompt(rng):
+    return [rng.randrange(4, 500) for _ in range(rng.randrange(1, 60))]
+
+
+def random_schema(rng, depth=0):
+    kinds = ["string", "integer", "boolean", "enum", "const", "null", "number", "any_of", "pattern"]
+    kind = rng.choice(["object"] * 4 if depth == 0 else kinds + ["object", "array"] * (depth < 3))
+    low = rng.randrange(-50, 50)
+    if kind == "object":
+        names = rng.sample(["a", "b b", "naïve", "d", 'quote"d', "f"], rng.randrange(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.7],
+            "additionalProperties": False,
+        }
+    return {
+        "array": lambda: {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randrange(3)},
+        "string": lambda: {"type": "string", "maxLength": rng.randrange(9), "minLength": 0},
+        "integer": lambda: {"type": "integer", "minimum": low, "maximum": low + rng.choice([0, 5, 1000])},
+        "boolean": lambda: {"type": "boolean"},
+        "enum": lambda: {"enum": ["x", "ü🎉", 3, None, [1, 2]][: rng.randrange(1, 6)]},
+        "const": lambda: {"const": {"k": ["v", 1.5]}},
+        "null": lambda: {"type": "null"},
+        "number": lambda: {"enum": [1.25, -3, 1e6]},
+        "any_of": lambda: {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]},
+        "pattern": lambda: {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,4}$"},
+    }[kind]()
+
+
+def check_random_schemas(engine, count, seed):
+    rng = random.Random(seed)
+    schemas = [random_schema(rng) for _ in range(count)]
+    rows = [
+        Request(
+            prompt(rng),
+            SamplingParams(
+                max_tokens=400,
+                json_schema=schema,
+                temperature=rng.choice([0.0, 0.7, 5.0]),
+                top_p=rng.choice([1.0, 0.8]),
+                top_k=rng.choice([0, 3]),
+                min_p=rng.choice([0.0, 0.05]),
+                repetition_penalty=rng.choice([1.0, 1.3, 0.8]),
+            ),
+        )
+        for schema in schemas
+    ]
+    for completion, schema in zip(complete(engine, rows), schemas, strict=True):
+        assert completion.error is None
+        (sample,) = completion.samples
+        assert sample.finish_reason == "stop", sample
+        jsonschema.validate(json.loads(sample.text), schema)
+        assert "\n" not in sample.text
+
+
+def test_texts_are_valid_under_random_schemas(engine):
+    check_random_schemas(engine, 60, seed=0)
+
+
+def test_vocabularies_with_bytes_and_of_other_sizes_than_the_logits(tmp_path):
+    """As Llama 2's: spaces are part of words, characters may be made of bytes; the model has more tokens than the
+    tokenizer, and then fewer."""
+    make_tiny_model("llama", tmp_path, bos_token_id=1, eos_token_id=2)
+    make_tiny_sentencepiece_tokenizer(tmp_path)
+    with make_engine(str(tmp_path)) as engine:
+        assert engine.parts.tokenizer.vocab_size < engine.parts.config.vocab_size
+        check_random_schemas(engine, 20, seed=1)
+        rows = [Request([5, 6], SamplingParams(regex=r"é{2} (🎉|→)", max_tokens=40))]
+        assert re.fullmatch("éé [🎉→]", complete(engine, rows)[0].text)
+    make_tiny_model("llama", tmp_path)
+    tokenizer = make_tiny_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra {i}>" for i in range(40)]})
+    tokenizer.save_pretrained(tmp_path)
+    with make_engine(str(tmp_path)) as engine:
+        assert engine.parts.tokenizer.vocab_size > engine.parts.config.vocab_size
+        rng = random.Random(0)
+        rows = [Request(prompt(rng), SamplingParams(max_tokens=400, json_schema=PERSON)) for _ in range(8)]
+        for completion in complete(engine, rows):
+            assert completion.error is None
+            jsonschema.validate(json.loads(completion.text), PERSON)
+
+
+def mixed_rows(seed=0):
+    """Grammars of all kinds beside rows without, greedy and drawn, one and two samples."""
+    rng = random.Random(seed)
+    grammars = [
+        {},
+        {"json_schema": PERSON},
+        {"regex": "(yes|no)( indeed){0,3}"},
+        {"json_schema": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 9}},
+        {"regex": r"\d{3}-\d{4}"},
+        {"json_schema": PERSON, "max_tokens": 7},
+        {"regex": "[a-z ]{30}", "stop": ("e",)},
+    ]
+    ways = [{}, {"temperature": 1.0}, {"temperature": 0.8, "n": 2, "top_p": 0.9}, {"repetition_penalty": 1.2}]
+    return [
+        Request(prompt(rng), SamplingParams(**{"max_tokens": 60, "logprobs": 2} | grammar | way), id=i)
+        for i, (grammar, way) in enumerate(itertools.product(grammars, ways))
+    ]
+
+
+def seen(completion):
+    assert completion.error is None
+    return [(s.token_ids, s.text, s.finish_reason, s.stop) for s in completion.samples]
+
+
+def test_rows_of_one_batch_equal_those_alone(engine, model):
+    rows = mixed_rows()
+    together = [seen(c) for c in complete(engine, rows)]
+    alone = make_engine(model, max_num_seqs=2)  # the two samples of a row
+    assert together == [seen(complete(alone, [row])[0]) for row in rows]
+    assert len({str(t) for t in together}) > 20
+
+
+def test_rows_that_give_way_keep_their_place_in_the_grammar(engine, model):
+    rows = mixed_rows(seed=1)
+    expected = [seen(c) for c in complete(engine, rows)]
+    tight = make_engine(model, max_model_len=128, expected_output_len=1)
+    tight._pools = {"cpu": BlockManager(14, 16)}
+    assert [seen(c) for c in complete(tight, rows)] == expected
+    assert tight.stats.preempted > 3
+
+
+def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
+    computing, too_late = threading.Event(), []
+    make = Grammars._advance
+
+    def make_while_computing(self, steps):
+        if not computing.wait(timeout=20):
+            too_late.append(steps)
+        make(self, steps)
+
+    monkeypatch.setattr(Grammars, "_advance", make_while_computing)
+    engine = make_engine(model)
+    run = engine.parts.executor.run
+
+    def run_and_tell(batches, on_logits):
+        computing.set()
+        run(batches, on_logits)
+        computing.clear()
+
+    monkeypatch.setattr(engine.parts.executor, "run", run_and_tell)
+    (completion,) = complete(engine, [Request([5], SamplingParams(regex="[a-c]{5}", max_tokens=20))])
+    assert re.fullmatch("[a-c]{5}", completion.text) and not too_late
+    assert engine.stats.busy_s["masks"] > 0
+
+
+# Ends.
+
+
+def test_a_sample_ends_where_its_grammar_does(engine):
+    eos = engine.parts.eos_token_ids
+    params = SamplingParams(regex="yes|no", max_tokens=50, ignore_eos=True, temperature=2.0, n=5)
+    (completion,) = complete(engine, [Request([9, 8], params)])
+    for sample in completion.samples:
+        assert sample.text in ("yes", "no") and sample.finish_reason == "stop" and sample.stop is None
+        assert sample.token_ids[-1] in eos and not eos & set(sample.token_ids[:-1])
+
+
+def test_other_ends_come_earlier(engine):
+    rows = [
+        Request([9], SamplingParams(json_schema=PERSON, max_tokens=5)),
+        Request([9], SamplingParams(json_schema=PERSON, max_tokens=300, stop='"age"')),
+    ]
+    cut, stopped = complete(engine, rows)
+    assert cut.samples[0].finish_reason == "length" and len(cut.samples[0].token_ids) == 5
+    assert stopped.samples[0].stop == '"age"' and stopped.text.startswith("{") and '"age"' not in stopped.text
+
+
+def test_logprobs_are_the_models_own(engine, tiny_models):
+    _, reference = tiny_models("llama")
+    ids = [40, 50, 60]
+    (completion,) = complete(engine, [Request(ids, SamplingParams(regex="[a-f]{8}", max_tokens=30, logprobs=3))])
+    (sample,) = completion.samples
+    assert re.fullmatch("[a-f]{8}", sample.text)
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([ids + list(sample.token_ids)])).logits[0].log_softmax(-1)
+    forbidden = 0
+    for i, (token, position) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True), len(ids) - 1):
+        assert position.chosen.logprob == pytest.approx(logprobs[i, token].item(), abs=1e-3)
+        assert [t.token_id for t in position.top] == logprobs[i].topk(3).indices.tolist()
+        forbidden += position.top[0].token_id != token
+    assert forbidden > 2, "the model itself would have said something else"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"regex": "(a"}, "regex cannot be followed: unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"json_schema": "{"}, "json_schema is not JSON"),
+        ({"json_schema": "[]"}, "must be a JSON object"),
+        ({"json_schema": INVALID}, "properties must be an object"),
+        ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(engine, fields, words):
+    sampling = SamplingParams(**fields)
+    with pytest.raises(InputError, match=re.escape(words)) as refusal:
+        batchgen.Engine("/no/such/model", sampling=sampling)  # before the model is looked at
+    assert "\n" not in str(refusal.value)
+    rows = [Request([7], sampling), Request([7], SamplingParams(regex="ab", max_tokens=9)), Request([7])]
+    bad, good, free = complete(engine, rows)
+    assert bad.error == str(refusal.value) and not bad.samples
+    assert good.text == "ab" and free.error is None
+
+
+def test_values_that_are_no_grammar_are_refused():
+    with pytest.raises(InputError, match="exclude each other"):
+        SamplingParams(regex="a", json_schema="{}")
+    with pytest.raises(InputError, match="regex"):
+        SamplingParams(regex=5)
+    with pytest.raises(InputError, match="json_schema"):
+        SamplingParams(json_schema=[1])
+
+
+def test_what_no_token_can_begin_is_refused(engine):
+    (completion,) = complete(engine, [Request([7], SamplingParams(regex="[^\\x00-\\x{10FFFF}]"))])
+    assert "no text is like that" in completion.error
+
+
+def test_a_grammar_that_grows_too_large_fails_its_row_alone(engine):
+    rows = [Request([7], SamplingParams(regex="(a{1000}){1000}", max_tokens=5, temperature=1.0, n=2)), Request([7])]
+    large, free = complete(engine, rows)
+    assert "cannot go on" in large.error and "\n" not in large.error and not large.samples
+    assert free.error is None and free.samples
+
+
+def test_a_tokenizer_without_bytes_is_refused_by_name(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    make_tiny_model("llama", tmp_path)
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="structured output does not work with the model's tokenizer"):
+        make_engine(str(tmp_path), sampling=SamplingParams(regex="a"))
+    assert complete(make_engine(str(tmp_path)), [Request([1])])[0].error is None
+
+
+def test_without_llguidance(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for name in [name for name in sys.modules if name.startswith("llguidance.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    hint = re.escape("pip install 'batchgen[structured]'")
+    with pytest.raises(InputError, match=hint):
+        make_engine(model, sampling=SamplingParams(regex="only here"))
+    free, bound = complete(make_engine(model), [Request([7]), Request([7], SamplingParams(regex="or here"))])
+    assert free.error is None and re.search(hint, bound.error)
+
+
+# Jobs.
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [f"The ferry {i}, and then" for i in range(60)]}), path)
+    return str(path)
+
+
+OPTIONS = {"dtype": "float32", "max_tokens": 300, "temperature": 1.0, "max_num_seqs": 4, "flush_interval": 0.01}
+
+
+def test_a_job_that_was_stopped_goes_on_under_the_same_schema(model, table, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.parquet", tmp_path / "parts.parquet"
+    options = OPTIONS | {"json_schema": PERSON}
+    batchgen.run(model, table, whole, **options)
+    texts = pq.read_table(whole)["text"].to_pylist()
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+
+    sweeps = itertools.count()
+    schedule = batchgen.engine.Scheduler.schedule
+
+    def interrupted(self):
+        if next(sweeps) == 150:
+            raise KeyboardInterrupt
+        return schedule(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(batchgen.engine.Scheduler, "schedule", interrupted)
+        batchgen.run(model, table, parts, **options)
+    with pytest.raises(InputError, match=r"sampling\.json_schema"):
+        batchgen.run(model, table, parts, **options | {"json_schema": PERSON | {"required": []}})
+    report = batchgen.run(model, table, parts, **options)
+    assert 0 < report["rows_resumed"] < 60 and report["rows_ok"] == 60
+    assert report["busy_s"]["masks"] > 0
+    assert pq.read_table(parts)["text"].to_pylist() == texts
+
+
+def command(*args):
+    result = CliRunner().invoke(cli, [str(a) for a in args], standalone_mode=False)
+    return result.exception
+
+
+def test_flags(model, table, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(PERSON))
+    common = ["run", "-m", model, "-i", table, "--dtype", "float32", "--limit", "5", "--progress", "none"]
+    assert command(*common, "-o", tmp_path / "a.jsonl", "--json-schema", schema, "--max-tokens", 300) is None
+    assert command(*common, "-o", tmp_path / "b.jsonl", "--regex", "[a-c]{3}") is None
+    for line in (tmp_path / "a.jsonl").read_text().splitlines():
+        jsonschema.validate(json.loads(json.loads(line)["text"]), PERSON)
+    for line in (tmp_path / "b.jsonl").read_text().splitlines():
+        assert re.fullmatch("[a-c]{3}", json.loads(line)["text"])
+
+
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_jobs_are_refused_before_the_model_is_looked_at(table, tmp_path, verb):
+    bad = tmp_path / "bad.json"
+    bad.write_text(INVALID)
+    common = [verb, "-m", "/no/such/model", "-i", table, "--progress", "none"]
+    common += ["-o", tmp_path / "out.parquet"] if verb == "run" else []
+    for args, words in (
+        (["--json-schema", bad], "properties must be an object"),
+        (["--json-schema", tmp_path / "missing.json"], "missing.json cannot be read"),
+        (["--regex", "a{2,1}"], "repetition"),
+        (["--regex", "a", "--json-schema", bad], "exclude each other"),
+    ):
+        error = command(*common, *args)
+        assert isinstance(error, InputError) and words in str(error) and "\n" not in str(error)
+    assert not (tmp_path / "out.parquet.batchgen").exists()
+
+
+def test_openai_batches_bring_their_own(model, tmp_path):
+    def line(name, **fields):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, **fields}
+        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n"
+
+    def schema(text):
+        return {"type": "json_schema", "json_schema": {"name": "n", "schema": text}}
+
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        line("person", response_format=schema(PERSON)),
+        line("bad", response_format=schema({"type": 3})),
+        line("free", max_tokens=5),
+        line("regex", structured_outputs={"regex": "[xyz]{4}"}),
+    ]
+    source.write_text("".join(lines))
+    report = batchgen.run(model, source, output, dtype="float32")
+    assert (report["rows_ok"], report["rows_failed"]) == (3, 1)
+    answers = {a["custom_id"]: a["response"]["body"] for a in map(json.loads, output.read_text().splitlines())}
+    texts = {name: body["choices"][0]["message"]["content"] for name, body in answers.items()}
+    jsonschema.validate(json.loads(texts["person"]), PERSON)
+    assert re.fullmatch("[xyz]{4}", texts["regex"]) and set(texts) == {"person", "free", "regex"}
+    assert "type must be" in errors_path(output).read_text()
+    with pytest.raises(InputError, match="--regex has no meaning for an OpenAI batch"):
+        batchgen.run(model, source, tmp_path / "other.jsonl", regex="a")
+
+
+@pytest.mark.slow
+def test_the_demo_model_writes_valid_rows():
+    with batchgen.Engine("demo", cpu_memory="3GiB") as engine:
+        question = "Describe a person who is called {} as JSON with name, age, colour and tags."
+        names = ("Ann", "Bo", "Cy", "Di", "Ed", "Flo")
+        rows = [
+            Request(
+                [{"role": "user", "content": question.format(name)}], SamplingParams(max_tokens=200, json_schema=PERSON)
+            )
+            for name in names
+        ]
+        for completion in complete(engine, rows):
+            assert completion.samples[0].finish_reason == "stop"
+            assert completion.error is None
+            jsonschema.validate(json.loads(completion.text), PERSON)
