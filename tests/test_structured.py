@@ -194,9 +194,9 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
     engine = make_engine(model)
     run = engine.parts.executor.run
 
-    def run_and_tell(batches, on_logits):
+    def run_and_tell(batches, on_logits, **options):
         computing.set()
-        run(batches, on_logits)
+        run(batches, on_logits, **options)
         computing.clear()
 
     monkeypatch.setattr(engine.parts.executor, "run", run_and_tell)
