@@ -1,0 +1,159 @@
+"""Scores under any policy: those of transformers, in fp32, wherever weights, KV and the output matrix are."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_device import ORDERS, FakeDevice, run_on
+from hypothesis import given
+from hypothesis import strategies as st
+from test_score import CLOSE, check, tokens
+from test_tiers import LLAMA, OPT, any_policy, random_case
+from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
+
+from batchgen import ops
+from batchgen.device import Device
+from batchgen.engine import Engine
+from batchgen.request import ScoreRequest
+from batchgen.runtime.scheduler import Scheduler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT = 80
+FP32 = "float32"
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+def requests(rng, count):
+    """Contexts of which half begin alike, with 1 to 5 continuations; a third of these are single tokens."""
+    prefix = tokens(rng, 40)
+    rows = []
+    for i in range(count):
+        context = prefix[: rng.choice((0, 0, 20, 40))] + tokens(rng, rng.choice((1, 2, 8, 16, 17, 25)))
+        own = [tokens(rng, rng.choice((1, rng.randrange(1, CONTEXT - len(context))))) for _ in range(rng.randint(1, 4))]
+        rows.append(ScoreRequest(context, (*own, (*own[0][:3], 5)), i, logprobs=rng.choice((None, 0, 2))))
+    return rows
+
+
+def score(parts, rows):
+    with Engine.from_parts(parts) as engine:
+        found = sorted(engine.score(rows), key=lambda scored: scored.index)
+        assert engine.used_kv_blocks == 0, "KV blocks leaked"
+    return found, engine.stats
+
+
+def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda parts: parts):
+    path, model = tiny_models(case.family, **case.overrides)
+    rng = random.Random(case.seed)
+    monkeypatch.setattr("batchgen.loading.logit_rows", lambda *_: rng.choice((1, 5, 300)))
+    device = device or (EMULATED if case.accelerated else CPU)
+    parts = make_parts(
+        path, device, make_policy(path, device, **case.policy), stores, serial=case.mode == "serial",
+        longest_tokens=CONTEXT, most_kv_tokens=1 if case.tight else 4096,
+    )  # fmt: skip
+    if case.mode == "shuffled":
+        shuffle_steps(parts, case.seed)
+    elif case.mode in ("uneven", "own cores"):
+        make_uneven(parts, case.seed)
+    prepare(parts)
+    rows = requests(rng, rng.randint(1, 10))
+    check(model, rows, score(parts, rows)[0])
+
+
+def in_fp32(case):
+    return replace(case, policy=case.policy | {"weight_format": FP32, "kv_format": FP32})
+
+
+@pytest.mark.slow
+@any_policy
+@given(rng=st.randoms(use_true_random=True))
+def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
+    with pytest.MonkeyPatch.context() as patch:
+        run_case(in_fp32(random_case(rng, OPT + LLAMA)), tiny_models, stores, patch)
+
+
+def accelerated_case(seed):
+    rng = random.Random(seed)
+    while not (case := in_fp32(random_case(rng, OPT + LLAMA))).accelerated:
+        pass
+    return replace(case, mode="overlapped")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_policy_on_a_device_with_streams(seed, tiny_models, stores, monkeypatch):
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    device = FakeDevice(*ORDERS[seed])
+    case = accelerated_case(seed)
+    run_case(case, tiny_models, stores, monkeypatch, prepare=lambda parts: run_on(parts, device, monkeypatch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("seed", range(20))
+def test_any_policy_on_a_cuda_card(seed, tiny_models, stores, monkeypatch):
+    run_case(accelerated_case(seed), tiny_models, stores, monkeypatch, Device("cuda"))
+
+
+@pytest.mark.parametrize("logit_rows", [1, 7, 1000])
+@pytest.mark.parametrize("admission", ["continuous", "static"])
+def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission, logit_rows):
+    """Logits are looked at piece by piece: no more than `logit_rows` of a piece's are there at once."""
+    monkeypatch.setattr("batchgen.loading.logit_rows", lambda *_: logit_rows)
+    path, model = tiny_models("llama")
+    parts = make_parts(path, EMULATED, everything_moves(path, weight_format=FP32, admission=admission), stores)
+    sizes = []
+    real = parts.executor.run
+
+    def run(batches, on_logits, **options):
+        def note(asked, logits, start):
+            sizes.append(tuple(logits.shape))
+            on_logits(asked, logits, start)
+
+        real(batches, note, **options)
+
+    parts.executor.run = run
+    rows = requests(random.Random(0), 12)
+    check(model, rows, score(parts, rows)[0])
+    assert {columns for _, columns in sizes} == {512 // 8}
+    assert max(count for count, _ in sizes) <= logit_rows
+
+
+def test_four_bits_are_those_of_the_in_memory_engine(tiny_models, stores):
+    path, _ = tiny_models("llama")
+    rows = requests(random.Random(1), 8)
+    plain = make_policy(path, CPU, weight_format="int4", share_prefixes=False, max_num_batched_tokens=512)
+    expected, _ = score(make_parts(path, CPU, plain, stores), rows)
+    found, _ = score(make_parts(path, EMULATED, everything_moves(path), stores), rows)
+    for a, b in zip(expected, found, strict=True):
+        for x, y in zip(a.scores, b.scores, strict=True):
+            assert [t.chosen.logprob for t in x.tokens] == pytest.approx(
+                [t.chosen.logprob for t in y.tokens], abs=CLOSE
+            )
+
+
+@pytest.mark.parametrize("kv_class", ["gpu", "streamed", "disk"])
+def test_sequences_that_give_way_are_scored_once(tiny_models, stores, monkeypatch, kv_class):
+    """Whatever is preempted between two sweeps: what it has found so far stays, and nothing is asked for twice."""
+    path, model = tiny_models("llama")
+    rng = random.Random(2)
+    real, asked = Scheduler.schedule, []
+
+    def schedule(self):
+        if self.running and rng.random() < 0.5:
+            self._preempt(rng.choice(self.running))
+        sweep = real(self)
+        asked.extend((s.sequence, position) for s in sweep for position in s.asked)
+        return sweep
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    policy = make_policy(path, EMULATED, kv_seqs={kv_class: 8}, max_num_batched_tokens=24, max_model_len=CONTEXT)
+    rows = requests(random.Random(3), 10)
+    found, stats = score(make_parts(path, EMULATED, policy, stores), rows)
+    check(model, rows, found)
+    assert stats.preempted > 3
+    assert len(asked) == len(set(asked))
