@@ -51,6 +51,11 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._token_texts: dict[int, str] = {}
 
+    @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer, for those who need more of it; nothing may be changed in it."""
+        return self._hf
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The tokens of each text, with the special tokens the model expects around a prompt or without."""
         return self._encode(texts, add_special_tokens)

@@ -43,8 +43,8 @@ def write_gguf(source: Path, path: Path, *, as_float16: bool = False) -> Path:
     return path
 
 
-def write_directory(source: Path, path: Path) -> Path:
-    """Writes the GGUF `source` as a Hugging Face directory in bfloat16, unless it is there already. Returns it."""
+def write_directory(source: Path, path: Path, dtype: str = "bfloat16") -> Path:
+    """Writes the GGUF `source` as a Hugging Face directory in that dtype, unless it is there already. Returns it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -52,8 +52,8 @@ def write_directory(source: Path, path: Path) -> Path:
         return path
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     # What came out of a GGUF refuses to be saved: its weights go into a model that did not.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.bfloat16)
-    model.load_state_dict(AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).state_dict())
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=getattr(torch, dtype))
+    model.load_state_dict(AutoModelForCausalLM.from_pretrained(**where, dtype=model.dtype).state_dict())
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

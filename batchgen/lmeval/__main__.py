@@ -1,0 +1,36 @@
+"""`python -m batchgen.lmeval`: lm_eval's own command line, which does not look for models in other packages by itself."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from batchgen.errors import BatchgenError
+
+
+def main() -> None:
+    """Runs `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
+    try:
+        import lm_eval.models  # noqa: F401 - lm_eval registers its own only where there are none yet
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ModuleNotFoundError as error:
+        _end(f"{error}: pip install 'batchgen[lmeval]'", 2)
+    if "batchgen" not in model_registry:  # a later lm_eval may find the entry point
+        model_registry.register("batchgen", target="batchgen.lmeval.model:BatchgenLM")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves finished rows just as Ctrl-C does
+    try:
+        cli_evaluate()
+    except BatchgenError as error:
+        _end(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _end("interrupted; finished rows are saved, the same command goes on from there", 130)
+
+
+def _end(line: str, exit_code: int) -> None:
+    print(f"batchgen: {line}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Requests of one type as one job: a file of rows in, a file of results out, which an interrupted evaluation goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.errors import BatchgenError, one_line
+from batchgen.output.atomic_file import replace_durably, staged, storage_error
+
+_ROW_GROUP = 4096
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where an evaluation's jobs are run, and with what.
+
+    model, options: as `batchgen.run` takes them. identity: JSON values that decide the results, beside the rows.
+    directory: has a folder for each job, named after its kind and a hash of all that decides its results.
+    """
+
+    model: str
+    options: dict[str, Any]
+    identity: dict[str, Any]
+    directory: Path
+    resume: bool = True
+
+    def run(self, kind: str, rows: pa.Table, results: Sequence[str], **options: Any) -> pa.Table:
+        """The columns `results` of the job over `rows`, in their order; what an earlier call finished is not run again.
+
+        kind: the type of request. options: more of the job's. Raises BatchgenError where a row failed.
+        """
+        import batchgen
+
+        folder = self.directory / f"{kind}-{self._digest(kind, rows, options)}"
+        requests, output = folder / "requests.parquet", folder / "results.parquet"
+        try:
+            if not requests.exists():
+                _write(rows, requests)
+        except OSError as error:
+            raise storage_error(error, f"write {requests}") from error
+        logger.info("%s: %s rows, in %s", kind, f"{rows.num_rows:,}", folder)
+        report = batchgen.run(
+            self.model, str(requests), output, report=str(folder / "report.json"),
+            overwrite=not self.resume, retry_failed=self.resume, **self.options, **options,
+        )  # fmt: skip
+        if report["rows_failed"]:
+            errors = pq.read_table(output, columns=["error"])["error"].drop_null()
+            raise BatchgenError(
+                f"{len(errors):,} of {rows.num_rows:,} {kind} rows failed (the first: {one_line(errors[0])});"
+                " the same command tries them again"
+            )
+        return pq.read_table(output, columns=list(results))
+
+    def _digest(self, kind: str, rows: pa.Table, options: dict[str, Any]) -> str:
+        digest = hashlib.sha256(json.dumps([self.identity, kind, options], sort_keys=True, default=str).encode())
+        for column in rows.columns:
+            _add(column.combine_chunks(), digest)
+        return digest.hexdigest()[:24]
+
+
+def token_lists(rows: Sequence[bytes]) -> pa.ListArray:
+    """list<int32> of rows that are token ids, each four bytes."""
+    offsets = np.cumsum([0, *(len(row) // 4 for row in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), np.int32)))
+
+
+def nested_token_lists(rows: Sequence[Sequence[bytes]]) -> pa.ListArray:
+    """list<list<int32>> of rows that are several such."""
+    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), token_lists([ids for row in rows for ids in row]))
+
+
+def _add(array: pa.Array, digest: Any) -> None:
+    """An array's values, and how they are grouped; of text its JSON."""
+    while pa.types.is_list(array.type):
+        digest.update(np.asarray(array.value_lengths()).tobytes())
+        array = array.flatten()
+    is_text = pa.types.is_string(array.type)
+    digest.update(json.dumps(array.to_pylist()).encode() if is_text else np.asarray(array).tobytes())
+
+
+def _write(rows: pa.Table, path: Path) -> None:
+    """Writes Parquet, whole or not at all; in row groups that a resumed job need not all read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with staged(temporary) as file:
+        pq.write_table(rows, file, row_group_size=_ROW_GROUP)
+    replace_durably(temporary, path)

@@ -1,0 +1,293 @@
+"""The model `batchgen` of lm-evaluation-harness: what it asks for, as rows of jobs, and their results back in its order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pyarrow as pa
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from batchgen._version import __version__
+from batchgen.device import parse_device
+from batchgen.errors import InputError, one_line
+from batchgen.lmeval.generation import generation
+from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
+from batchgen.lmeval.texts import Texts
+from batchgen.loading import resolve_context, resolve_dtype
+from batchgen.model_files import cache_dir, model_identity, read_config, resolve_model
+from batchgen.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+# Options of a job that decide how it is run, not what it is.
+JOB_OPTIONS = (
+    "dtype", "quantization", "kv_cache_dtype", "device", "gpu_memory", "cpu_memory", "disk_memory", "offload_dir",
+    "hardware", "admission", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "share_prefixes",
+    "expected_output_len", "flush_interval", "progress",
+)  # fmt: skip
+_Pair = tuple[Any, Sequence[int], Sequence[int]]  # what lm_eval knows a request by, context and continuation
+logger = logging.getLogger(__name__)
+
+
+@register_model("batchgen")
+class BatchgenLM(TemplateLM):
+    """A model as `batchgen run` takes them, for `lm_eval --model batchgen --model_args pretrained=demo,...`.
+
+    pretrained: what `batchgen run --model` takes. max_length, or max_model_len: longest context in tokens; None: the model's.
+    max_gen_toks: where a request says nothing. seed: of draws; None: the torch seed of lm_eval's `--seed`.
+    add_bos_token: whether texts begin with the beginning-of-text token; None: as the tokenizer has it.
+    prefix_token_id: stands before texts without a context; None: the beginning-of-text token, or else the end-of-text one.
+    chat_template_args, enable_thinking: variables of the chat template. think_end_token: text after which the answer begins.
+    work_dir: where jobs are kept; None: `lmeval` in batchgen's cache directory. resume: False runs all of it again.
+    device: as `batchgen run --device`; lm_eval gives "cuda:0" where it was told nothing, which is "auto" here.
+    batch_size, max_batch_size, trust_remote_code: have no meaning here.
+    options: more of the job's, those in JOB_OPTIONS.
+
+    Raises InputError for all that can be refused before weights are read.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "demo",
+        *,
+        max_length: int | None = None,
+        max_model_len: int | None = None,
+        max_gen_toks: int = 256,
+        seed: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
+        work_dir: str | None = None,
+        resume: bool = True,
+        device: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        trust_remote_code: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        unknown = sorted(set(options) - set(JOB_OPTIONS))
+        if unknown:
+            own = "pretrained, max_length, max_gen_toks, seed, add_bos_token, prefix_token_id, work_dir, resume"
+            raise InputError(f"--model_args has no {unknown[0]!r}; it takes {own}, {', '.join(JOB_OPTIONS)}")
+        if max_length is not None and max_model_len is not None:
+            raise InputError("--model_args: max_length and max_model_len are the same: give one")
+        options["device"] = "auto" if device in (None, "cuda:0") else device
+        options.setdefault("progress", "auto")
+        files = resolve_model(pretrained, notify=logger.info)
+        config = read_config(files)
+        dtype = resolve_dtype(config, options.get("dtype", "auto"), parse_device(options["device"]))
+        self._max_length = resolve_context(config, max_length if max_length is not None else max_model_len)
+        if max_gen_toks < 1:
+            raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
+        self.max_gen_toks = max_gen_toks
+        self._tokens = load_tokenizer(files)
+        self.tokenizer = self._tokens.hf
+        self._tokenizer_name = f"{files.name.replace('/', '__')}-{self._tokens.identity()[:16]}"
+        self._texts = Texts(self._tokens, add_bos_token, prefix_token_id)
+        self._special_ids = {self.tokenizer.convert_ids_to_tokens(i): i for i in sorted(self._tokens.special_ids)}
+        self._template_args = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self._template_args["enable_thinking"] = enable_thinking
+        self._think_end = think_end_token
+        self._seed = torch.initial_seed() if seed is None else seed
+        identity = {
+            "batchgen": __version__,
+            "model": model_identity(files),
+            "tokenizer": self._tokens.identity(),
+            "dtype": dtype,
+            "max_model_len": self._max_length,
+            "formats": [options.get("quantization", "none"), options.get("kv_cache_dtype", "auto")],
+        }
+        digest = hashlib.sha256(json.dumps(identity["model"], sort_keys=True).encode()).hexdigest()
+        self._info = {"model_dtype": dtype, "model_sha": digest, "batchgen_version": __version__}
+        directory = cache_dir() / "lmeval" if work_dir is None else Path(work_dir).expanduser()
+        options["max_model_len"] = self._max_length
+        self._work = Workplace(pretrained, options, identity, directory, resume)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> BatchgenLM:
+        """As lm_eval makes its models; what `--model_args` says goes before lm_eval's own flags and their defaults."""
+        return cls(**{**(additional_config or {}), **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> BatchgenLM:
+        """The same, for "key=value,key=value"."""
+        from lm_eval.utils import simple_parse_args_string
+
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval puts beside the results."""
+        return self._info | {"work_dir": str(self._work.directory)}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm_eval keeps prompts made with the chat template under."""
+        return self._tokenizer_name
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model sees at once."""
+        return self._max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-text token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self._texts.prefix_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text; see `add_bos_token`. One that begins with that token's text does not get it twice."""
+        return list(next(self._texts.encode([string], add_special_tokens)))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as one text, up to where the answer begins, or goes on."""
+        self._tokens.require_chat_template()
+
+        def render(messages: list[dict[str, str]]) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self._template_args,
+            )
+
+        try:
+            try:
+                return render(chat_history)
+            except jinja2.TemplateError:
+                others = [message for message in chat_history if message["role"] != "system"]
+                if len(others) == len(chat_history):
+                    raise
+                logger.warning("the chat template knows no system message: it is left out")
+                return render(others)
+        except jinja2.TemplateError as error:
+            raise InputError(f"the model's chat template refuses the messages: {one_line(error)}") from error
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-probability, is greedy) of each request's continuation after its context."""
+        if self._think_end is not None or self._template_args.get("enable_thinking"):
+            raise InputError("a model that thinks cannot be asked for log-likelihoods: choose tasks that generate")
+        texts = [request.args for request in requests]
+        return self._loglikelihood_tokens(
+            [(own, *pair) for own, pair in zip(texts, self._texts.pairs(texts), strict=True)]
+        )
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text, in windows where it is longer than the context."""
+        windows: list[_Pair] = []
+        owners: list[int] = []
+        texts = [request.args[0] for request in requests]
+        for owner, tokens in enumerate(self._texts.encode(texts)):
+            for pair in get_rolling_token_windows(list(tokens), self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._score("loglikelihood_rolling", windows), strict=True):
+            totals[owner] += logprob
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text generated after each request's context, up to what its keywords say ends it."""
+        rows: dict[tuple, int] = {}  # prompt, parameters and, where draws are to differ, the request -> row
+        places, untils, limits = [], [], [1]
+        for request, prompt in zip(
+            requests, self._texts.encode([request.args[0] for request in requests]), strict=True
+        ):
+            try:
+                how = generation(request.args[1], self.max_gen_toks, self._special_ids, self._think_end is not None)
+                room = self.max_length - how.fields["max_tokens"]
+                if room < 1:
+                    raise InputError(f"max_gen_toks must be below the context of {self.max_length}")
+            except InputError as error:
+                raise InputError(f"task {request.task_name}: {error}") from error
+            own = len(places) if how.fields.get("temperature") else None
+            key = _key(prompt[-room:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), own
+            places.append(rows.setdefault(key, len(rows)))
+            untils.append(list(how.until))
+            limits.append(how.fields["max_tokens"])
+        if not rows:
+            return []
+        texts = self._work.run(
+            "generate_until",
+            pa.table(
+                {"prompt": token_lists([prompt for prompt, _, _ in rows]), "sampling": [how for _, how, _ in rows]}
+            ),
+            ["text"],
+            prompt_column="prompt",
+            sampling_column="sampling",
+            max_tokens=max(limits),
+            seed=self._seed,
+        )["text"].to_pylist()
+        answers = []
+        for request, place, until in zip(requests, places, untils, strict=True):
+            answers.append(postprocess_generated_text(texts[place], until, self._think_end))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _loglikelihood_tokens(self, requests: list[_Pair], **kwargs: Any) -> list[tuple[float, bool]]:
+        answers = self._score("loglikelihood", requests)
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
+        """What lm_eval asks of each pair. Continuations of one context are one row, which computes it once."""
+        rows: dict[bytes, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> place in it
+        places = []
+        for texts, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                what = "adds no token to its context" if not continuation else f"has {len(continuation):,} tokens"
+                text = one_line(repr(texts[1] if texts else self._tokens.decode(continuation)))
+                raise InputError(f"the continuation {text} {what}: it must have 1 to {self.max_length:,}")
+            # The last token is not fed to the model, so that the two may have one more than the context holds.
+            context = context[-(self.max_length + 1 - len(continuation)) :]
+            row, continuations = rows.setdefault(_key(context), (len(rows), {}))
+            places.append((row, continuations.setdefault(_key(continuation), len(continuations))))
+        if not rows:
+            return []
+        scores = self._work.run(
+            kind,
+            pa.table(
+                {
+                    "context": token_lists(list(rows)),
+                    "continuations": nested_token_lists([list(known) for _, known in rows.values()]),
+                }
+            ),
+            ["logprobs", "is_greedy"],
+            task="score",
+            prompt_column="context",
+            continuations_column="continuations",
+        )
+        logprobs, greedy = (scores[name].to_pylist() for name in ("logprobs", "is_greedy"))
+        return [(logprobs[row][place], greedy[row][place]) for row, place in places]
+
+
+def _key(token_ids: Sequence[int]) -> bytes:
+    """Tokens as four bytes each: small, and the same for the same tokens."""
+    return array("i", token_ids).tobytes()

@@ -1,0 +1,82 @@
+"""lm_eval's texts as tokens: with or without what stands before a text, contexts and continuations apart."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from batchgen.errors import InputError
+from batchgen.tokenizer import Tokenizer
+
+_CHUNK = 1024  # texts tokenized at once
+
+
+class Texts:
+    """Tokenizes for lm_eval. Tokens come as arrays of four bytes each: an evaluation may have many.
+
+    add_bos_token: whether texts begin with the beginning-of-text token; None: as the tokenizer has it.
+    prefix_token_id: stands before a text that has no context; None: the beginning-of-text token, or else the end-of-text
+    one. Raises InputError where the model has no such token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, add_bos_token: bool | None, prefix_token_id: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._add_bos = add_bos_token
+        self._bos = tokenizer.hf.bos_token_id
+        if add_bos_token and self._bos is None:
+            raise InputError("add_bos_token: the model has no beginning-of-text token: leave it out")
+        choices = (prefix_token_id, self._bos, *tokenizer.eos_token_ids)
+        self.prefix_token_id = next((token_id for token_id in choices if token_id is not None), None)
+        if self.prefix_token_id is None:
+            raise InputError("the model has no beginning-of-text or end-of-text token: give prefix_token_id")
+        if not 0 <= self.prefix_token_id < tokenizer.vocab_size:
+            raise InputError(f"prefix_token_id {prefix_token_id} is not in the vocabulary of {tokenizer.vocab_size}")
+        self._prefix_text = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+
+    def encode(self, texts: Iterable[str], add_special_tokens: bool | None = None) -> Iterator[array]:
+        """The tokens of each text. A text that begins with the prefix token's own text gets nothing before it, unless
+        add_special_tokens says so."""
+        texts = iter(texts)
+        while chunk := list(itertools.islice(texts, _CHUNK)):
+            if add_special_tokens is not None:
+                yield from self._encode(chunk, add_special_tokens)
+                continue
+            begun = [bool(self._prefix_text) and text.startswith(self._prefix_text) for text in chunk]
+            apart = {
+                True: self._encode([text for text, has in zip(chunk, begun, strict=True) if has], False),
+                False: self._encode([text for text, has in zip(chunk, begun, strict=True) if not has], self._add_bos),
+            }
+            yield from (next(apart[has]) for has in begun)
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> Iterator[tuple[array, array]]:
+        """(context, continuation) of each pair of texts, as lm_eval tells them apart.
+
+        Blanks between the two belong to the continuation. Its tokens are those that the whole has beyond the context's,
+        whose own tokens they follow, even where the whole would have been cut otherwise. Each context is tokenized once.
+        """
+        split = []
+        for context, continuation in texts:
+            stripped = context.rstrip()
+            split.append((stripped, context[len(stripped) :] + continuation))
+        contexts = list(dict.fromkeys(context for context, _ in split if context))
+        known = dict(zip(contexts, self.encode(contexts), strict=True))
+        wholes = self.encode(context + continuation for context, continuation in split if context)
+        alone = self.encode((continuation for context, continuation in split if not context), add_special_tokens=False)
+        prefix = array("i", [self.prefix_token_id])
+        for context, _ in split:
+            if context:
+                yield known[context], next(wholes)[len(known[context]) :]
+            else:
+                tokens = next(alone)
+                brings_its_own = tokens[:1] == prefix
+                yield prefix, tokens[1:] if brings_its_own else tokens
+
+    def _encode(self, texts: list[str], add_special_tokens: bool | None) -> Iterator[array]:
+        if not texts:
+            return
+        bos = [] if self._bos is None else [self._bos]
+        for ids in self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens is not False):
+            if add_special_tokens and self._add_bos and ids[:1] != bos:  # not all tokenizers know how to
+                ids = bos + ids
+            yield array("i", ids)

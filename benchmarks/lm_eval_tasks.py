@@ -1,0 +1,112 @@
+"""lm-evaluation-harness on its own `hf` model and on batchgen, in turn: the three tasks of recipes/lm_eval, in float32.
+
+Both read the same Hugging Face directory, made from the demo model's GGUF. Every turn is a new process that imports, loads
+and evaluates; batchgen starts without earlier results. `hf` runs once with each of --batch-sizes in the first turn, and
+goes on with the fastest.
+
+    python benchmarks/lm_eval_tasks.py [--limit 60] [--turns 2] [--batch-sizes 4,16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from peers.bfloat16_files import write_directory
+
+from batchgen.model_files import cache_dir, resolve_model
+from batchgen.report import versions
+
+HERE = Path(__file__).parent
+TASKS = ("listings_match", "listings_address", "listings_perplexity")
+METRICS = ("acc,none", "acc_norm,none", "exact_match,stripped", "word_perplexity,none")
+
+
+def evaluate(model: str, model_args: dict, limit: int | None, scratch: Path) -> dict:
+    """One turn; see peers/run_lm_eval.py. wall_s is the whole process's."""
+    settings, result = scratch / "settings.json", scratch / "result.json"
+    given = {"model": model, "model_args": model_args, "tasks": TASKS, "limit": limit}
+    given |= {"include_path": str(HERE.parent / "recipes" / "lm_eval"), "threads": torch.get_num_threads()}
+    settings.write_text(json.dumps(given))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, HERE / "peers" / "run_lm_eval.py", settings, result], check=True, env=environment)
+    return json.loads(result.read_text())
+
+
+def difference(ours: dict, theirs: dict) -> dict:
+    """How far the answers to the same requests are apart: log-likelihoods at most, and texts that differ."""
+    largest, other_texts, other_greedy = 0.0, 0, 0
+    for task, samples in theirs["responses"].items():
+        for mine, reference in zip(ours["responses"][task], samples, strict=True):
+            for a, b in zip(mine, reference, strict=True):
+                if isinstance(b, str):
+                    other_texts += a != b
+                elif isinstance(b, list):
+                    largest = max(largest, abs(a[0] - b[0]))
+                    other_greedy += a[1] != b[1]
+                else:  # of a whole text: a sum over thousands of tokens
+                    largest = max(largest, abs(a - b))
+    return {"largest_loglikelihood": largest, "other_texts": other_texts, "other_greedy_flags": other_greedy}
+
+
+def scores(run: dict) -> dict:
+    return {
+        task: {name: value for name, value in values.items() if name in METRICS}
+        for task, values in run["results"].items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=int, default=60, help="documents of each task; 0: all")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--batch-sizes", default="4,16", help="of hf; the fastest counts")
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--output", default=str(HERE / "results" / "lm_eval.json"))
+    args = parser.parse_args()
+    directory = str(write_directory(resolve_model("demo").path, cache_dir() / "demo-float32", "float32"))
+    common = {"pretrained": directory, "dtype": "float32", "max_length": args.max_length}
+    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    ours, theirs = [], []
+    for turn in range(args.turns):
+        with tempfile.TemporaryDirectory() as scratch:
+            work = {"work_dir": f"{scratch}/work", "progress": "none"}
+            ours.append(evaluate("batchgen", common | work, args.limit or None, Path(scratch)))
+            runs = {}
+            for size in sizes:
+                peer = common | {"device": "cpu", "batch_size": size}
+                runs[size] = evaluate("hf", peer, args.limit or None, Path(scratch))
+                print(f"turn {turn + 1}: hf in batches of {size} {runs[size]['wall_s']:.1f} s", flush=True)
+        sizes = [min(runs, key=lambda size: runs[size]["wall_s"])]
+        theirs.append(runs[sizes[0]] | {"batch_sizes_s": {size: run["wall_s"] for size, run in runs.items()}})
+        print(f"turn {turn + 1}: batchgen {ours[-1]['wall_s']:.1f} s, hf {theirs[-1]['wall_s']:.1f} s", flush=True)
+    times = ("wall_s", "load_s", "request_s", "batch_sizes_s")
+    best = [min(runs, key=lambda run: run["wall_s"]) for runs in (ours, theirs)]
+    result = {
+        "benchmark": "lm_eval_tasks",
+        "arguments": {k: v for k, v in vars(args).items() if k != "output"},
+        "threads": torch.get_num_threads(),
+        "hf_batch_size": sizes[0],
+        "scores": {"batchgen": scores(best[0]), "hf": scores(best[1])},
+        "difference": difference(*best),
+        "batchgen": [{k: run[k] for k in times if k in run} for run in ours],
+        "hf": [{k: run[k] for k in times if k in run} for run in theirs],
+        "ratio": best[1]["wall_s"] / best[0]["wall_s"],
+        "ratio_per_turn": [t["wall_s"] / o["wall_s"] for o, t in zip(ours, theirs, strict=True)],
+        "ratio_of_requests": {
+            name: best[1]["request_s"][name] / seconds for name, seconds in best[0]["request_s"].items()
+        },
+        "versions": versions() | best[1]["versions"],
+    }
+    Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({k: result[k] for k in ("scores", "difference", "ratio", "ratio_of_requests")}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
