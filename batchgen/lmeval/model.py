@@ -214,7 +214,7 @@ class BatchgenLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each request's context, up to what its keywords say ends it."""
         rows: dict[tuple, int] = {}  # prompt, parameters and, where draws are to differ, the request -> row
-        places, untils, limits = [], [], [1]
+        places, untils, limits, cut = [], [], [1], 0
         for request, prompt in zip(
             requests, self._texts.encode([request.args[0] for request in requests]), strict=True
         ):
@@ -229,7 +229,9 @@ class BatchgenLM(TemplateLM):
             key = _key(prompt[-room:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), own
             places.append(rows.setdefault(key, len(rows)))
             untils.append(list(how.until))
+            cut += len(prompt) > room
             limits.append(how.fields["max_tokens"])
+        self._warn_of_cuts("generate_until", cut)
         if not rows:
             return []
         texts = self._work.run(
@@ -259,16 +261,19 @@ class BatchgenLM(TemplateLM):
     def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
         """What lm_eval asks of each pair. Continuations of one context are one row, which computes it once."""
         rows: dict[bytes, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> place in it
-        places = []
+        places, cut = [], 0
         for texts, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 what = "adds no token to its context" if not continuation else f"has {len(continuation):,} tokens"
                 text = one_line(repr(texts[1] if texts else self._tokens.decode(continuation)))
                 raise InputError(f"the continuation {text} {what}: it must have 1 to {self.max_length:,}")
             # The last token is not fed to the model, so that the two may have one more than the context holds.
-            context = context[-(self.max_length + 1 - len(continuation)) :]
+            room = self.max_length + 1 - len(continuation)
+            cut += len(context) > room
+            context = context[-room:]
             row, continuations = rows.setdefault(_key(context), (len(rows), {}))
             places.append((row, continuations.setdefault(_key(continuation), len(continuations))))
+        self._warn_of_cuts(kind, cut)
         if not rows:
             return []
         scores = self._work.run(
@@ -286,6 +291,13 @@ class BatchgenLM(TemplateLM):
         )
         logprobs, greedy = (scores[name].to_pylist() for name in ("logprobs", "is_greedy"))
         return [(logprobs[row][place], greedy[row][place]) for row, place in places]
+
+    def _warn_of_cuts(self, kind: str, count: int) -> None:
+        if count:
+            logger.warning(
+                "%s %s requests do not fit the context of %s tokens: their contexts lose tokens at the beginning",
+                f"{count:,}", kind, f"{self.max_length:,}",
+            )  # fmt: skip
 
 
 def _key(token_ids: Sequence[int]) -> bytes:

@@ -26,8 +26,7 @@ class Texts:
         self._bos = tokenizer.hf.bos_token_id
         if add_bos_token and self._bos is None:
             raise InputError("add_bos_token: the model has no beginning-of-text token: leave it out")
-        choices = (prefix_token_id, self._bos, *tokenizer.eos_token_ids)
-        self.prefix_token_id = next((token_id for token_id in choices if token_id is not None), None)
+        self.prefix_token_id = tokenizer.begin_token_id if prefix_token_id is None else prefix_token_id
         if self.prefix_token_id is None:
             raise InputError("the model has no beginning-of-text or end-of-text token: give prefix_token_id")
         if not 0 <= self.prefix_token_id < tokenizer.vocab_size:
