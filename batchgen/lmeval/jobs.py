@@ -50,10 +50,15 @@ class Workplace:
         except OSError as error:
             raise storage_error(error, f"write {requests}") from error
         logger.info("%s: %s rows, in %s", kind, f"{rows.num_rows:,}", folder)
+        given = dict(self.options)
+        if options.get("task") == "score":
+            given.pop("expected_output_len", None)  # it is of those jobs that generate
         report = batchgen.run(
             self.model, str(requests), output, report=str(folder / "report.json"),
-            overwrite=not self.resume, retry_failed=self.resume, **self.options, **options,
+            overwrite=not self.resume, retry_failed=self.resume, **given, **options,
         )  # fmt: skip
+        if report["state"] == "already complete":
+            logger.warning("%s: taken from %s, where it was done before; resume=False does it again", kind, folder)
         if report["rows_failed"]:
             errors = pq.read_table(output, columns=["error"])["error"].drop_null()
             raise BatchgenError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -118,6 +119,9 @@ class BatchgenLM(TemplateLM):
         directory = cache_dir() / "lmeval" if work_dir is None else Path(work_dir).expanduser()
         options["max_model_len"] = self._max_length
         self._work = Workplace(pretrained, options, identity, directory, resume)
+        # Jobs collect garbage to see how much memory they have; what lm_eval has imported is none, and takes long to look at.
+        gc.collect()
+        gc.freeze()
 
     @classmethod
     def create_from_arg_obj(
