@@ -168,14 +168,19 @@ class StopDetector:
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer. Raises InputError where it is missing or broken."""
+    return Tokenizer(load_hf_tokenizer(files))
+
+
+def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it. Raises InputError where it is missing or broken."""
     if files.kind == "gguf":
-        return Tokenizer(_load_from_gguf(files))
+        return _load_from_gguf(files)
     directory = files.path / _STORE_FOLDER if files.kind == "store" else files.path
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     if files.kind == "store" and not (directory / "config.json").exists():  # it came from a GGUF
-        return Tokenizer(_load_saved(directory))
-    return Tokenizer(_load(directory))
+        return _load_saved(directory)
+    return _load(directory)
 
 
 def save_tokenizer(files: ModelFiles, store: Path) -> None:

@@ -1,0 +1,145 @@
+"""A HELM deployment that batchgen answers: for `model_deployments.yaml`, under any of HELM's runners."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from helm.clients.client import CachingClient
+from helm.common.cache import CacheConfig
+from helm.common.request import ErrorFlags, GeneratedOutput, Request, RequestResult, Token, wrap_request_time
+from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from helm.tokenizers.tokenizer import Tokenizer
+
+from batchgen.errors import InputError, RowError
+from batchgen.helm.jobs import IN_PROCESS, Jobs
+from batchgen.helm.live import LiveEngine
+from batchgen.helm.rows import Answer, Wanted, answers, wanted
+from batchgen.helm.tokenizer import PromptTokens
+
+ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
+# Of the options of a job: those that its results depend on.
+_DECIDING = ("model", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "on_overlong", "seed")
+
+
+class BatchgenClient(CachingClient):
+    """With `BatchgenRunner` all requests of a deployment are answered by jobs beforehand, and looked up here. With any
+    other runner an engine in this process answers what its threads (helm-run -n) ask at the same time.
+
+    model: what `batchgen run --model` takes. apply_chat_template: whether prompts go through the model's chat template;
+        None: if it has one, as HELM's Hugging Face client decides.
+    engine: "in-process"; the path of the batchgen program of another environment; or "files", with which jobs are written
+        down and run elsewhere. None: $BATCHGEN_HELM_ENGINE, else "in-process".
+    options: those of `batchgen run`, with underscores (dtype, cpu_memory, max_time, ...).
+    Raises InputError.
+    """
+
+    def __init__(
+        self,
+        cache_config: CacheConfig,
+        tokenizer: Tokenizer,
+        model: str,
+        apply_chat_template: bool | None = None,
+        engine: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(cache_config)
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise InputError(
+                f"the tokenizer of model {model} must be batchgen.helm.tokenizer.BatchgenTokenizer or HELM's"
+                f" HuggingFaceTokenizer, not {type(tokenizer).__name__}: see tokenizer_configs.yaml"
+            )
+        self._tokens = PromptTokens(tokenizer)
+        self._chat = self._tokens.has_chat_template if apply_chat_template is None else apply_chat_template
+        self._engine = engine or os.environ.get(ENGINE_VARIABLE) or IN_PROCESS
+        self._options = {"model": model, **options}
+        self._jobs: Jobs | None = None
+        self._live: LiveEngine | None = None
+
+    def prefetch(self, requests: Iterable[Request], folder: Path, notify: Callable[[str], None]) -> None:
+        """Has all these requests answered by jobs in `folder`, those that no job there has answered already. Requests that
+        cannot be run are left to `make_request`, which says why. Raises BatchgenError; jobs.Stopped."""
+        if self._jobs is None:
+            self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
+        self._jobs.answer((row for want in map(self._wanted_or_none, requests) if want for row in want.rows), notify)
+
+    def make_request(self, request: Request) -> RequestResult:
+        try:
+            want = wanted(request, self._tokens, self._chat)
+            return self._look_up(want) if self._jobs else self._ask(want)
+        except RowError as error:
+            return RequestResult(
+                success=False,
+                cached=False,
+                error=f"batchgen: {error}",
+                error_flags=ErrorFlags(is_retriable=False),
+                completions=[],
+                embedding=[],
+            )
+
+    def _wanted_or_none(self, request: Request) -> Wanted | None:
+        try:
+            return wanted(request, self._tokens, self._chat)
+        except RowError:
+            return None
+
+    def _look_up(self, want: Wanted) -> RequestResult:
+        results = self._jobs.results
+        timings = [timing for row in want.rows if (timing := results.timing(row.id))]
+        timing = max(timings, key=lambda t: t.wall_s, default=None)
+        return RequestResult(
+            success=True,
+            cached=all(row.id in self._jobs.found for row in want.rows),
+            completions=_completions(answers(want, results)),
+            embedding=[],
+            request_time=timing and timing.wall_s / timing.rows,
+            batch_size=timing and timing.rows,
+            batch_request_time=timing and timing.wall_s,
+        )
+
+    def _ask(self, want: Wanted) -> RequestResult:
+        """Through HELM's cache, which keeps what was answered for the next time."""
+        if self._live is None:
+            if self._engine != IN_PROCESS:
+                raise InputError(
+                    f"the engine is {self._engine}: only BatchgenRunner runs jobs there (helm-run --runner-class-name"
+                    " batchgen.helm.runner.BatchgenRunner)"
+                )
+            self._live = LiveEngine(self._options)
+
+        def compute() -> dict[str, Any]:
+            return {"answers": [asdict(answer) for answer in answers(want, self._live.answer(want.rows))]}
+
+        rows = [row.id for row in want.generated]
+        key = {**self._options, "rows": rows, "echo": want.prompt_ids, "n": want.num_completions}
+        response, cached = self.cache.get(key, wrap_request_time(compute))
+        return RequestResult(
+            success=True,
+            cached=cached,
+            completions=_completions([Answer(**answer) for answer in response["answers"]]),
+            embedding=[],
+            request_time=response["request_time"],
+            request_datetime=response["request_datetime"],
+        )
+
+    def _identity(self) -> str:
+        """The folder of jobs that run with these options. Where and how fast they run does not matter to results."""
+        identity = {name: self._options.get(name) for name in _DECIDING}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _completions(found: list[Answer]) -> list[GeneratedOutput]:
+    return [
+        GeneratedOutput(
+            text=answer.text,
+            logprob=sum(logprob for _, logprob in answer.tokens),
+            tokens=[Token(text=text, logprob=logprob) for text, logprob in answer.tokens],
+            finish_reason={"reason": answer.finish_reason},
+        )
+        for answer in found
+    ]

@@ -1,0 +1,176 @@
+"""The jobs that answer a deployment's rows: `batchgen run` in this process, by a program of another environment, or by
+whoever is handed the files. A job that was stopped in any way goes on where it was, and what any job has answered is
+never run again (`results` has the files).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.errors import BatchgenError, InputError
+from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
+from batchgen.helm.rows import GENERATE, SCORE, Row
+
+IN_PROCESS, FILES = "in-process", "files"  # where the engine is, if it is not the path of a batchgen program
+
+_TOKENS = pa.list_(pa.int32())
+_SCHEMAS = {
+    GENERATE: pa.schema([(ID_COLUMN[GENERATE], pa.string()), ("prompt", pa.string()), ("sampling", pa.string())]),
+    SCORE: pa.schema(
+        [(ID_COLUMN[SCORE], pa.list_(pa.string())), ("context", _TOKENS), ("continuations", pa.list_(_TOKENS))]
+    ),
+}
+_MOST_TOGETHER = 32  # prompts scored in one row
+
+
+class Stopped(BatchgenError):
+    """The jobs are not done, and nothing is wrong: the same command goes on."""
+
+    exit_code = 3
+
+
+class Jobs:
+    """The jobs of one deployment, and their results.
+
+    options: of the engine, as in a job.toml; "model" is among them. engine: IN_PROCESS; the path of the batchgen program
+    of another environment; or FILES, with which jobs are written down and run elsewhere.
+    """
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], engine: str = IN_PROCESS) -> None:
+        self._folder = folder
+        self._options = dict(options)
+        self._engine = engine
+        self.results = Results()
+        self._unfinished: list[Path] = []
+        for requests in sorted(folder.glob(f"*/{REQUESTS}")):
+            if (requests.parent / RESULTS).exists():
+                self.results.add(requests.parent)
+            else:
+                self._unfinished.append(requests.parent)
+        self.found = frozenset(self.results)  # answered before this process began
+
+    def answer(self, rows: Iterable[Row], notify: Callable[[str], None] = lambda line: None) -> None:
+        """Runs all rows that have no result yet, a job a kind; what is begun already and asked for still goes on first.
+
+        Raises Stopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
+        """
+        missing = {row.id: row for row in rows if row.id not in self.results}
+        todo = []
+        for job in self._unfinished:
+            begun = {row_id for ids in read_requests(job)[1] for row_id in ids}
+            if missing.keys() >= begun:
+                todo.append(job)
+                missing = {row_id: row for row_id, row in missing.items() if row_id not in begun}
+        for kind in (GENERATE, SCORE):
+            of_kind = [row for row in missing.values() if row.kind == kind]
+            if of_kind:
+                todo.append(self._write(kind, of_kind))
+        for job in todo:
+            (job / OPTIONS).write_text(_toml(self._options_of(job)))
+        if todo and self._engine == FILES:
+            raise Stopped(_instructions(todo))
+        for job in todo:
+            notify(f"batchgen: {len(read_requests(job)[1]):,} rows in {job}")
+            self._run(job)
+            self.results.add(job)
+            self._unfinished = [other for other in self._unfinished if other != job]
+
+    def _write(self, kind: str, rows: list[Row]) -> Path:
+        """A job's requests: whole or not there."""
+        # Those with a common beginning stand together.
+        rows = sorted(rows, key=lambda row: (json.dumps(row.prompt) if kind == GENERATE else row.prompt, row.id))
+        digest = hashlib.sha256("".join(row.id for row in rows).encode()).hexdigest()[:16]
+        job = self._folder / f"{kind}-{digest}"
+        job.mkdir(parents=True, exist_ok=True)
+        schema = _SCHEMAS[kind].with_metadata({METADATA_KEY: json.dumps(_own_options(kind, rows)).encode()})
+        scratch = job / f"{REQUESTS}.tmp"
+        table = _to_score(rows) if kind == SCORE else [_to_generate(row) for row in rows]
+        pq.write_table(pa.Table.from_pylist(list(table), schema=schema), scratch)
+        os.replace(scratch, job / REQUESTS)
+        self._unfinished.append(job)
+        return job
+
+    def _options_of(self, job: Path) -> dict[str, Any]:
+        model = self._options["model"]
+        if Path(model).expanduser().exists():
+            model = str(Path(model).expanduser().absolute())  # the job runs in its own folder
+        files = {"input": REQUESTS, "output": RESULTS, "report": REPORT}
+        return {**self._options, "model": model, **files, **read_requests(job)[0]}
+
+    def _run(self, job: Path) -> None:
+        if self._engine == IN_PROCESS:
+            import batchgen
+
+            options = {"progress": "auto", **self._options_of(job)}
+            options |= {name: str(job / options[name]) for name in ("input", "output", "report")}
+            stopped = batchgen.run(**options)["state"] == "stopped"
+        else:
+            try:
+                code = subprocess.run([self._engine, "run", "--config", OPTIONS], cwd=job).returncode
+            except OSError as error:
+                raise InputError(f"cannot start the engine {self._engine}: {error.strerror}") from error
+            stopped = code == Stopped.exit_code
+            if code and not stopped:
+                raise BatchgenError(f"the job in {job} ended with exit code {code}: what it says is above")
+        if stopped:
+            raise Stopped("the time limit came first; finished rows are saved, the same command goes on from there")
+
+
+def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
+    """The options that are decided by what is asked for."""
+    shared = {"task": kind, "logprobs": 0}
+    if kind == SCORE:
+        return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
+    source = "prompt_column" if isinstance(rows[0].prompt, str) else "messages_column"
+    own = {source: "prompt", "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
+    return {**shared, **own, "max_tokens": max(row.sampling["max_tokens"] for row in rows)}
+
+
+def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """Table rows of the prompts, sorted by their tokens: those that are half the same, as the choices of a question
+    are, go into one row, so that what they share is computed once."""
+    together: list[Row] = []
+    for row in rows:
+        if together and (len(together) == _MOST_TOGETHER or not _alike(together[0].prompt, row.prompt)):
+            yield _score_columns(together)
+            together = []
+        together.append(row)
+    yield _score_columns(together)
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    half = (max(len(a), len(b)) + 1) // 2
+    return a[:half] == b[:half]
+
+
+def _score_columns(rows: list[Row]) -> dict[str, Any]:
+    ids, prompts = [row.id for row in rows], [row.prompt for row in rows]
+    return {ID_COLUMN[SCORE]: ids, "context": prompts[0][:1], "continuations": [prompt[1:] for prompt in prompts]}
+
+
+def _to_generate(row: Row) -> dict[str, Any]:
+    prompt = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)
+    # A lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form.
+    prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return {ID_COLUMN[GENERATE]: row.id, "prompt": prompt, "sampling": json.dumps(row.sampling)}
+
+
+def _instructions(jobs: list[Path]) -> str:
+    commands = [f"    (cd {job.absolute()} && batchgen run --config {OPTIONS})" for job in jobs]
+    first = "the requests are written down. Run these jobs, here or where a copy of their folders is:"
+    last = f"With {RESULTS} of each in its folder, the same helm-run command goes on."
+    return "\n".join([first, *commands, last])
+
+
+def _toml(options: Mapping[str, Any]) -> str:
+    """Options as TOML, whose strings, numbers, booleans and lists are written as in JSON."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())

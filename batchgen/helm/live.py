@@ -1,0 +1,86 @@
+"""Rows answered by an engine in this process, for HELM's own runner, which asks for one request at a time from several
+threads: what waits at the same time runs together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any
+
+from batchgen.errors import InputError
+from batchgen.helm.rows import GENERATE, SCORE, Row
+
+
+class LiveEngine:
+    """options: "model", "seed", and others of `batchgen.Engine`. The model is loaded with the first rows. Raises InputError."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        from batchgen.engine import Engine
+
+        known = set(inspect.signature(Engine).parameters) - {"sampling", "on_load"} | {"seed"}
+        for name in options:
+            if name not in known:
+                raise InputError(
+                    f"{name} is an option of jobs: leave it out of model_deployments.yaml, or run with"
+                    " --runner-class-name batchgen.helm.runner.BatchgenRunner"
+                )
+        self._seed = options.get("seed", 0)
+        self._options = {name: value for name, value in options.items() if name != "seed"}
+        self._engine: Any = None
+        self._turn, self._lock = Lock(), Lock()
+        self._waiting: list[tuple[Sequence[Row], Future]] = []
+
+    def answer(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+        """Results by row id, as `results.Results` has them. Threads may call this at once. Raises BatchgenError."""
+        future: Future = Future()
+        with self._lock:
+            self._waiting.append((rows, future))
+        with self._turn:  # whoever comes first runs all that wait; the others find theirs done
+            with self._lock:
+                waiting, self._waiting = self._waiting, []
+            if waiting:
+                self._run(waiting)
+        return future.result()
+
+    def _run(self, waiting: list[tuple[Sequence[Row], Future]]) -> None:
+        try:
+            unique = {row.id: row for rows, _ in waiting for row in rows}
+            results = self._results(unique.values())
+            for _, future in waiting:
+                future.set_result(results)
+        except BaseException as error:
+            for _, future in waiting:
+                future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _results(self, rows) -> dict[str, dict[str, Any]]:
+        from batchgen.engine import Engine
+        from batchgen.request import Request, SamplingParams, ScoreRequest
+
+        if self._engine is None:
+            self._engine = Engine(**self._options)
+        results = {}
+        to_generate = [
+            Request(row.prompt, SamplingParams(**row.sampling, logprobs=0, seed=self._seed), row.id)
+            for row in rows
+            if row.kind == GENERATE
+        ]
+        for completion in self._engine.generate(to_generate):
+            results[completion.id] = {"error": completion.error}
+            for sample in completion.samples:
+                reported = {"text": sample.text, "finish_reason": sample.finish_reason}
+                results[completion.id] |= {**reported, "logprobs": _positions(sample.logprobs)}
+        to_score = [ScoreRequest(row.prompt[:1], (row.prompt[1:],), row.id) for row in rows if row.kind == SCORE]
+        for scored in self._engine.score(to_score):
+            results[scored.id] = {"error": scored.error}
+            for score in scored.scores:
+                results[scored.id] |= {"logprobs": _positions(score.tokens)}
+        return results
+
+
+def _positions(tokens) -> list[dict[str, Any]]:
+    return [{"token": token.chosen.token, "logprob": token.chosen.logprob} for token in tokens]

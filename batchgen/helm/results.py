@@ -1,0 +1,102 @@
+"""What jobs have answered, by row id; and the files of a job, by which it is known again.
+
+A job is a folder named by the hash of its rows:
+
+    requests.parquet    what to generate, a row a Row with its id; or what to score, a row some Rows with their ids
+    job.toml            the job's options: `cd` there and `batchgen run --config job.toml`
+    results.parquet     the job's output, whole or not there; results.parquet.batchgen while it runs
+    report.json         the job's report
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.errors import InputError
+from batchgen.helm.rows import GENERATE, SCORE
+
+REQUESTS, OPTIONS, RESULTS, REPORT = "requests.parquet", "job.toml", "results.parquet", "report.json"
+METADATA_KEY = b"batchgen.helm"  # of the requests' schema: the options that the rows themselves decide, as JSON
+
+# Where a job's table has the ids of its Rows, and what else its results are read from.
+ID_COLUMN = {GENERATE: "id", SCORE: "ids"}
+_COLUMNS = {GENERATE: ["text", "finish_reason", "logprobs", "error"], SCORE: ["token_logprobs", "error"]}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How many Rows the last process of a job ran, and the seconds it took."""
+
+    rows: int
+    wall_s: float
+
+
+def read_requests(job: Path) -> tuple[dict[str, Any], list[list[str]]]:
+    """A job's own options, and in order the ids of the Rows that each row of its table stands for."""
+    options = json.loads(pq.read_schema(job / REQUESTS).metadata[METADATA_KEY])
+    return options, _ids(pq.read_table(job / REQUESTS, columns=[ID_COLUMN[options["task"]]]))
+
+
+class Results(Mapping[str, dict[str, Any]]):
+    """Results by Row id: {"logprobs": positions, "error": text or None}, and "text" and "finish_reason" of Rows that generate.
+
+    They are kept as Arrow tables; a result is made into Python values when it is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[tuple[pa.Table, Timing | None]] = []
+        self._places: dict[str, tuple[int, int, int]] = {}  # table, row, place in the row
+
+    def add(self, job: Path) -> None:
+        """Takes in the results of a finished job. Raises InputError where they are not those of its requests."""
+        options, asked = read_requests(job)
+        task, path = options["task"], job / RESULTS
+        try:
+            table = pq.read_table(path, columns=[ID_COLUMN[task], *_COLUMNS[task]])
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{path} is no output of {job / OPTIONS}: {error}") from error
+        if _ids(table.select([0])) != asked:
+            raise InputError(f"{path} does not answer {job / REQUESTS}: run {job / OPTIONS} again, whole")
+        for row, ids in enumerate(asked):
+            for place, row_id in enumerate(ids):
+                self._places[row_id] = (len(self._tables), row, place)
+        rows_each = sum(map(len, asked)) / len(asked)
+        self._tables.append((table.drop_columns([ID_COLUMN[task]]), _timing(job, rows_each)))
+
+    def timing(self, row_id: str) -> Timing | None:
+        """Of the job that has the Row; None where its report is not there."""
+        return self._tables[self._places[row_id][0]][1]
+
+    def __getitem__(self, row_id: str) -> dict[str, Any]:
+        table, row, place = self._places[row_id]
+        result = self._tables[table][0].slice(row, 1).to_pylist()[0]
+        if "token_logprobs" in result:
+            scores = result.pop("token_logprobs")
+            result["logprobs"] = scores[place] if scores else None
+        return result
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _ids(table: pa.Table) -> list[list[str]]:
+    return [[value] if isinstance(value, str) else value for value in table.column(0).to_pylist()]
+
+
+def _timing(job: Path, rows_each: float) -> Timing | None:
+    try:
+        report = json.loads((job / REPORT).read_bytes())
+        rows = report["rows_ok"] + report["rows_failed"] - report["rows_resumed"]
+        return Timing(round(rows * rows_each), report["wall_s"]) if rows > 0 else None
+    except (OSError, ValueError, KeyError):  # results that were brought from elsewhere may come without
+        return None

@@ -1,0 +1,56 @@
+"""HELM's tokenizer for a model that batchgen reads, from the model's own files: no hub, and GGUF as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+
+from helm.common.cache import CacheConfig
+from helm.common.concurrency import ThreadSafeWrapper
+from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer, WrappedPreTrainedTokenizer
+
+_loaded: dict[str, WrappedPreTrainedTokenizer] = {}
+_loading = Lock()
+
+
+class BatchgenTokenizer(HuggingFaceTokenizer):
+    """For tokenizer_configs.yaml. model: what `batchgen run --model` takes; the same as the deployment's."""
+
+    def __init__(self, cache_config: CacheConfig, tokenizer_name: str, model: str) -> None:
+        super().__init__(cache_config=cache_config, tokenizer_name=tokenizer_name)
+        self._model = model
+
+    def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
+        """The transformers tokenizer, loaded once a process. Raises InputError where it is missing or broken."""
+        from batchgen.model_files import resolve_model
+        from batchgen.tokenizer import load_hf_tokenizer
+
+        with _loading:
+            if self._model not in _loaded:
+                _loaded[self._model] = ThreadSafeWrapper(load_hf_tokenizer(resolve_model(self._model)))
+        return _loaded[self._model]
+
+
+class PromptTokens:
+    """`rows.PromptTokenizer` of a HELM tokenizer that has one of transformers inside."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._wrapped = tokenizer.get_wrapped_tokenizer()
+
+    @property
+    def has_chat_template(self) -> bool:
+        with self._wrapped as hf:
+            return bool(hf.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        with self._wrapped as hf:
+            return list(hf(text).input_ids)
+
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        with self._wrapped as hf:
+            text = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(hf(text, add_special_tokens=False).input_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        with self._wrapped as hf:
+            return hf.decode(list(token_ids), clean_up_tokenization_spaces=False)
