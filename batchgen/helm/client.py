@@ -18,7 +18,7 @@ from helm.tokenizers.tokenizer import Tokenizer
 
 from batchgen.errors import InputError, RowError
 from batchgen.helm.jobs import IN_PROCESS, Jobs
-from batchgen.helm.live import LiveEngine
+from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import Answer, Wanted, answers, wanted
 from batchgen.helm.tokenizer import PromptTokens
 
@@ -110,7 +110,7 @@ class BatchgenClient(CachingClient):
                     f"the engine is {self._engine}: only BatchgenRunner runs jobs there (helm-run --runner-class-name"
                     " batchgen.helm.runner.BatchgenRunner)"
                 )
-            self._live = LiveEngine(self._options)
+            self._live = live_engine(self._options)
 
         def compute() -> dict[str, Any]:
             return {"answers": [asdict(answer) for answer in answers(want, self._live.answer(want.rows))]}

@@ -5,6 +5,7 @@ threads: what waits at the same time runs together.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
@@ -12,6 +13,19 @@ from typing import Any
 
 from batchgen.errors import InputError
 from batchgen.helm.rows import GENERATE, SCORE, Row
+
+
+_engines: dict[str, LiveEngine] = {}
+_making = Lock()
+
+
+def live_engine(options: Mapping[str, Any]) -> LiveEngine:
+    """The engine with these options, one a process: HELM's threads may each make a client of the same deployment."""
+    key = json.dumps(options, sort_keys=True, default=str)
+    with _making:
+        if key not in _engines:
+            _engines[key] = LiveEngine(options)
+        return _engines[key]
 
 
 class LiveEngine:
