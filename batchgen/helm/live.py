@@ -14,7 +14,6 @@ from typing import Any
 from batchgen.errors import InputError
 from batchgen.helm.rows import GENERATE, SCORE, Row
 
-
 _engines: dict[str, LiveEngine] = {}
 _making = Lock()
 

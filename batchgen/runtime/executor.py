@@ -306,7 +306,9 @@ class Executor:
         found = [b.attended.pop(place) for place in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
-        if step.layer == self.config.num_layers - 1 and b.asked_rows is not None:  # only tokens whose logits are asked for go on
+        if (
+            step.layer == self.config.num_layers - 1 and b.asked_rows is not None
+        ):  # only tokens whose logits are asked for go on
             attention, hidden = attention[b.asked_rows], hidden[b.asked_rows]
         tensors = self.weights.layer(step.layer, step.slot)
         for tokens in self._chunks(len(hidden)):
