@@ -1,6 +1,7 @@
 """`batchgen bench`: made-up rows and, where asked for, made-up weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -105,3 +106,26 @@ def test_the_command(tiny_models, tmp_path, monkeypatch):
     assert found.exit_code == 0
     assert "4 prompts of 8 tokens, 3 out each" in found.output
     assert CliRunner().invoke(cli, [*args, "--prompt-column", "x"]).exit_code == 2
+
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "throughput"
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("opt-1.3b", 1.3), ("opt-6.7b", 6.7), ("opt-30b", 30), ("opt-175b", 175), ("llama-3.1-8b", 8.0)],
+)
+def test_shapes_of_the_recipe_are_those_of_their_models(shape, billions):
+    config = read_config(without_weights(str(RECIPE / "shapes" / shape)))
+    assert config.num_params / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_and_prints_its_metric(tiny_models, tmp_path, monkeypatch):
+    """As it stands, but for the shape and the number of rows."""
+    monkeypatch.chdir(RECIPE.parents[1])
+    args = ["bench", "--config", "recipes/throughput/job.toml", "-m", str(tiny_models("opt")[0]), "--num-prompts", "3"]
+    args += ["--input-len", "64", "--progress", "none", "--offload-dir", str(tmp_path)]
+    found = CliRunner().invoke(cli, args, catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "3 prompts of 64 tokens, 32 out each" in found.output and "generated tokens/s" in found.output
