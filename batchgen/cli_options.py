@@ -153,6 +153,7 @@ BENCH_OPTIONS = [
 OF_ROWS = (
     "prompt_column", "prompt_template", "messages_column", "system_prompt", "chat", "max_tokens", "stop", "stop_token_ids",
     "ignore_eos", "share_prefixes", "expected_output_len", "on_overlong", "shard", "limit", "split", "id_column", "input_format",
+    "json_schema", "regex", "task", "choices", "choices_column", "continuations_column", "sampling_column",
 )  # fmt: skip
 
 PROFILE_OPTIONS = [

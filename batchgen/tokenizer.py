@@ -123,6 +123,11 @@ class NoText:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
+    def to_json(self) -> str:
+        raise InputError(
+            "made-up weights have no tokenizer, so that nothing they generate can follow a schema: leave it out"
+        )
+
 
 class StopDetector:
     """Watches one sample's tokens for stop strings, across tokens and within them.
