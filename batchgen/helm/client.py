@@ -77,7 +77,7 @@ class BatchgenClient(CachingClient):
                 success=False,
                 cached=False,
                 error=f"batchgen: {error}",
-                error_flags=ErrorFlags(is_retriable=False),
+                error_flags=ErrorFlags(is_retriable=False, is_fatal=True),  # else HELM scores an empty answer
                 completions=[],
                 embedding=[],
             )
