@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
+HELM_VENV ?= .venv-helm
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test lint bench gpu-check sanitize neon clean
+.PHONY: install quickstart test lint bench gpu-check helm-check sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -42,6 +43,18 @@ neon: install
 	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=gnu++20 -O3 -Wall -c csrc/target.cpp \
 		-DBATCHGEN_TARGET=neon '-DBATCHGEN_SIMD="simd/neon.h"' -o build/neon.o
 
+# The tests that need HELM, in an environment of its own: it pins older packages than the others run with. torchvision, which
+# it has for images only, goes again: PyPI's does not work beside a CPU build of torch, and transformers not beside such a one.
+helm-check: $(HELM_VENV)/.installed
+	$(HELM_VENV)/bin/python -m pytest tests/test_helm_rows.py tests/test_helm_jobs.py tests/test_helm_run.py tests/test_helm_recipe.py
+
+$(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
+	test -x $(HELM_VENV)/bin/python || $(PYTHON) -m venv $(HELM_VENV)
+	$(HELM_VENV)/bin/python -c "import torch" 2>/dev/null || $(HELM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(HELM_VENV)/bin/python -m pip install --quiet torchvision==0.28.0 -e ".[helm]" accelerate hypothesis pytest pytest-timeout
+	$(HELM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
 # Side by side with transformers; writes benchmarks/results/.
 bench: install
 	$(BIN)/python benchmarks/azure_vs_transformers.py
@@ -53,4 +66,4 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info

@@ -204,7 +204,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(side, expected, how):
     process.send_signal(how)
     process.wait(timeout=100)
     before = saved(ours)
-    (job,) = ours.jobs()  # of generation: scoring had not begun
+    job, _ = ours.jobs()  # of generation; scoring had not begun
     assert 0 < before < pq.read_metadata(job / "requests.parquet").num_rows, "killed too late: nothing was left to run"
     ours.run(*arguments)
     report = (job / "report.json").read_text()

@@ -55,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="out/helm", help="of HELM: runs, and the engine's jobs")
     parser.add_argument("--max-eval-instances", default="100", metavar="N", help="a scenario; HELM's papers take 1000")
-    parser.add_argument("--model", default=MODEL, help="HELM's name of a model that the configuration has a deployment of")
+    parser.add_argument(
+        "--model", default=MODEL, help="HELM's name of a model that the configuration has a deployment of"
+    )
     parser.add_argument("--local-path", default=str(HERE / "prod_env"), help="HELM's configuration")
     arguments, others = parser.parse_known_args()
 
