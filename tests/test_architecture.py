@@ -36,7 +36,7 @@ def test_planner_and_runtime_do_not_know_each_other():
 
 
 def test_the_rooms_below_do_not_know_the_front_doors():
-    doors = ("batchgen.cli", "batchgen.job", "batchgen.engine", "batchgen.loading", "batchgen.report")
+    doors = ("batchgen.cli", "batchgen.job", "batchgen.engine", "batchgen.loading", "batchgen.report", "batchgen.helm")
     for folder in ("planner", "runtime", "dataset", "output"):
         assert users(folder, doors) == set()
     assert users("dataset", "batchgen.output") == users("output", "batchgen.dataset") == set()
@@ -62,6 +62,17 @@ def test_llguidance_is_imported_where_there_is_a_grammar_and_nowhere_else():
     assert users == {"constraint.py"}
     code = "import sys, batchgen.engine, batchgen.runtime.sampler, batchgen.cli\nsys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_only_what_helm_itself_loads_needs_helm():
+    def packages(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                yield from (name.split(".")[0] for name in names)
+
+    users = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if "helm" in packages(p)}
+    assert users == {"helm/client.py", "helm/runner.py", "helm/tokenizer.py"}
 
 
 def test_planning_and_scheduling_need_no_torch():

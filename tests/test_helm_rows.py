@@ -1,5 +1,6 @@
 """What a HELM request asks of the engine, and its completions from the engine's results; HELM itself is not needed."""
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -55,6 +56,13 @@ def test_sampling_is_the_requests():
     (row,) = want.rows
     assert (row.kind, row.prompt) == (GENERATE, "Once upon a time")
     assert row.sampling == {"max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "stop": ["\n", "END"]}
+
+
+def test_a_schema_goes_with_the_row():
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    (row,) = want_of(response_format=SimpleNamespace(json_schema=schema)).rows
+    assert json.loads(row.sampling["json_schema"]) == schema
+    assert row.id != want_of().rows[0].id == want_of(response_format=SimpleNamespace(json_schema=None)).rows[0].id
 
 
 def test_requests_that_ask_the_same_share_a_row_and_no_others():
@@ -181,7 +189,6 @@ def test_tokens_end_where_the_text_ends_with_a_real_tokenizer():
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"embedding": True}, "embedding"),
         ({"multimodal_prompt": object()}, "multimodal_prompt"),
-        ({"response_format": object()}, "response_format"),
         ({"prompt": ""}, "empty"),
         ({"prompt": "", "messages": [{"role": "user", "content": "x"}]}, "apply_chat_template"),
         ({"num_completions": 0}, "num_completions"),

@@ -118,7 +118,7 @@ def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answ
 
 def _check(request: Any) -> None:
     """Raises RowError where the request asks for something else than text, or for what the engine does not know."""
-    for field in ("embedding", "multimodal_prompt", "image_generation_parameters", "response_format"):
+    for field in ("embedding", "multimodal_prompt", "image_generation_parameters"):
         if getattr(request, field, None):
             raise RowError(f"requests with {field} are not supported: this deployment generates plain text")
     for field in ("presence_penalty", "frequency_penalty"):
@@ -148,6 +148,8 @@ def _generated(request: Any, prompt: str | tuple[dict, ...]) -> tuple[Row, ...]:
         "top_p": float(request.top_p),
         "stop": list(request.stop_sequences),
     }
+    if request.response_format and request.response_format.json_schema:
+        sampling["json_schema"] = json.dumps(request.response_format.json_schema, sort_keys=True)
     if request.temperature == 0:  # whatever `random` is, and as often as it is asked for
         return (Row(GENERATE, prompt, _id(GENERATE, prompt, sampling), sampling),) * request.num_completions
     return tuple(
