@@ -169,6 +169,7 @@ class Engine:
             budgets=resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory),
             min_output_len=sampling.max_tokens,
             sampling=sampling,
+            task=None,
             on_load=on_load,
         )
         self._init(parts, expected_output_len, on_overlong, sampling)

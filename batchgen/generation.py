@@ -150,6 +150,8 @@ class Generation:
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if request.sampling.stop:
                 self._detectors[sequence] = self._parts.tokenizer.stop_detector(request.sampling.stop)
+            if started:  # the prompt is computed by the first
+                sequence.leader, sequence.num_led = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 

@@ -239,6 +239,7 @@ def load_engine(
         ),
         min_output_len=options.sampling.max_tokens if options.task == "generate" else 1,
         sampling=options.sampling if options.task == "generate" else None,
+        task=options.task,
         longest_tokens=longest_tokens(plan),
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),

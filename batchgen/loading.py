@@ -27,7 +27,7 @@ from batchgen.machine import (
 )
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
-from batchgen.planner.memory import chunk_tokens, group_bytes, logit_rows, plan_memory
+from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 from batchgen.policy import TIERS, Policy, spread_layers
 from batchgen.request import SamplingParams
@@ -183,6 +183,7 @@ def load_parts(
     device: Device,
     budgets: Mapping[str, int],
     min_output_len: int,
+    task: str | None = "generate",
     sampling: SamplingParams | None = None,
     longest_tokens: int | None = None,
     most_kv_tokens: int | None = None,
@@ -196,8 +197,9 @@ def load_parts(
     """Loads a model for the engine, to be run under a policy.
 
     tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
-    min_output_len: what a row must at least be able to generate. sampling: of most rows; its grammar, if it has one, is compiled
-    beside the loading of weights. longest_tokens: the longest prompt and output looked
+    min_output_len: what a row must at least be able to generate. task: what the engine is for, "generate" or "score"; None:
+    either. sampling: of most rows; its grammar, if it has one, is compiled beside the loading of weights. longest_tokens:
+    the longest prompt and output looked
     for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond it is left alone.
     planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
     offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
@@ -237,6 +239,7 @@ def load_parts(
         min_tokens=min(min_output_len + 1, context),
         longest_tokens=min(context, longest_tokens or context),
         most_kv_tokens=most_kv_tokens,
+        task=task,
     )
     tokenizer = tokenizer()
     eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
@@ -300,7 +303,7 @@ def load_parts(
             links=links,
             batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
             chunk_tokens=chunk_tokens(config, torch_dtype.itemsize, on_gpu=device.accelerated),
-            logit_rows=logit_rows(config, torch_dtype.itemsize),
+            logit_rows=memory.logit_rows,
             device=torch.device("cuda" if device.kind == "cuda" else "cpu"),
             driver=driver,
             captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,

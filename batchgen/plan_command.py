@@ -107,6 +107,10 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Wo
     if job.input is None:
         if None in lengths:
             raise InputError("give an --input to plan for, or --num-prompts, --input-len and --output-len")
+        if job.task == "score":  # outputs are what is scored: all but their last tokens are run
+            whole = uniform_workload(*lengths, 1, context)
+            uniform = Workload.uniform(whole.num_seqs, options.input_len + options.output_len - 1, 1)
+            return replace(uniform, scored_len=float(options.output_len)), True
         return uniform_workload(*lengths, job.sampling.n, context), True
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")

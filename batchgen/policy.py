@@ -81,7 +81,8 @@ class MemoryPlan:
     """Where memory goes. budgets: bytes per tier. parts: tier -> what for -> bytes; they add up to at most the budget.
 
     kv_blocks: KV blocks of each tier's pool. staging_blocks: of each buffer through which KV passes on its way to the
-    compute device. batch_tokens: the most tokens of one GPU batch.
+    compute device. batch_tokens: the most tokens of one GPU batch. logit_rows: rows of logits that are made together; None:
+    all of a GPU batch.
     """
 
     budgets: Mapping[str, int]
@@ -89,6 +90,7 @@ class MemoryPlan:
     kv_blocks: Mapping[str, int]
     staging_blocks: int
     batch_tokens: int
+    logit_rows: int | None = None
 
     def to_json(self) -> dict:
         return asdict(self)

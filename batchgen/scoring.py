@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,25 +28,42 @@ if TYPE_CHECKING:
     from batchgen.engine import EngineParts, EngineStats
     from batchgen.tokenizer import Tokenizer
 
-Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> tokens
+Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
 
 
 @dataclass(frozen=True)
-class ToRun:
-    """What a request takes. context_tokens: those it came with. places: of each token of each continuation."""
+class Tokens:
+    """A request's tokens, four bytes each: many of these wait. context: what stands before the continuations, `given` tokens
+    of it those that the request came with, perhaps more. rolling: continuations may be longer than the model's context."""
 
-    context_tokens: int = 0
-    continuations: tuple[tuple[int, ...], ...] = ()
-    paths: tuple[Path, ...] = ()
-    places: tuple[list[Place], ...] = ()
+    context: array
+    continuations: tuple[array, ...]
+    given: int
+    rolling: bool
+
+    def longest_path(self, room: int) -> int:
+        """Tokens of the longest sequence that has to be run, where the model's context has `room`."""
+        longest = len(self.context) + max(map(len, self.continuations)) - 1
+        return min(longest, room) if self.rolling else longest
 
 
 @dataclass(frozen=True)
 class _Prepared:
     index: int
-    request: ScoreRequest
-    work: ToRun = ToRun()
+    row_id: str | int
+    logprobs: int | None = None
+    tokens: Tokens | None = None
     error: str | None = None
+
+
+@dataclass
+class _InFlight:
+    """A request some of whose sequences are still running. places: of each token of each continuation."""
+
+    prepared: _Prepared
+    sequences: list[Sequence]
+    places: list[list[Place]]
+    left: int
 
 
 class Scoring:
@@ -55,8 +73,7 @@ class Scoring:
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
-        self._in_flight: dict[int, tuple[_Prepared, list[Sequence]]] = {}
-        self._running: dict[int, int] = {}  # sequences of a request that have not ended
+        self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()
 
     def prepare(self, requests: Iterable[ScoreRequest]) -> Iterator[_Prepared]:
@@ -65,41 +82,41 @@ class Scoring:
         while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
             texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
             for index, request in chunk:
+                row_id = index if request.id is None else request.id
                 if request.error is not None:
-                    yield _Prepared(index, request, error=request.error)
+                    yield _Prepared(index, row_id, error=request.error)
                     continue
                 try:
-                    yield self._prepared(index, request, texts)
+                    yield _Prepared(index, row_id, request.logprobs, self._tokens(request, texts))
                 except (RowError, InputError) as problem:
-                    yield _Prepared(index, request, error=str(problem))
+                    yield _Prepared(index, row_id, error=str(problem))
 
-    def _prepared(self, index: int, request: ScoreRequest, texts: Texts) -> _Prepared:
+    def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
-        work = to_run(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
+        tokens = tokens_of(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
+        for token_ids in (tokens.context, *tokens.continuations):
+            check_vocabulary(token_ids, config.vocab_size, "the text to score")
         pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
-        for path in work.paths:
-            check_vocabulary(path.tokens, config.vocab_size, "the text to score")
-            if len(path.tokens) > pool:
-                raise RowError(
-                    f"{len(path.tokens)} tokens need more KV than the {pool} tokens that fit the memory budget"
-                )
-        check_vocabulary([tokens[-1] for tokens in work.continuations], config.vocab_size, "the text to score")
-        return _Prepared(index, request, work)
+        longest = tokens.longest_path(policy.max_model_len)
+        if longest > pool:
+            raise RowError(f"{longest} tokens need more KV than the {pool} tokens that fit the memory budget")
+        return tokens
 
     def start(self, prepared: _Prepared) -> list[Sequence] | Scored:
         """The sequences of a request, or its Scored if it failed before it ran."""
-        request, index = prepared.request, prepared.index
-        row_id = index if request.id is None else request.id
         if prepared.error is not None:
-            return Scored(index, row_id, 0, error=prepared.error)
+            return Scored(prepared.index, prepared.row_id, 0, error=prepared.error)
+        paths, places = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
         # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
-        sampling = SamplingParams(max_tokens=1, logprobs=request.logprobs)
+        sampling = SamplingParams(max_tokens=1, logprobs=prepared.logprobs)
         sequences = [
-            Sequence(index, row_id, k, list(path.tokens), sampling, targets=path.targets)
-            for k, path in enumerate(prepared.work.paths)
+            Sequence(prepared.index, prepared.row_id, k, list(path.tokens), sampling, targets=path.targets)
+            for k, path in enumerate(paths)
         ]
-        self._in_flight[index] = prepared, sequences
-        self._running[index] = len(sequences)
+        if not prepared.tokens.rolling:
+            for sequence in sequences[1:]:
+                sequence.leader, sequence.num_led = sequences[0], len(prepared.tokens.context)
+        self._in_flight[prepared.index] = _InFlight(prepared, sequences, places, len(sequences))
         return sequences
 
     def take(self, asked, logits, start: int) -> None:
@@ -116,28 +133,27 @@ class Scoring:
         self._scorer = self._parts.scorer()
         for sequence in finished:
             if sequence.sample_index == 0:  # a request counts once
-                work = self._in_flight[sequence.request_index][0].work
-                scored = sum(map(len, work.continuations))
+                tokens = self._in_flight[sequence.request_index].prepared.tokens
+                scored = sum(map(len, tokens.continuations))
                 stats.scored_tokens += scored
-                stats.prompt_tokens += work.context_tokens + scored
-                stats.cached_prompt_tokens += min(work.context_tokens, sequence.num_cached)
+                stats.prompt_tokens += tokens.given + scored
+                stats.cached_prompt_tokens += min(tokens.given, sequence.num_cached)
         return finished
 
     def finish(self, sequence: Sequence) -> Scored | None:
         """The scores of a sequence's request, if the sequence was its last."""
-        index = sequence.request_index
-        self._running[index] -= 1
-        if self._running[index]:
+        flight = self._in_flight[sequence.request_index]
+        flight.left -= 1
+        if flight.left:
             return None
-        prepared, sequences = self._in_flight.pop(index)
-        del self._running[index]
-        work = prepared.work
+        del self._in_flight[sequence.request_index]
+        tokens = flight.prepared.tokens
         scores = tuple(
-            self._score(tokens, places, sequences)
-            for tokens, places in zip(work.continuations, work.places, strict=True)
+            self._score(tuple(continuation), places, flight.sequences)
+            for continuation, places in zip(tokens.continuations, flight.places, strict=True)
         )
-        cached = min(work.context_tokens, sequences[0].num_cached)
-        return Scored(index, sequence.row_id, work.context_tokens, scores, cached_tokens=cached)
+        cached = min(tokens.given, flight.sequences[0].num_cached)
+        return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached)
 
     def _score(self, tokens: tuple[int, ...], places: list[Place], sequences: list[Sequence]) -> ContinuationScore:
         found, total, is_greedy = [], 0.0, True
@@ -153,39 +169,45 @@ class Scoring:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
 
 
-def to_run(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: int, on_overlong: str) -> ToRun:
-    """What has to be run for a request, where the model's context has room for so many tokens; the last one of a
+def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: int, on_overlong: str) -> Tokens:
+    """A request's tokens, cut as `on_overlong` says to fit a model's context of `room` tokens; the last token of a
     continuation, which is not run, need not fit. Raises RowError, InputError."""
     context, continuations = encode_pairs(tokenizer, request, texts)
     for number, tokens in enumerate(continuations, 1):
         if not tokens:
             raise RowError(f"continuation {number} has no tokens")
-    given = len(context)
-    paths: list[Path] = []
-    places: list[list[Place]] = [[] for _ in continuations]
-    fitting = list(range(len(continuations)))
     if context:
         longest = max(map(len, continuations))
         context = cut_overlong(list(context), longest - 1, room, on_overlong)
         if len(context) + longest - 1 > room:
             raise RowError(
-                f"the context has {given} tokens and the longest continuation {longest}, the model's context holds {room}"
+                f"the context has {len(context)} tokens and the longest continuation {longest},"
+                f" the model's context holds {room}"
             )
-    else:
-        if tokenizer.begin_token_id is None:
-            raise RowError("the context is empty, and the model has no token that begins a text: give a context")
-        context = [tokenizer.begin_token_id]
-        fitting = [i for i in fitting if len(continuations[i]) <= room]
-        for i in sorted(set(range(len(continuations))) - set(fitting)):
-            for window in windows_of(context[0], continuations[i], room):
-                places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
-                paths.append(window)
+    elif tokenizer.begin_token_id is None:
+        raise RowError("the context is empty, and the model has no token that begins a text: give a context")
+    before = array("i", context or [tokenizer.begin_token_id])
+    return Tokens(before, tuple(array("i", tokens) for tokens in continuations), len(context), rolling=not context)
+
+
+def paths_to_run(tokens: Tokens, room: int) -> tuple[list[Path], list[list[Place]]]:
+    """What has to be run, and the place of each token of each continuation."""
+    paths: list[Path] = []
+    places: list[list[Place]] = [[] for _ in tokens.continuations]
+    fitting = []
+    for i, continuation in enumerate(tokens.continuations):
+        if len(tokens.context) + len(continuation) - 1 <= room:
+            fitting.append(i)
+            continue
+        for window in windows_of(tokens.context[0], continuation, room):
+            places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
+            paths.append(window)
     if fitting:
-        found, own = paths_of(context, [continuations[i] for i in fitting])
+        found, own = paths_of(tokens.context, [tokens.continuations[i] for i in fitting])
         for i, there in zip(fitting, own, strict=True):
             places[i] = [(len(paths) + path, position, target) for path, position, target in there]
         paths += found
-    return ToRun(given, tuple(continuations), tuple(paths), tuple(places))
+    return paths, places
 
 
 def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:

@@ -121,6 +121,7 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
         min_tokens=min(workload.max_output_len + 1, context),
         longest_tokens=min(context, longest_tokens(plan)),
         most_kv_tokens=most_kv_tokens(plan),
+        task=workload.task,
     )
 
 
@@ -184,11 +185,12 @@ class _Job:
             if row is None:
                 return
             prompt, output = lengths
-            most = min(workload.max_output_len, policy.max_model_len - prompt)
+            scored = min(prompt, round(workload.scored_len)) if workload.task == "score" else 0
+            most = 1 if scored else min(workload.max_output_len, policy.max_model_len - prompt)
             if most < 1 or prompt + most - 1 > self._longest:
                 continue
             shared = min(prompt - 1, round(workload.shared_prefix_len))
             tokens = [*range(1, shared + 1), *[-row - 1] * (prompt - shared)]
-            sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most))
+            sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most), targets=((0,),) * scored)
             self._output_len[sequence] = min(output, most)
             self._scheduler.add(sequence)

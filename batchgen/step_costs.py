@@ -50,13 +50,14 @@ class BatchLoad:
     """What one GPU batch of a sweep computes and moves, in each layer.
 
     attended: by place (`gpu_batches.place`); in layers with a sliding window, where no prefix is shared, `windowed`.
-    host_blocks: KV blocks that come from the host's pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and
-    runs of neighbouring ones) that are read and written, and all that pass through the staging buffer. hidden_on_host:
-    activations wait in host memory between layers.
+    sampled: sequences that reach their last token; asked: rows of logits. host_blocks: KV blocks that come from the host's
+    pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
+    and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
     """
 
     tokens: int
     sampled: int
+    asked: int
     attended: dict[str, Attended]
     windowed: dict[str, Attended]
     host_blocks: int = 0
@@ -77,7 +78,7 @@ class BatchLoad:
             disk_write=self.disk_writes[0] > 0,
             delegated="delegated" in self.attended,
             hidden_on_host=self.hidden_on_host,
-            samples=self.sampled > 0,
+            samples=self.asked > 0,
         )
 
 
@@ -109,7 +110,8 @@ def load_of(
         blocks += used
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
-        sampled=sum(len(s.asked) for s in batch),
+        sampled=sum(s.samples for s in batch),
+        asked=sum(len(s.asked) for s in batch),
         attended=attended,
         windowed=windowed,
         host_blocks=len(host_blocks),
@@ -269,11 +271,11 @@ class StepCosts:
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = matrices_s(load.tokens)
-        head_s = head_lanes(s, Stage(1, 0, load.sampled, 0, 0), _NOTHING_PLACED)["compute"] if load.sampled else 0.0
+        head_s = head_lanes(s, Stage(1, 0, load.asked, 0, 0), _NOTHING_PLACED)["compute"] if load.asked else 0.0
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
             post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=matrices_s(load.sampled) * (1 - self._pre_frac) if load.sampled else 0.0,
+            last_post_s=matrices_s(load.asked) * (1 - self._pre_frac) if load.asked else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=head_s / max(1, self._head_pieces),

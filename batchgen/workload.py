@@ -77,6 +77,8 @@ class Workload:
             raise InputError("prompts and outputs have at least 1 token")
         if self.output_len.max > self.max_output_len:
             raise InputError(f"outputs of {self.output_len.max} tokens exceed the limit of {self.max_output_len}")
+        if self.scored_len is not None and not 0 < self.scored_len <= self.prompt_len.mean:
+            raise InputError(f"{self.scored_len:g} scored tokens do not fit prompts of {self.prompt_len.mean:g}")
         if not 0 <= self.shared_prefix_len < self.prompt_len.mean:
             raise InputError(
                 f"a shared prefix of {self.shared_prefix_len:g} tokens does not fit prompts of {self.prompt_len.mean:g}"
@@ -89,9 +91,14 @@ class Workload:
         return cls(num_seqs, *lengths, output_len, shared_prefix_len)
 
     @property
-    def generated_len(self) -> float:
-        """Tokens generated per sequence."""
-        return self.output_len.mean if self.scored_len is None else 0.0
+    def task(self) -> str:
+        """ "generate" or "score"."""
+        return "generate" if self.scored_len is None else "score"
+
+    @property
+    def made_len(self) -> float:
+        """Tokens generated, or scored, per sequence."""
+        return self.output_len.mean if self.scored_len is None else self.scored_len
 
     @property
     def computed_prompt_len(self) -> float:

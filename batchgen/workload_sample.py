@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.errors import InputError, RowError
 from batchgen.request import Request, SamplingParams, ScoreRequest, cut_overlong
-from batchgen.scoring import encode_all, to_run
+from batchgen.scoring import encode_all, paths_to_run, tokens_of
 from batchgen.workload import Lengths, Workload
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def _sequences(
     if request.error is not None:
         raise RowError(request.error)
     if isinstance(request, ScoreRequest):
-        texts = encode_all(tokenizer, [request])
-        paths = to_run(tokenizer, request, texts, context, on_overlong).paths
+        tokens = tokens_of(tokenizer, request, encode_all(tokenizer, [request]), context, on_overlong)
+        paths, _ = paths_to_run(tokens, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
     own = request.sampling or sampling
     tokens = cut_overlong(_encode(request, tokenizer), own.max_tokens, context, on_overlong)

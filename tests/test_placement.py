@@ -100,6 +100,8 @@ def problems(draw):
     prompts = draw(st.lists(st.integers(1, 900), min_size=1, max_size=3))
     outputs = draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
     workload = Workload(draw(st.integers(1, 2000)), Lengths(tuple(prompts)), Lengths(tuple(outputs)), max(outputs))
+    if draw(st.booleans()):
+        workload = replace(workload, output_len=Lengths((1,)), max_output_len=1, scored_len=workload.prompt_len.mean)
     classes = draw(
         st.sampled_from(
             [("gpu", "cpu", "streamed", "disk"), ("gpu", "streamed", "disk"), ("gpu", "cpu", "disk"), ("disk",)]
@@ -142,6 +144,7 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         process_bytes=p.process_bytes,
         min_tokens=p.workload.prompt_len.values[0] + 1,
         longest_tokens=longest,
+        task=p.workload.task,
     )
     for tier, blocks in plan.policy.kv_blocks.items():
         assert memory.kv_blocks[tier] >= blocks, tier

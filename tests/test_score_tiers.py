@@ -15,7 +15,7 @@ from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, mak
 from batchgen import ops
 from batchgen.device import Device
 from batchgen.engine import Engine
-from batchgen.request import ScoreRequest
+from batchgen.request import Request, SamplingParams, ScoreRequest
 from batchgen.runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,8 @@ def score(parts, rows):
 def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda parts: parts):
     path, model = tiny_models(case.family, **case.overrides)
     rng = random.Random(case.seed)
-    monkeypatch.setattr("batchgen.loading.logit_rows", lambda *_: rng.choice((1, 5, 300)))
+    rows = rng.choice((1, 5, 300))
+    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: rows)
     device = device or (EMULATED if case.accelerated else CPU)
     parts = make_parts(
         path, device, make_policy(path, device, **case.policy), stores, serial=case.mode == "serial",
@@ -103,9 +104,10 @@ def test_any_policy_on_a_cuda_card(seed, tiny_models, stores, monkeypatch):
 @pytest.mark.parametrize("admission", ["continuous", "static"])
 def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission, logit_rows):
     """Logits are looked at piece by piece: no more than `logit_rows` of a piece's are there at once."""
-    monkeypatch.setattr("batchgen.loading.logit_rows", lambda *_: logit_rows)
+    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: logit_rows)
     path, model = tiny_models("llama")
-    parts = make_parts(path, EMULATED, everything_moves(path, weight_format=FP32, admission=admission), stores)
+    policy = everything_moves(path, weight_format=FP32, admission=admission)
+    parts = make_parts(path, EMULATED, policy, stores, task="score")
     sizes = []
     real = parts.executor.run
 
@@ -157,3 +159,29 @@ def test_sequences_that_give_way_are_scored_once(tiny_models, stores, monkeypatc
     check(model, rows, found)
     assert stats.preempted > 3
     assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("kv_class", ["gpu", "streamed", "cpu"])
+@pytest.mark.parametrize("max_num_batched_tokens", [40, 4096])
+def test_a_context_is_computed_once_in_every_tier(tiny_models, stores, kv_class, max_num_batched_tokens):
+    """Also where it takes several sweeps, and where KV can be taken over only when its sweep is done."""
+    path, model = tiny_models("opt")
+    rng = random.Random(4)
+    policy = make_policy(
+        path, EMULATED, kv_seqs={kv_class: 8}, gpu_batch_size=4, num_gpu_batches=2, activation_batches=(2, 0),
+        max_num_batched_tokens=max_num_batched_tokens,
+    )  # fmt: skip
+    rows = [ScoreRequest(tokens(rng, 64), tuple(tokens(rng, 6) for _ in range(4)), i) for i in range(6)]
+    found, stats = score(make_parts(path, EMULATED, policy, stores), rows)
+    check(model, rows, found)
+    assert stats.computed_tokens == 6 * (64 + 4 * 5)
+
+
+def test_samples_of_a_prompt_compute_it_once_in_every_tier(tiny_models, stores):
+    path, _ = tiny_models("opt")
+    prompt = list(tokens(random.Random(5), 65))
+    sampling = SamplingParams(max_tokens=2, n=4, temperature=1.0, ignore_eos=True)
+    policy = make_policy(path, EMULATED, kv_seqs={"streamed": 8}, max_num_batched_tokens=4096)
+    with Engine.from_parts(make_parts(path, EMULATED, policy, stores)) as engine:
+        list(engine.generate([Request(prompt, sampling)]))
+    assert engine.stats.computed_tokens == 64 + 4 * 1 + 4 * 1

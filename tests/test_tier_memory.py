@@ -13,6 +13,7 @@ from batchgen.engine import Engine
 from batchgen.errors import BatchgenError, InputError
 from batchgen.machine import resident_bytes
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
+from batchgen.request import ScoreRequest
 from batchgen.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,6 +91,30 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
         reserved += policy.max_num_seqs * parts.config.vocab_size * 4
     assert peak <= reserved + ATTENTION_BYTES
     assert peak > (1 if chunk else 2) * ATTENTION_BYTES, "too small to tell"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one batch", "activations on the host", "all together"])
+@pytest.mark.parametrize("family", WIDE)
+def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monkeypatch, family, kind):
+    """Every token's logits asked for: more rows than are made together, by far."""
+    monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: 200)
+    model = tiny_models(family, **WIDE[family])[0]
+    fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]
+    tokens = BATCH_TOKENS * fields["num_gpu_batches"]
+    policy = make_policy(model, EMULATED, max_num_batched_tokens=tokens, **fields)
+    parts = make_parts(
+        model, EMULATED, policy, tmp_path, serial=True, longest_tokens=128, most_kv_tokens=128 * policy.max_num_seqs,
+        task="score",
+    )  # fmt: skip
+    rows = [ScoreRequest((), (text,), logprobs=5) for text in prompts_of(policy.max_num_seqs + 8, 120)]
+    with Engine.from_parts(parts) as engine:
+        peak = peak_of_tensors(lambda: list(engine.score(rows)))
+        assert engine.stats.scored_tokens == 120 * len(rows)
+    reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
+    reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES
+    assert "logits" not in parts.memory.parts["gpu"] and parts.memory.logit_rows == 200
+    assert ATTENTION_BYTES < peak <= reserved + ATTENTION_BYTES
 
 
 TIERED = {

@@ -15,7 +15,7 @@ from batchgen.direct_io import ALIGNMENT
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.hardware import ComputeRates, Rates
 from batchgen.planner.flow import Stage
-from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes
+from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes, planned_logit_rows
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
 from batchgen.policy import HEAD_PIECES
 
@@ -250,13 +250,13 @@ def can_delegate(s: Setting) -> bool:
 
 
 def head_lanes(s: Setting, stage: Stage, at: Shares) -> dict[str, Linear]:
-    """Seconds of each lane for what comes before the first and after the last layer: embeddings in, logits and sampling
-    out. FlexGen leaves them out (footnote 1); with small models or large vocabularies they count."""
+    """Seconds of each lane for what comes before the first and after the last layer: embeddings in, logits and what is made of
+    them out. FlexGen leaves them out (footnote 1); with small models or large vocabularies they count."""
     params = s.model.vocab_size * s.model.embed_size
     gemm = s.rates.rates("gemm_flops_per_s", s.compute_format).at(
-        width=s.model.hidden_size, tokens=max(1.0, stage.sampled / s.num_gpu_batches)
+        width=s.model.hidden_size, tokens=max(1.0, stage.asked / s.num_gpu_batches)
     )
-    compute = 2 * params * stage.sampled / gemm + stage.sampled * s.model.vocab_size / s.hardware.sampling_logits_per_s
+    compute = 2 * params * stage.asked / gemm + stage.asked * s.model.vocab_size / s.hardware.sampling_logits_per_s
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:
         moved = at.head_cpu * s.head_bytes + at.act_gpu * (stage.tokens * s.hidden_bytes)
@@ -305,7 +305,9 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     kv = kv_bytes(s, at)
     weights = s.layer_bytes * model.num_layers
     between = s.batch_tokens * s.hidden_bytes
-    work = activation_bytes(model, int(element), s.batch_tokens, s.gpu_batch_size, on_gpu=s.on_gpu)
+    rows = planned_logit_rows(model, int(element), s.batch_tokens, s.gpu_batch_size, s.workload.task)
+    captured = s.gpu_batch_size if s.on_gpu else 0
+    work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
     expanded = s.expanded_layer_bytes if s.weight_format == INT4 else 0.0
     cpu = s.process_bytes + WORKSPACE_BYTES + s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))
@@ -321,7 +323,8 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
-    gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + s.block_size * model.vocab_size * 4)
+    whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
+    gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + whole_logits)
     gpu += staging + expanded + at.delegates * expanded
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
     cpu += at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)

@@ -12,7 +12,7 @@ from batchgen.planner.search import Candidate, Problem, block_latency_s, frontie
 from batchgen.planner.setting import Setting, Shares
 from batchgen.policy import KV_HOMES, Plan, Policy, Prediction
 from batchgen.units import format_bytes, format_seconds
-from batchgen.workload import Lengths
+from batchgen.workload import Lengths, Workload
 
 GIB = 1 << 30
 LANE_NAMES = {
@@ -95,7 +95,7 @@ def _predict(
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
     total_s = startup_s + candidate.seconds + rows_s
     shortest = 1.0 if output_len_known else _shorter(candidate, at)
-    generated = workload.num_seqs * workload.output_len.mean
+    generated = workload.num_seqs * workload.output_len.mean if workload.task == "generate" else 0.0
     tokens = generated + workload.num_seqs * workload.prompt_len.mean
     return Prediction(
         total_s=total_s,
@@ -173,10 +173,16 @@ def headline(plan: Plan) -> list[str]:
     policy, predicted, workload = plan.policy, plan.prediction, plan.workload
     between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
-        f"plan: {workload.num_seqs:,} sequences of {workload.prompt_len.mean:,.0f} + {workload.output_len.mean:,.0f} tokens,"
+        f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
         f" {policy.max_num_seqs:,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
+
+
+def _lengths(workload: Workload) -> str:
+    if workload.task == "generate":
+        return f"{workload.prompt_len.mean:,.0f} + {workload.output_len.mean:,.0f}"
+    return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} scored)"
 
 
 def explain(plan: Plan) -> list[str]:
@@ -185,8 +191,12 @@ def explain(plan: Plan) -> list[str]:
     lines = [
         f"{plan.model} in {plan.dtype} on {plan.hardware}",
         f"{workload.num_seqs:,} sequences, prompts of {workload.prompt_len.mean:,.0f} tokens"
-        f" ({workload.prompt_len.quantile(0.05):,} to {workload.prompt_len.quantile(0.95):,}), outputs of"
-        f" {workload.output_len.mean:,.0f}"
+        f" ({workload.prompt_len.quantile(0.05):,} to {workload.prompt_len.quantile(0.95):,}), "
+        + (
+            f"outputs of {workload.made_len:,.0f}"
+            if workload.task == "generate"
+            else f"{workload.made_len:,.1f} scored"
+        )
         + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
         "",
         f"block of {policy.max_num_seqs:,} sequences = {policy.num_gpu_batches} GPU batch"
@@ -200,8 +210,9 @@ def explain(plan: Plan) -> list[str]:
         *_memory_lines(plan),
         "",
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
-        f" {format_seconds(predicted.high_s)}), {predicted.generated_tokens_per_s:,.4g} generated tokens/s,"
-        f" {predicted.total_tokens_per_s:,.4g} tokens/s in all; a block takes {format_seconds(predicted.block_latency_s)}",
+        f" {format_seconds(predicted.high_s)}), "
+        + (f"{predicted.generated_tokens_per_s:,.4g} generated tokens/s, " if workload.task == "generate" else "")
+        + f"{predicted.total_tokens_per_s:,.4g} tokens/s in all; a block takes {format_seconds(predicted.block_latency_s)}",
         *_price_lines(plan),
     ]
     return lines
@@ -278,7 +289,9 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
             rows_of("hardware", lambda p: p.hardware),
             rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
             rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
-            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}"),
+            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
+            if plans[0][1].workload.task == "generate"
+            else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
             rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
             rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
             rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
@@ -290,7 +303,8 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
 
 def frontier_lines(problem: Problem) -> list[str]:
     """FlexGen figure 1 for this job."""
-    rows = [["block latency", "generated tokens/s", "block", "bottleneck"]]
+    made = "generated" if problem.workload.task == "generate" else "scored"
+    rows = [["block latency", f"{made} tokens/s", "block", "bottleneck"]]
     for latency_s, rate, candidate in frontier(problem):
         s = candidate.setting
         lanes = lane_seconds(candidate, candidate.counts.shares(s))

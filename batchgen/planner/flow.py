@@ -26,6 +26,7 @@ class Stage:
 
     prefill_tokens, prefill_seqs: prompt tokens computed per sweep, and prompts completed per sweep.
     decode_seqs: sequences that gain a token from decoding, per sweep. context: tokens each of them attends to.
+    asked_per_prompt: rows of logits that a prompt asks for.
     """
 
     sweeps: float
@@ -33,6 +34,7 @@ class Stage:
     prefill_seqs: float
     decode_seqs: float
     context: float
+    asked_per_prompt: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -41,8 +43,13 @@ class Stage:
 
     @property
     def sampled(self) -> float:
-        """Tokens generated per sweep."""
+        """Tokens generated per sweep; where prompts are scored, prompts that are done."""
         return self.prefill_seqs + self.decode_seqs
+
+    @property
+    def asked(self) -> float:
+        """Rows of logits per sweep."""
+        return self.prefill_seqs * self.asked_per_prompt + self.decode_seqs
 
 
 @lru_cache(maxsize=4096)
@@ -57,7 +64,8 @@ def stages_of(workload: Workload, admission: str, block_size: int, max_num_batch
     left = workload.num_seqs - simulated
     if left:
         steps = _repeat_middle(steps, workload, block_size, left)
-    return tuple(_merged(steps, block_size))
+    asked = workload.scored_len or 1.0
+    return tuple(replace(stage, asked_per_prompt=asked) for stage in _merged(steps, block_size))
 
 
 def _simulate(workload: Workload, admission: str, block_size: int, budget: float, num_seqs: float) -> list[Stage]:

@@ -22,14 +22,20 @@ _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
 
 def activation_bytes(
-    config: ModelConfig, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int, *, on_gpu: bool
+    config: ModelConfig,
+    dtype_bytes: int,
+    max_num_batched_tokens: int,
+    logit_rows: int,
+    *,
+    on_gpu: bool,
+    captured_tokens: int = 0,
 ) -> int:
-    """Peak bytes of a sweep beside weights and KV: one layer's activations and the logits.
+    """Peak bytes of a sweep beside weights and KV: one layer's activations and `logit_rows` rows of logits.
 
     Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
     parts; of `chunk_tokens` also the norm and what projections make, where rotary embedding works in fp32. Logits are
-    held in the weights' dtype and in fp32, with one row of work space each. On a GPU decode sweeps may be captured: these
-    have memory of their own.
+    held in the weights' dtype and in fp32, with one row of work space each. captured_tokens: of the
+    largest decode sweep that may be captured on a GPU, which has memory of its own.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
@@ -39,9 +45,8 @@ def activation_bytes(
         per_token += 4 * config.head_dim
         per_chunk_token += 4 * 3 * heads
     chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
-    rows = min(max_num_seqs, logit_rows(config, dtype_bytes))
-    captured = max_num_seqs * (per_token + per_chunk_token) if on_gpu else 0
-    logits = rows * config.vocab_size * (dtype_bytes + 8)
+    logits = logit_rows * config.vocab_size * (dtype_bytes + 8)
+    captured = captured_tokens * (per_token + per_chunk_token)
     return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
 
 
@@ -55,8 +60,19 @@ def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
 
 
 def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
-    """Sequences whose logits are made together: enough for an efficient product, in a bounded amount of memory."""
+    """Rows of logits that are made together: enough for an efficient product, in a bounded amount of memory."""
     return max(_FEWEST_LOGIT_ROWS, _LOGITS_BYTES // (config.vocab_size * (dtype_bytes + 8)))
+
+
+def planned_logit_rows(
+    config: ModelConfig, dtype_bytes: int, batch_tokens: int, gpu_batch_size: int, task: str | None
+) -> int:
+    """The same of a GPU batch that has no more: a row a sequence, or, where sequences are scored, perhaps one a token.
+
+    task: "generate", "score", or None for either.
+    """
+    asked = gpu_batch_size if task == "generate" else max(gpu_batch_size, batch_tokens)
+    return min(asked, logit_rows(config, dtype_bytes))
 
 
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
@@ -83,12 +99,13 @@ def plan_memory(
     min_tokens: int,
     longest_tokens: int,
     most_kv_tokens: int | None = None,
+    task: str | None = "generate",
 ) -> MemoryPlan:
     """The split of each budget under a policy. An accelerator is there if there is a budget for "gpu".
 
     process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit (its
     prompt and output); longest_tokens: the longest that is looked for. most_kv_tokens: what the job is expected to use.
-    Raises InputError, naming the smallest budget that would do.
+    task: as for `planned_logit_rows`. Raises InputError, naming the smallest budget that would do.
     """
     device = "gpu" if "gpu" in budgets else "cpu"
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
@@ -100,18 +117,19 @@ def plan_memory(
         if num_bytes:
             parts[tier][what] = parts[tier].get(what, 0) + num_bytes
 
-    _add_weights(config, policy, dtype, device, add)
-    _add_activations(config, policy, dtype, device, batch_tokens, add)
+    rows = planned_logit_rows(config, int(FORMAT_BYTES[dtype]), batch_tokens, policy.gpu_batch_size, task)
+    _add_weights(config, policy, dtype, device, task, add)
+    _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
     _add_staging(config, policy, device, staging_blocks, add)
     block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
     kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
     for tier, count in kv_blocks.items():
         add(tier, "KV", count * sizes[tier])
-    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens)
+    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
 
 
-def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, add) -> None:
+def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add) -> None:
     size = int(FORMAT_BYTES[dtype])
     groups = group_bytes(config, dtype, policy.weight_format)
     on_disk = 0
@@ -134,12 +152,17 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, a
     add(head_tier, "weights", head)
     if device == "gpu" and head_tier != "gpu":
         pieces = 2 * -(-config.vocab_size // HEAD_PIECES) * config.embed_size * size
-        add("gpu", "weights in transit", pieces + policy.max_num_seqs * config.vocab_size * 4)
+        add("gpu", "weights in transit", pieces)
+        if task != "score":  # to choose tokens, all of the vocabulary has to be there
+            add("gpu", "logits", policy.max_num_seqs * config.vocab_size * 4)
 
 
-def _add_activations(config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, add) -> None:
+def _add_activations(
+    config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, logit_rows: int, add
+) -> None:
     size = int(FORMAT_BYTES[dtype])
-    work = activation_bytes(config, size, batch_tokens, policy.gpu_batch_size, on_gpu=device == "gpu")
+    captured = policy.gpu_batch_size if device == "gpu" else 0
+    work = activation_bytes(config, size, batch_tokens, logit_rows, on_gpu=device == "gpu", captured_tokens=captured)
     between = batch_tokens * config.hidden_size * size
     if device == "cpu":
         add("cpu", "activations", work + WORKSPACE_BYTES + (policy.num_gpu_batches - 1) * between)

@@ -136,7 +136,7 @@ def _block_latency_s(s: Setting, stages: tuple[Stage, ...], seconds: float) -> f
 
 
 def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
-    """The latency-throughput trade-off (FlexGen figure 1): (block latency in s, generated tokens/s, plan), from the
+    """The latency-throughput trade-off (FlexGen figure 1): (block latency in s, generated or scored tokens/s, plan), from the
     shortest latency to the highest throughput, without those that another one beats in both."""
     found = []
     for block_size in _block_sizes(problem):
@@ -144,7 +144,7 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
             candidate = search(replace(problem, block_size=block_size, max_block_latency_s=None))
         except InputError:
             break  # larger blocks need more memory still
-        rate = problem.workload.num_seqs * problem.workload.output_len.mean / candidate.seconds
+        rate = problem.workload.num_seqs * problem.workload.made_len / candidate.seconds
         found.append((block_latency_s(candidate), rate, candidate))
     found.sort(key=lambda entry: (entry[0], -entry[1]))
     best, pareto = 0.0, []

@@ -173,12 +173,21 @@ class Scheduler:
                 self._filling = True
             if not self._filling:
                 return
+        held: list[Sequence] = []
+        self._admit_waiting(sweep, budget, held)
+        self.waiting.extendleft(reversed(held))
+
+    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, held: list[Sequence]) -> None:
+        """Puts those into `held` that are passed over: what they share with another one is still being computed."""
         in_class = Counter(s.kv_class for s in self.running)
         projections: dict[str, Projection | None] = {}
         while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            if self._follows(sequence):
+                held.append(self.waiting.popleft())
+                continue
             if not projections:
                 projections = {home: self._projection(home, sweep) for home in self.pools}
-            sequence = self.waiting[0]
             full = len(self.running) >= self.limits.max_num_seqs
             if full or not self._enter(sequence, in_class, projections, budget):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
@@ -191,6 +200,13 @@ class Scheduler:
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether its leader is in flight and has yet to enter blocks that it could take over."""
+        leader = sequence.leader
+        if leader is None or not leader.block_table or not self._pool(leader).share_prefixes:
+            return False
+        return leader.num_entered_blocks < sequence.num_led // self._pool(leader).block_size
 
     def _enter(
         self, sequence: Sequence, in_class: Mapping[str, int], projections: Mapping[str, Projection | None], budget: int

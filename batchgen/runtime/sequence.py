@@ -57,6 +57,8 @@ class Sequence:
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
     targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
     scores: list[ScoredPosition] = field(default_factory=list)
+    leader: Sequence | None = None  # one that computes the same first tokens, for both, and how many there are
+    num_led: int = 0
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives giving way
 
     def __post_init__(self) -> None:
