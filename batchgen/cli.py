@@ -41,7 +41,8 @@ def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
     Rows are written in input order, input columns kept, with the columns text, finish_reason, prompt_tokens,
-    generated_tokens and error. Finished rows are saved every few seconds: run the same command again after any
+    generated_tokens and error; with --task score logprobs, is_greedy and num_tokens of every continuation, or logprob,
+    num_tokens and perplexity of the prompt, and the choice of --choices. Finished rows are saved every few seconds: run the same command again after any
     interruption and it goes on.
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 130 interrupted.

@@ -71,7 +71,8 @@ class TokenClock:
 def describe(counts: Counts, clock: TokenClock) -> str:
     """ "1,204 prompt + 96 output tokens/s, 3 failed, 120 resumed, 48 s left"."""
     prompt_rate, output_rate = clock.rates()
-    parts = [f"{prompt_rate:,.0f} prompt + {output_rate:,.0f} output tokens/s"]
+    made = f" + {output_rate:,.0f} output" if counts.generated_tokens else ""  # scoring makes none
+    parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
     left = clock.remaining_s(counts)

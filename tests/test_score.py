@@ -1,10 +1,13 @@
 """`Engine.score` against transformers, in fp32: log-probabilities within 1e-4, greedy flags equal, under any policy."""
 
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, TEXT, make_tiny_sentencepiece_tokenizer
+from transformers import AutoTokenizer
 
 import batchgen
 from batchgen.request import ScoreRequest
@@ -142,3 +145,161 @@ def test_continuations_of_a_context_cost_little_more_than_their_tokens(tiny_mode
     assert (
         engine.stats.computed_tokens == 327 + 8 * 8 + 7 * 7
     )  # each but the first runs what the context has in its last block again
+
+
+def test_bad_requests_fail_alone(tiny_models):
+    path, _ = tiny_models("llama")
+    rows = [
+        ScoreRequest("The ferry", (" left",)),
+        ScoreRequest("The ferry", ()),
+        ScoreRequest("The ferry", (" left", "")),
+        ScoreRequest("The ferry", (" left", [5])),
+        ScoreRequest([5, 100000], ([5],)),
+        ScoreRequest([5], ([5], [100000])),
+        ScoreRequest([5] * 512, ([6], [6, 7])),
+        ScoreRequest([5], ([6] * 600,)),
+        ScoreRequest("x", (" y",), error="the row is null"),
+        ScoreRequest([5] * 512, ([6],)),  # whose last token is not run
+        ScoreRequest("", ([6] * 600,)),
+        ScoreRequest("", ("",)),
+    ]
+    found, _ = score(path, rows)
+    errors = [s.error for s in sorted(found, key=lambda s: s.index)]
+    words = {
+        1: "no continuations", 2: "continuation 2 has no tokens", 3: "all texts or all token ids", 4: "vocabulary of 512",
+        5: "vocabulary of 512", 6: "512 tokens and the longest continuation 2, the model's context holds 512",
+        7: "1 tokens and the longest continuation 600", 8: "the row is null", 11: "continuation 1 has no tokens",
+    }  # fmt: skip
+    for i, error in enumerate(errors):
+        assert words[i] in error if i in words else error is None, (i, error)
+    assert all(bool(s.scores) == (s.error is None) for s in found)
+
+
+def test_requests_that_no_row_could_mean():
+    with pytest.raises(batchgen.InputError, match="not one text"):
+        ScoreRequest("The ferry", " left")
+    with pytest.raises(batchgen.InputError, match="logprobs must be between 0 and 100"):
+        ScoreRequest("The ferry", (" left",), logprobs=101)
+
+
+def test_kv_that_is_too_small_for_a_text(tiny_models):
+    from batchgen.policy import MemoryPlan
+
+    path, _ = tiny_models("llama")
+    engine = engine_of(path)
+    memory = engine.parts.memory
+    small = MemoryPlan(memory.budgets, memory.parts, {"cpu": 4}, 0, memory.batch_tokens)
+    engine = batchgen.Engine.from_parts(replace(engine.parts, memory=small))
+    rows = [ScoreRequest([5], ([6] * 64,)), ScoreRequest([5], ([6] * 65,)), ScoreRequest("", ([6] * 600,))]
+    found = sorted(engine.score(rows), key=lambda s: s.index)
+    assert [s.error and s.error.split(" that fit")[0] for s in found] == [
+        None, "65 tokens need more KV than the 64 tokens", "512 tokens need more KV than the 64 tokens",
+    ]  # fmt: skip
+
+
+def test_texts_are_tokenized_with_their_context(tiny_models, tmp_path):
+    """As lm_eval does it: spaces at the context's end belong to the continuation, whose tokens are what the whole has beyond
+    the context's. With a vocabulary that begins every text with a token of its own, and one that does not."""
+    path, _ = tiny_models("llama")
+    beginning = tmp_path / "beginning"
+    shutil.copytree(path, beginning)
+    make_tiny_sentencepiece_tokenizer(beginning)
+    pairs = [
+        ("The ferry", " left"), ("The ferry ", "left"), ("The ferry \n", "left"), ("The fer", "ry left"), ("", "The ferry"),
+        ("  ", "The ferry"), ("A", "\n"),
+    ]  # fmt: skip
+    for folder in (path, beginning):
+        engine = engine_of(folder)
+        hf = AutoTokenizer.from_pretrained(folder)
+        begin = hf.bos_token_id
+        found = sorted(engine.score(ScoreRequest(c, (t,)) for c, t in pairs), key=lambda s: s.index)
+        for scored, (context, text) in zip(found, pairs, strict=True):
+            stripped = context.rstrip()
+            whole = hf.encode(stripped + context[len(stripped) :] + text)
+            own = hf.encode(stripped) if stripped else whole[: whole[0] == begin]
+            assert scored.scores[0].token_ids == tuple(whole[len(own) :]), (folder, context, text)
+            assert scored.context_tokens == (len(own) if stripped else 0)
+        ids = list(engine.score([ScoreRequest("The ferry ", ([5, 6],)), ScoreRequest([7, 8], (" left",))]))
+        ids.sort(key=lambda s: s.index)
+        assert (ids[0].context_tokens, ids[0].scores[0].token_ids) == (len(hf.encode("The ferry ")), (5, 6))
+        assert ids[1].scores[0].token_ids == tuple(hf.encode(" left", add_special_tokens=False))
+
+
+def test_a_text_that_begins_with_the_first_token_itself_has_no_second_one(tiny_models):
+    path, _ = tiny_models("llama")
+    found = sorted(
+        score(path, [ScoreRequest("", ("<|endoftext|>The ferry",)), ScoreRequest("", ("The ferry",))])[0],
+        key=lambda s: s.index,
+    )
+    assert found[0].scores[0].token_ids == found[1].scores[0].token_ids
+    assert found[0].scores[0].logprob == found[1].scores[0].logprob
+
+
+def test_input_is_read_lazily_and_may_be_stopped(tiny_models):
+    path, _ = tiny_models("llama")
+    engine = engine_of(path, max_num_seqs=4)
+    read = sweeps = 0
+
+    def rows():
+        nonlocal read
+        for _ in range(100_000):
+            read += 1
+            yield ScoreRequest("The ferry", (" left", " came"))
+
+    def count(stats):
+        nonlocal sweeps
+        sweeps = stats.sweeps
+
+    found = list(engine.score(rows(), should_stop=lambda: sweeps >= 3, on_sweep=count))
+    assert 0 < len(found) < 50 and read < 5000
+    assert engine.used_kv_blocks == 0
+    begun = engine.score(rows())
+    next(begun)
+    begun.close()
+    assert engine.used_kv_blocks == 0
+
+
+def test_one_engine_generates_and_scores(tiny_models):
+    """What it has generated is what it finds likeliest, and takes over what was computed."""
+    path, _ = tiny_models("llama")
+    engine = engine_of(path, sampling=batchgen.SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
+    prompts = [list(tokens(random.Random(i), 40)) for i in range(4)]
+    done = {c.index: c.samples[0] for c in engine.generate(batchgen.Request(p) for p in prompts)}
+    found = list(engine.score(ScoreRequest(p, (done[i].token_ids,)) for i, p in enumerate(prompts)))
+    for scored in found:
+        assert scored.scores[0].is_greedy and scored.cached_tokens == 32
+        expected = sum(p.chosen.logprob for p in done[scored.index].logprobs)
+        assert scored.scores[0].logprob == pytest.approx(expected, abs=CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_model():
+    """Real texts in fp32 against transformers on the same file: contexts with choices, and a text in windows."""
+    from transformers import AutoModelForCausalLM
+
+    from batchgen.model_files import resolve_model
+
+    files = resolve_model("demo")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(files.path.parent), gguf_file=files.path.name, dtype=torch.float32
+    ).eval()
+    engine = batchgen.Engine("demo", dtype="float32", cpu_memory="6GiB", max_model_len=64)
+    encode = engine.parts.tokenizer.encode_batch
+    shots = "Q: Is a ferry a ship? A: yes\nQ: Is an onion a ship? A: no\n"
+    rows = []
+    for thing in ("lemon", "tanker", "timetable", "canoe"):
+        context, *whole = encode(
+            [f"{shots}Q: Is a {thing} a ship? A:"]
+            + [f"{shots}Q: Is a {thing} a ship? A:{a}" for a in (" yes", " no", " nobody knows")]
+        )
+        rows.append(ScoreRequest(context, tuple(w[len(context) :] for w in whole), id=thing, logprobs=2))
+    check(model, rows, engine.score(rows))
+    (text,) = encode([TEXT[:900]])
+    (scored,) = engine.score([ScoreRequest("", (text,))])
+    before, expected = [engine.parts.tokenizer.begin_token_id, *text], []
+    for start in range(0, len(text), 64):
+        stop = min(start + 64, len(text))
+        expected += reference(model, before[max(0, stop - 64) : start + 1], text[start:stop])[0]
+    assert len(text) > 3 * 64
+    assert [t.chosen.logprob for t in scored.scores[0].tokens] == pytest.approx(expected, abs=CLOSE)
