@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
 try:
@@ -278,13 +279,21 @@ def test_loglikelihoods_equal_those_of_hf(tiny_models, tmp_path, family):
     assert reports(tmp_path)["loglikelihood"]["rows"] < len(requests) / 2, "contexts are there once"
 
 
+def test_what_is_one_row(llama, tmp_path):
+    """Choices of a question; not texts without context, whose first token is all that they share. Nothing is run twice."""
+    requests = [("Which? ", letter) for letter in "abc"] + [("", word) for word in ("one", "two", "three")]
+    batchgen_model(llama[0], tmp_path).loglikelihood(instances("loglikelihood", [*requests, *requests]))
+    rows = pq.read_table(next(tmp_path.glob("*/requests.parquet"))).to_pylist()
+    assert [len(row["continuations"]) for row in rows] == [3, 1, 1, 1]
+
+
 def test_rolling_loglikelihoods_equal_those_of_hf(llama, tmp_path):
     rng = random.Random(3)
     texts = [(words(rng, n),) for n in (1, 5, 30, 60, 150, 400)] + [("",)]
     ours = batchgen_model(llama[0], tmp_path).loglikelihood_rolling(instances("loglikelihood_rolling", texts))
     theirs = llama[1].loglikelihood_rolling(instances("loglikelihood_rolling", texts[:-1]), disable_tqdm=True)
     assert ours == pytest.approx([*theirs, 0.0], abs=NEAR)
-    assert reports(tmp_path)["loglikelihood_rolling"]["rows"] > len(texts), "long texts are cut into windows"
+    assert reports(tmp_path)["loglikelihood_rolling"]["rows"] > len(texts), "each window is a row"
 
 
 def test_generated_texts_equal_those_of_hf(llama, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -119,9 +118,6 @@ class BatchgenLM(TemplateLM):
         directory = cache_dir() / "lmeval" if work_dir is None else Path(work_dir).expanduser()
         options["max_model_len"] = self._max_length
         self._work = Workplace(pretrained, options, identity, directory, resume)
-        # Jobs collect garbage to see how much memory they have; what lm_eval has imported is none, and takes long to look at.
-        gc.collect()
-        gc.freeze()
 
     @classmethod
     def create_from_arg_obj(
@@ -263,8 +259,9 @@ class BatchgenLM(TemplateLM):
         return answers
 
     def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
-        """What lm_eval asks of each pair. Continuations of one context are one row, which computes it once."""
-        rows: dict[bytes, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> place in it
+        """What lm_eval asks of each pair. Continuations of one context are one row, which computes it once; where that is a
+        single token each has a row of its own, as there is nothing to gain and a row is done or not as a whole."""
+        rows: dict[tuple, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> place in it
         places, cut = [], 0
         for texts, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -275,7 +272,8 @@ class BatchgenLM(TemplateLM):
             room = self.max_length + 1 - len(continuation)
             cut += len(context) > room
             context = context[-room:]
-            row, continuations = rows.setdefault(_key(context), (len(rows), {}))
+            key = _key(context), (_key(continuation) if len(context) == 1 else None)
+            row, continuations = rows.setdefault(key, (len(rows), {}))
             places.append((row, continuations.setdefault(_key(continuation), len(continuations))))
         self._warn_of_cuts(kind, cut)
         if not rows:
@@ -284,7 +282,7 @@ class BatchgenLM(TemplateLM):
             kind,
             pa.table(
                 {
-                    "context": token_lists(list(rows)),
+                    "context": token_lists([context for context, _ in rows]),
                     "continuations": nested_token_lists([list(known) for _, known in rows.values()]),
                 }
             ),

@@ -48,6 +48,7 @@ def main() -> None:
     found = simple_evaluate(model, task_manager=manager, bootstrap_iters=0, **settings)
     result = {
         "wall_s": time.perf_counter() - started,
+        "cpu_s": time.process_time(),
         "load_s": ready - started,
         "request_s": request_s,
         "results": found["results"],

@@ -30,16 +30,18 @@ def line(record: dict[str, str]) -> str:
 
 
 def same_thing(**_) -> dict[str, Dataset]:
-    """A listing, and four of another catalogue of which one is of the same thing. The first of each table is an example."""
+    """A listing, and four of another catalogue: the one that is of the same thing, and those that have most words in common
+    with it of the others. The first of each table is an example."""
     splits = {"train": [], "test": []}
     rng = random.Random(0)
     for table in NAMES:
-        rows = pairs(table)
-        docs = []
+        rows, docs = pairs(table), []
         for left, right, same in rows:
             if same:
-                others = rng.sample([line(r) for _, r, _ in rows if r != right], CHOICES - 1)
-                choices = rng.sample([line(right), *others], CHOICES)
+                words = set(line(left).split())
+                others = sorted({line(r) for _, r, _ in rows if r != right})
+                others.sort(key=lambda other: -len(words & set(other.split())))
+                choices = rng.sample([line(right), *others[: CHOICES - 1]], CHOICES)
                 docs.append({"listing": line(left), "choices": choices, "answer": choices.index(line(right))})
         splits["train"].append(docs[0])
         splits["test"] += docs[1:]
