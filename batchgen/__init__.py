@@ -12,7 +12,7 @@
 from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
-from batchgen.errors import BatchgenError, InputError
+from batchgen.errors import BatchgenError, InputError, JobStopped
 from batchgen.request import (
     Completion,
     ContinuationScore,
@@ -28,6 +28,7 @@ from batchgen.request import (
 if TYPE_CHECKING:
     from batchgen.engine import Engine
     from batchgen.job import run
+    from batchgen.with_datasets import MapFunction, run_dataset
 
 __all__ = [
     "BatchgenError",
@@ -35,6 +36,8 @@ __all__ = [
     "ContinuationScore",
     "Engine",
     "InputError",
+    "JobStopped",
+    "MapFunction",
     "PositionLogprobs",
     "Request",
     "Sample",
@@ -44,10 +47,16 @@ __all__ = [
     "TokenLogprob",
     "__version__",
     "run",
+    "run_dataset",
 ]
 
 # Imported when first asked for: the command line's --help must not wait for them.
-_LAZY = {"Engine": "batchgen.engine", "run": "batchgen.job"}
+_LAZY = {
+    "Engine": "batchgen.engine",
+    "MapFunction": "batchgen.with_datasets",
+    "run": "batchgen.job",
+    "run_dataset": "batchgen.with_datasets",
+}
 
 
 def __getattr__(name: str):

@@ -110,7 +110,7 @@ _INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub datas
 
 RUN_OPTIONS = [
     click.option("-i", "--input", required=True, metavar="PATH", help=_INPUT_HELP),
-    click.option("-o", "--output", required=True, metavar="FILE", help="A .parquet, .jsonl or .csv file."),
+    click.option("-o", "--output", required=True, metavar="FILE", help="A .parquet, .jsonl, .csv or .arrow file."),
     click.option("--plan", metavar="FILE", help="Run as this plan of `batchgen plan -o` says."),
     click.option("--resume/--no-resume", default=True, help="Go on from rows that are done already [default: resume]."),
     click.option("--overwrite", is_flag=True, help="Drop old progress; the old output stays until the new one is whole."),

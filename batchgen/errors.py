@@ -20,6 +20,12 @@ class InputError(BatchgenError):
     exit_code = 2
 
 
+class JobStopped(BatchgenError):
+    """The deadline came before the last row. Finished rows are saved: the same call goes on."""
+
+    exit_code = 3
+
+
 class RowError(Exception):
     """One row cannot be run (null, empty, too long). Recorded in that row; the job goes on."""
 

@@ -6,22 +6,24 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.convert import find_or_convert
 from batchgen.device import parse_device
 from batchgen.engine import Engine, EngineStats
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, model_identity, read_config, resolve_model
+from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
 from batchgen.output.score_result import ScoreResult
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
     from batchgen.tokenizer import Tokenizer
 
 
-def run(model: str, input: Any, output: str | Path, **options: Any) -> dict:
+def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict:
     """Runs a job and returns its report, as `--report` writes it.
 
+    output: None puts it into the cache directory, where the same job finds it again; the report says where.
     options: the command line's, with underscores, among them those of SamplingParams. Raises BatchgenError.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
@@ -101,6 +104,8 @@ def run_job(options: JobOptions) -> dict:
             fingerprint["task"] = options.task
         if (options.quantization, options.kv_cache_dtype) != ("none", "auto"):
             fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
+        if options.output is None:
+            options = replace(options, output=_cached_output(fingerprint))
         with open_run(
             options.output,
             fingerprint,
@@ -135,6 +140,16 @@ def run_job(options: JobOptions) -> dict:
                 format_row=source.format_row,
             )
             return _close(options, make_report(options, source, state, engine, plan, started_s, "complete"))
+
+
+def _cached_output(fingerprint: dict[str, Any]) -> Path:
+    """The file of a job that was not told any: named after all that decides its rows."""
+    if "head_sha256" in fingerprint["input"]:
+        raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
+    folder = cache_dir() / "outputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+    return folder / f"{key[:32]}.arrow"
 
 
 @contextlib.contextmanager

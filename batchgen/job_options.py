@@ -20,7 +20,8 @@ TASKS = ("generate", "score")
 class JobOptions:
     """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
 
-    input may also be a `datasets.Dataset` or `IterableDataset`. output: None where only a plan is asked for.
+    input may also be a `datasets.Dataset` or `IterableDataset`. output: None where only a plan is asked for, or
+    for a file in the cache directory.
     """
 
     model: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from batchgen.constraint import Grammars
 from batchgen.convert import store_path
 from batchgen.device import Device
 from batchgen.engine import EngineParts
-from batchgen.errors import InputError
+from batchgen.errors import BatchgenError, InputError
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.machine import (
     available_memory_bytes,
@@ -174,6 +175,20 @@ def needs_store(policy: Policy) -> bool:
     return policy.weight_format == INT4 or any(on_disk for _, _, on_disk in policy.weight_layers.values())
 
 
+_loaded_in: int | None = None  # the process in which a model was first loaded
+
+
+def _refuse_in_fork() -> None:
+    """A child of fork has its parent's thread pools but none of their threads: it would wait for them forever."""
+    global _loaded_in
+    if _loaded_in not in (None, os.getpid()):
+        raise BatchgenError(
+            "a model was loaded in the process that this one was forked from, whose threads it lacks: load it only in"
+            " the children, or start them by spawn (multiprocessing.set_start_method)"
+        )
+    _loaded_in = os.getpid()
+
+
 def load_parts(
     files: ModelFiles,
     tokenizer: Callable[[], Tokenizer],
@@ -206,6 +221,7 @@ def load_parts(
     Raises InputError, BatchgenError.
     """
     started = time.perf_counter()
+    _refuse_in_fork()
     instruction_set()  # refuses a wrong BATCHGEN_ISA
     config = read_config(files)
     dtype = resolve_dtype(config, dtype, device)

@@ -63,7 +63,7 @@ def datasets_source(dataset: Any, name: str, split: str | None, limit: int | Non
 
 def _table_source(dataset: Any) -> Source:
     dataset = dataset.with_format(None)
-    schema = dataset.features.arrow_schema.remove_metadata()
+    schema = dataset.features.arrow_schema  # its metadata has the features: they are kept in the output
 
     def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         rest = dataset.select(range(start_row, len(dataset))).with_format("arrow")
@@ -79,7 +79,7 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
     """A stream: of unknown length, unless its features are unknown too and a pass has to find them."""
     dataset = dataset.with_format(None)
     if dataset.features is not None:
-        schema, total = dataset.features.arrow_schema.remove_metadata(), None
+        schema, total = dataset.features.arrow_schema, None
 
         def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
             with naming(name):

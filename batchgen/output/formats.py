@@ -1,4 +1,4 @@
-"""File formats of the final output: Parquet, JSON lines, CSV, each written from a stream of batches.
+"""File formats of the final output: Parquet, JSON lines, CSV, Arrow, each written from a stream of batches.
 
 The bytes depend on the values and batch sizes alone, so an interrupted job ends in the same file.
 """
@@ -61,6 +61,13 @@ def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.Recor
                 group, rows, size_bytes = [], 0, 0
         if group:
             writer.write_table(pa.Table.from_batches(group), row_group_size=rows)
+
+
+def _write_arrow(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Arrow's stream format, in which `datasets` keeps its tables: it maps the file into memory as it is."""
+    with pa.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _value_bytes(array: pa.Array) -> int:
@@ -136,4 +143,4 @@ def _jsonable(value: Any) -> Any:
     return str(value)
 
 
-FORMATS = {".parquet": _write_parquet, ".jsonl": _write_jsonl, ".csv": _write_csv}
+FORMATS = {".parquet": _write_parquet, ".jsonl": _write_jsonl, ".csv": _write_csv, ".arrow": _write_arrow}

@@ -1,0 +1,273 @@
+"""The `datasets` library as a front door: a dataset in and a dataset out, and a function for `Dataset.map`."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
+from batchgen.errors import InputError, JobStopped, RowError, one_line
+from batchgen.model_files import model_identity, resolve_model
+from batchgen.output.columns import SampleColumns
+from batchgen.output.join import output_schema
+from batchgen.request import Completion, Request, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    import datasets
+
+    from batchgen.engine import Engine
+
+ENGINE_OPTIONS = (
+    "dtype", "device", "cpu_memory", "admission", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+    "share_prefixes", "expected_output_len", "on_overlong",
+)  # fmt: skip
+
+
+def run_dataset(
+    model: str,
+    dataset: datasets.Dataset | datasets.IterableDataset,
+    *,
+    output: str | Path | None = None,
+    **options: Any,
+) -> datasets.Dataset:
+    """Runs every row of `dataset` and returns it with the output columns, its features kept.
+
+    The result is mapped into memory from its file, however large it is: `output`, an .arrow file, or one in the cache
+    directory, named after all that decides the rows. Either way the same call goes on after an interruption, and
+    returns at once when all is done. A stream needs an `output`, since nothing but its first rows is known beforehand.
+
+    options: those of `batchgen.run`. Raises BatchgenError, among them JobStopped where `max_time` came first.
+    """
+    import datasets
+
+    from batchgen.job import run
+
+    if output is not None and Path(output).suffix.lower() != ".arrow":
+        raise InputError(f"output must end in .arrow, which datasets can map into memory, not {Path(output).name!r}")
+    if options.get("dry_run"):
+        raise InputError("a dry run has no rows to return: use batchgen.run")
+    report = run(model, dataset, output, **options)
+    if report["state"] == "stopped":
+        left = "some" if report["rows_left"] is None else f"{report['rows_left']:,}"
+        raise JobStopped(f"stopped by max_time with {left} rows left: the same call goes on from there")
+    split = options.get("split") or getattr(dataset, "split", None)
+    return datasets.Dataset.from_file(report["output"], split=split and datasets.Split(str(split)))
+
+
+class MapFunction:
+    """A function for `Dataset.map(..., batched=True)`: generates for every row of a batch.
+
+        dataset.map(batchgen.MapFunction("demo", prompt_column="question", max_tokens=32), batched=True)
+
+    It adds the columns of a job: text, finish_reason, prompt_tokens, generated_tokens, error and, if asked for,
+    logprobs; lists where n > 1. `datasets` fixes a column's type by the first batch it sees, so there are no nulls:
+    error is "" for a row that is fine, text is "" for one that failed. Only logprobs have nothing to show there: with
+    them, give `map` the `features` of the result as well.
+
+    The engine is loaded at the first call in a process, with the model in memory, and closed with `close`, at the end
+    of a `with` block or of the process. Equal options, and a model whose files are the same, give equal hashes in
+    every process, so that the cache of `map` finds earlier results. Pickling leaves the engine behind.
+
+    model: as of `Engine`. prompt_column, prompt_template, messages_column, system_prompt, chat, id_column,
+    output_prefix: as of the command line. options: fields of SamplingParams, and of Engine's options dtype, device,
+    cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len
+    and on_overlong. Random draws belong to rows: with a temperature, name an id_column or map(..., with_indices=True).
+    Raises InputError, before weights are read where possible.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        prompt_column: str | None = None,
+        prompt_template: str | None = None,
+        messages_column: str | None = None,
+        system_prompt: str | None = None,
+        chat: bool = False,
+        id_column: str | None = None,
+        output_prefix: str = "",
+        **options: Any,
+    ) -> None:
+        sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
+        unknown = set(options) - set(ENGINE_OPTIONS)
+        if unknown:
+            raise TypeError(f"MapFunction() has no option {sorted(unknown)[0]!r}")
+        self._model = os.fspath(model)
+        self._prompts = PromptSpec(prompt_column, prompt_template, messages_column, system_prompt, chat)
+        self._sampling = SamplingParams(**sampling)
+        self._id_column, self._prefix, self._engine_options = id_column, output_prefix, options
+        self._identity: dict | None = None
+        self._forget_engine()
+
+    def __call__(self, batch: Mapping[str, Sequence] | pa.Table, indices: Sequence[int] | None = None) -> dict:
+        """Output columns of a batch of rows, given as columns; indices: the rows' numbers in the dataset."""
+        if self._sampling.temperature > 0 and self._id_column is None and indices is None:
+            raise InputError("draws belong to rows: give an id_column, or map(..., with_indices=True)")
+        names, read = _columns(batch)
+        schema = _schema(names, read, self._prompts, self._id_column)
+        compiled = compile_prompts(self._prompts, schema, self._id_column)
+        results = self._output_schema(schema).names[len(names) :]
+        columns = {name: read(name) for name in {*(compiled.columns or names[:1]), self._id_column} - {None}}
+        num_rows = len(next(iter(columns.values())))
+        engine = self._engine_here()
+        if compiled.uses_chat:
+            engine.parts.tokenizer.require_chat_template()
+        rows: list[dict] = [{}] * num_rows
+        for completion in engine.generate(self._requests(compiled, columns, indices, num_rows)):
+            rows[completion.index] = self._row(completion)
+        return {name: [row[name.removeprefix(self._prefix)] for row in rows] for name in results}
+
+    def features(self, features: datasets.Features) -> datasets.Features:
+        """What `map` makes of a dataset with these features, to be given as its `features`: see `logprobs` above."""
+        import datasets
+
+        schema = self._output_schema(features.arrow_schema)
+        added = {field.name: field.type for field in schema if field.name not in features}
+        return datasets.Features(features | datasets.Features.from_arrow_schema(pa.schema(list(added.items()))))
+
+    def close(self) -> None:
+        """Lets go of the engine and its memory; another call would load it again."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._forget_engine()
+
+    def __enter__(self) -> MapFunction:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict:
+        """All that decides what a call returns, as one text that is the same in every process."""
+        if self._identity is None:
+            self._identity = self._model_identity()
+        state = {
+            "model": self._model,
+            "identity": self._identity,
+            "prompts": self._prompts.identity(),
+            "sampling": self._sampling.to_json(),
+            "id_column": self._id_column,
+            "prefix": self._prefix,
+            "engine": self._engine_options,
+        }
+        return {"json": json.dumps(state, sort_keys=True)}
+
+    def __setstate__(self, pickled: dict) -> None:
+        state = json.loads(pickled["json"])
+        self._model, self._identity = state["model"], state["identity"]
+        prompts = state["prompts"]
+        template = prompts.pop("template")
+        self._prompts = PromptSpec(**prompts)
+        object.__setattr__(self._prompts, "template", template)  # its text, even one that begins with "@"
+        self._sampling = SamplingParams(**state["sampling"])
+        self._id_column, self._prefix, self._engine_options = state["id_column"], state["prefix"], state["engine"]
+        self._forget_engine()
+
+    def _model_identity(self) -> dict:
+        from batchgen.tokenizer import load_tokenizer
+
+        files = resolve_model(self._model)
+        return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}
+
+    def _forget_engine(self) -> None:
+        self._engine: Engine | None = None
+        self._process: int | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    def _engine_here(self) -> Engine:
+        """This process's engine: a fork has none of its parent's threads."""
+        if self._engine is None or self._process != os.getpid():
+            from batchgen.engine import Engine
+
+            self._engine, self._process = (
+                Engine(self._model, sampling=self._sampling, **self._engine_options),
+                os.getpid(),
+            )
+            self._finalizer = weakref.finalize(self, _close_in, self._process, self._engine)
+        return self._engine
+
+    def _requests(
+        self, compiled: CompiledPrompts, columns: dict[str, Sequence], indices: Sequence[int] | None, num_rows: int
+    ) -> Iterator[Request]:
+        for i in range(num_rows):
+            own = None if self._id_column is None else columns[self._id_column][i]
+            row_id = own if own is not None else i if indices is None else int(indices[i])
+            try:
+                yield Request(compiled.render({name: columns[name][i] for name in compiled.columns}), id=row_id)
+            except RowError as error:
+                yield Request("", id=row_id, error=str(error))
+
+    def _output_schema(self, schema: pa.Schema) -> pa.Schema:
+        """The columns of a batch and those that it gets. Raises InputError where a name is taken."""
+        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None)
+        return output_schema(schema, columns, self._prefix)
+
+    def _row(self, completion: Completion) -> dict:
+        n, samples = self._sampling.n, completion.samples
+        per_sample = {
+            "text": [s.text for s in samples] or [""] * n,
+            "finish_reason": [s.finish_reason for s in samples] or ["error"] * n,
+            "generated_tokens": [len(s.token_ids) for s in samples] or [0] * n,
+            "logprobs": [_logprobs(s) for s in samples] or [[]] * n,
+        }
+        if n == 1:
+            per_sample = {name: values[0] for name, values in per_sample.items()}
+        return per_sample | {"prompt_tokens": completion.prompt_tokens, "error": completion.error or ""}
+
+
+def _close_in(process: int, engine: Engine) -> None:
+    if os.getpid() == process:
+        engine.close()
+
+
+def _columns(batch: Mapping[str, Sequence] | pa.Table) -> tuple[list[str], Callable[[str], Sequence]]:
+    """The names of a batch's columns, and what reads one: those not asked for may be costly to decode.
+
+    Raises InputError where it is a single row.
+    """
+    if isinstance(batch, pa.Table):
+        return batch.column_names, lambda name: batch.column(name).to_pylist()
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch is a dict of columns, not a {type(batch).__name__}: leave out input_columns")
+
+    def read(name: str) -> Sequence:
+        values = batch[name]
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+            raise InputError("these are not columns but the values of one row: give map(..., batched=True)")
+        return values
+
+    return list(batch), read
+
+
+def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSpec, id_column: str | None) -> pa.Schema:
+    """What `compile_prompts` needs to know: all names, and the types of columns that are prompts or ids.
+
+    A column that holds only nulls in this batch may well be text: its rows fail one by one.
+    """
+    typed = {prompts.column, prompts.messages_column, id_column}
+    if prompts.template is None and typed <= {None, id_column}:
+        typed |= {"prompt", "messages"}
+
+    def type_of(name: str) -> pa.DataType:
+        found = pa.array(read(name)).type if name in typed else pa.null()
+        return pa.string() if pa.types.is_null(found) else found
+
+    try:
+        return pa.schema([(name, type_of(name)) for name in names])
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise InputError(f"a column of prompts or ids holds values of several types: {one_line(error)}") from error
+
+
+def _logprobs(sample: Sample) -> list[dict]:
+    """A sample's positions with the fields of the output's `logprobs` column."""
+
+    def fields(token) -> dict:
+        return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
+
+    return [fields(p.chosen) | {"top": [fields(t) for t in p.top]} for p in sample.logprobs or ()]
