@@ -3,7 +3,7 @@ VENV ?= .venv
 HELM_VENV ?= .venv-helm
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test lint bench gpu-check helm-check sanitize neon clean
+.PHONY: install quickstart recipes test lint bench gpu-check helm-check sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -17,8 +17,14 @@ install: $(VENV)/.installed
 # The main job: entity matching on the Fodors-Zagats test set.
 quickstart: install
 	mkdir -p out
-	$(BIN)/batchgen run --config recipes/data_wrangling/fodors_zagats.toml --output out/fodors_zagats.parquet --overwrite
+	$(BIN)/batchgen run --config recipes/data_wrangling/fodors_zagats/job.toml --output out/fodors_zagats.parquet --overwrite
 	$(BIN)/python recipes/data_wrangling/score.py out/fodors_zagats.parquet
+
+# All data wrangling recipes and their metrics; make recipe-beer runs one, RECIPE_OPTIONS="--model M" another model.
+recipes: recipe-all
+
+recipe-%: install
+	$(BIN)/python recipes/data_wrangling/run.py $* $(RECIPE_OPTIONS)
 
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal

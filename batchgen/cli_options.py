@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from batchgen.errors import InputError
 
 
-def _config_file(context: click.Context, _: click.Parameter, path: str | None) -> None:
-    """--config: the file's values become defaults, which flags override."""
-    if path is None:
-        return
+def read_job_file(path: str | Path) -> dict[str, Any]:
+    """The options in a TOML file, under their names with underscores. Files named there that lie beside it are meant,
+    wherever the command is run. Raises InputError."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -25,13 +27,32 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
         raise InputError(f"--config {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--config {path} is not valid TOML: {error}") from error
+    names = {key: key.replace("-", "_") for key in values}
+    return {name: _beside(path, name, values[key]) for key, name in names.items()}
+
+
+def _config_file(context: click.Context, _: click.Parameter, path: str | None) -> None:
+    """--config: the file's values become defaults, which flags override."""
+    if path is None:
+        return
+    values = read_job_file(path)
     # `plan` takes the file of a `run` as well; what only `run` knows does not matter to it.
     known = {p.name for p in context.command.params} | _names_of(RUN_OPTIONS)
-    values = {key.replace("-", "_"): value for key, value in values.items()}
     for key in values:
         if key not in known:
             raise InputError(f"--config {path}: {key!r} is no option of batchgen {context.info_name}")
     context.default_map = {**(context.default_map or {}), **values}
+
+
+def _beside(config: str | Path, key: str, value: Any) -> Any:
+    if key not in ("input", "prompt_template", "json_schema", "plan") or not isinstance(value, str):
+        return value
+    mark = "@" if key == "prompt_template" else ""
+    name = value.removeprefix(mark)
+    folder = os.path.dirname(os.path.abspath(config))
+    there = os.path.join(folder, name)
+    found = os.path.exists(there) or glob.glob(os.path.join(glob.escape(folder), name))
+    return mark + there if name and value.startswith(mark) and found else value
 
 
 # What the job is: shared by `run` and `plan`.
@@ -39,7 +60,7 @@ JOB_OPTIONS = [
     click.option("-m", "--model", required=True, metavar="MODEL",
                  help="Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."),
     click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=_config_file,
-                 help="TOML file of these options; flags override it."),
+                 help="TOML file of these options, which flags override. Files it names are looked for beside it first."),
     click.option("--prompt-column", metavar="NAME", help="Column that holds the prompts [default: prompt]."),
     click.option("--prompt-template", metavar="TEXT", help="Jinja template over the columns; @FILE reads it from a file."),
     click.option("--messages-column", metavar="NAME", help="Column of chat messages (lists of role and content)."),

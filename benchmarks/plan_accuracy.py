@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RECIPE = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats.toml"
+RECIPE = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats" / "job.toml"
 BATCHGEN = Path(sys.executable).with_name("batchgen")
 WORDS = [
     "the",

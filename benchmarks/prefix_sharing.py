@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 import pyarrow.parquet as pq
 
 import batchgen
+from batchgen.cli_options import read_job_file
 from batchgen.report import versions
 
 HERE = Path(__file__).parent
-CONFIG = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats.toml"
+CONFIG = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats" / "job.toml"
 
 
 def run(share_prefixes: bool, limit: int | None, folder: str) -> tuple[dict, list[str]]:
     """The job's report, and its answers."""
-    options = {k.replace("-", "_"): v for k, v in tomllib.loads(CONFIG.read_text()).items()}
     output = Path(folder) / f"{share_prefixes}.parquet"
-    report = batchgen.run(output=output, share_prefixes=share_prefixes, limit=limit, overwrite=True, **options)
+    options = {"share_prefixes": share_prefixes, "limit": limit, "overwrite": True}
+    report = batchgen.run(output=output, **options, **read_job_file(CONFIG))
     return report, pq.read_table(output).column("text").to_pylist()
 
 

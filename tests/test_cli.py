@@ -176,6 +176,25 @@ def test_config_file(model, table, tmp_path):
     assert code == 2 and "max_toke" in message
 
 
+def test_files_beside_a_config_file_are_found_from_anywhere(model, table, tmp_path, monkeypatch):
+    job, elsewhere = tmp_path / "job [1]", tmp_path / "elsewhere"
+    job.mkdir()
+    elsewhere.mkdir()
+    (job / "rows.parquet").write_bytes(Path(table).read_bytes())
+    (job / "say.jinja").write_text("Say {{ q }}")
+    config = job / "job.toml"
+    config.write_text(f'model = "{model}"\ninput = "*.parquet"\nprompt-template = "@say.jinja"\nmax-tokens = 2\n')
+    monkeypatch.chdir(elsewhere)
+    assert invoke("run", "--config", config, "-o", "out.parquet", "--limit", 2)[0] == 0
+    assert pq.read_table(elsewhere / "out.parquet").num_rows == 2
+    (elsewhere / "here.jinja").write_text("Here {{ q }}")  # not beside it: where the command is run
+    config.write_text(config.read_text().replace("say.jinja", "here.jinja"))
+    result = CliRunner().invoke(cli.cli, ["run", "--config", str(config), "-o", "o.parquet", "--dry-run"])
+    assert result.exit_code == 0 and "Here The ferry" in result.stderr
+    code, _, message = invoke("run", "--config", config, "-i", "rows.parquet", "-o", "o.parquet", "--limit", 2)
+    assert code == 2 and "rows.parquet" in message  # a flag's path has nothing to do with the file
+
+
 def test_dry_run_shows_the_prompt_and_writes_nothing(model, table, tmp_path):
     result = CliRunner().invoke(
         cli.cli, ["run", "-m", model, "-i", table, "-o", str(tmp_path / "x.parquet"), "--prompt-template",

@@ -1,4 +1,4 @@
-"""The entity matching recipe: its shipped files, its prompt and its score."""
+"""The entity matching recipes: their shipped files, their prompts and their score."""
 
 import importlib.util
 import json
@@ -19,6 +19,9 @@ SPLITS = ("train", "valid", "test")
 TEST_PAIRS = {"fodors_zagats": (189, 22), "beer": (91, 14), "itunes_amazon": (109, 27)}
 
 
+sys.path.insert(0, str(RECIPE))  # as for a script there
+
+
 def _load(path: Path):
     """A script as a module, under a name that clashes with nothing."""
     spec = importlib.util.spec_from_file_location(f"_{path.stem}_script", path)
@@ -31,15 +34,21 @@ def _load(path: Path):
 build_dataset = _load(RECIPE / "build_dataset.py")
 score = _load(RECIPE / "score.py")
 azure = _load(ROOT / "benchmarks" / "make_azure_sample.py")
+NAMES = {dataset: dataset.lower().replace("-", "_") for dataset in build_dataset.PROMPTS}
+each_dataset = pytest.mark.parametrize("dataset", NAMES)
 
 
 def _pairs(split: str, dataset: str = "Fodors-Zagats"):
     return build_dataset.read_pairs(RAW / dataset / f"{split}.txt")
 
 
-def _prompts(split: str) -> list[str]:
-    template = jinja2.Template((RECIPE / "fodors_zagats.jinja").read_text(encoding="utf-8"))
-    return [template.render(pair.row()) for pair in _pairs(split)]
+def _source(dataset: str) -> str:
+    return (RECIPE / NAMES[dataset] / "prompt.jinja").read_text(encoding="utf-8")
+
+
+def _prompts(split: str, dataset: str = "Fodors-Zagats") -> list[str]:
+    template = jinja2.Template(_source(dataset))
+    return [template.render(pair.row()) for pair in _pairs(split, dataset)]
 
 
 # ---- the data
@@ -65,8 +74,9 @@ def test_rebuilding_gives_the_shipped_parquet(rebuilt, tmp_path, name):
     assert (tmp_path / again.name).read_bytes() == again.read_bytes()
 
 
-def test_rebuilding_gives_the_shipped_prompt(rebuilt):
-    assert (rebuilt / "fodors_zagats.jinja").read_bytes() == (RECIPE / "fodors_zagats.jinja").read_bytes()
+@pytest.mark.parametrize("name", TEST_PAIRS)
+def test_rebuilding_gives_the_shipped_prompt(rebuilt, name):
+    assert (rebuilt / name / "prompt.jinja").read_bytes() == (RECIPE / name / "prompt.jinja").read_bytes()
 
 
 def test_the_shipped_columns():
@@ -120,7 +130,7 @@ def test_clean_undoes_the_tokeniser(raw, expected):
     assert build_dataset.clean(raw) == expected
 
 
-@pytest.mark.parametrize("dataset", build_dataset.DATASETS)
+@each_dataset
 def test_cleaning_keeps_every_letter_and_digit(dataset):
     cleaned, raw = [], []
     for split in SPLITS:
@@ -155,17 +165,17 @@ def test_a_line_that_is_no_pair_is_named(tmp_path, line, complaint):
 # ---- the prompt
 
 
-def _fixed_part() -> str:
+def _fixed_part(dataset: str) -> str:
     """The template's text before the row's own entry."""
-    source = (RECIPE / "fodors_zagats.jinja").read_text(encoding="utf-8")
-    return source.removesuffix(build_dataset.ENTRY + "\n")
+    return _source(dataset).removesuffix(build_dataset.PROMPTS[dataset].entry + "\n")
 
 
-def test_every_prompt_starts_with_the_instruction_and_the_examples():
-    fixed, prompts = _fixed_part(), _prompts("test") + _prompts("valid")
-    assert not re.search("[{}]", fixed)
+@each_dataset
+def test_every_prompt_starts_with_the_instruction_and_the_examples(dataset):
+    fixed, prompts = _fixed_part(dataset), _prompts("test", dataset) + _prompts("valid", dataset)
+    assert not re.search(r"\{[{%#]", fixed)
     assert all(prompt.encode().startswith(fixed.encode()) for prompt in prompts)
-    assert len(re.findall(r": (?:Yes|No)\n\n", fixed)) == build_dataset.SHOTS
+    assert len(re.findall(r": (?:Yes|No)\n\n", fixed)) == build_dataset.PROMPTS[dataset].shots
     assert len(fixed) > 10 * max(len(prompt) - len(fixed) for prompt in prompts)
 
 
@@ -178,37 +188,42 @@ def test_a_prompt_ends_with_the_cue_and_shows_the_pair():
     assert pair.left["phone"] == "818/585-0855"
 
 
-def test_the_template_uses_only_columns_of_the_shipped_parquet():
-    source = (RECIPE / "fodors_zagats.jinja").read_text(encoding="utf-8")
-    strict = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
-    table = pq.read_table(RECIPE / "fodors_zagats_test.parquet")
+@each_dataset
+def test_the_template_uses_only_columns_of_the_shipped_parquet(dataset):
+    strict = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(_source(dataset))
+    table = pq.read_table(RECIPE / f"{NAMES[dataset]}_test.parquet")
     without_label = table.drop_columns(["label", "id"]).to_pylist()
-    assert [strict.render(row) for row in without_label] == _prompts("test")
+    assert [strict.render(row) for row in without_label] == _prompts("test", dataset)
 
 
-def test_no_example_of_the_prompt_is_in_valid_or_test():
-    train = _pairs("train")
-    examples = build_dataset.choose_examples(train)
-    assert len(examples) == build_dataset.SHOTS and sum(e.label for e in examples) == build_dataset.SHOTS // 2
+@each_dataset
+def test_no_example_of_the_prompt_is_in_valid_or_test(dataset):
+    train, prompt = build_dataset.read_train(RAW / dataset), build_dataset.PROMPTS[dataset]
+    examples = build_dataset.choose_examples(train, prompt)
+    assert len(examples) == prompt.shots and sum(e.label for e in examples) == prompt.shots // 2
     assert all(e in train for e in examples)
-    held_out = _pairs("valid") + _pairs("test")
+    held_out = _pairs("valid", dataset) + _pairs("test", dataset)
     for example in examples:
         for pair in held_out:
             assert (example.left, example.right) not in ((pair.left, pair.right), (pair.right, pair.left))
-    # ... nor as it reads in the prompt, which shows some columns only
-    fixed, entry = _fixed_part(), jinja2.Template(build_dataset.ENTRY)
+    fixed, entry = _fixed_part(dataset), jinja2.Template(prompt.entry)
     assert all(entry.render(e.row()) in fixed for e in examples)
-    assert not any(entry.render(pair.row()) in fixed for pair in held_out)
 
 
-def test_examples_hold_hard_cases_of_both_kinds():
-    train = _pairs("train")
-    examples = build_dataset.choose_examples(train)
-    assert any(e.label and e.left["name"] != e.right["name"] for e in examples)
+def test_no_example_reads_like_a_pair_of_valid_or_test():
+    fixed, entry = _fixed_part("Fodors-Zagats"), jinja2.Template(build_dataset.PROMPTS["Fodors-Zagats"].entry)
+    assert not any(entry.render(pair.row()) in fixed for pair in _pairs("valid") + _pairs("test"))
+
+
+@each_dataset
+def test_examples_hold_hard_cases_of_both_kinds(dataset):
+    train, prompt = build_dataset.read_train(RAW / dataset), build_dataset.PROMPTS[dataset]
+    examples = build_dataset.choose_examples(train, prompt)
+    assert any(e.label and next(iter(e.left.values())) != next(iter(e.right.values())) for e in examples)
     likeness = sorted(build_dataset.similarity(p) for p in train if not p.label)
     hardest_fifth = likeness[-(len(likeness) // 5)]
     hard = [e for e in examples if not e.label and build_dataset.similarity(e) >= hardest_fifth]
-    assert len(hard) >= build_dataset.HARD_SHOTS // 2
+    assert len(hard) >= prompt.hard // 2
 
 
 # ---- the score

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import random
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from batchgen.cli_options import read_job_file
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
 from batchgen.model_config import ModelConfig
@@ -16,14 +16,9 @@ from batchgen.model_files import resolve_model
 from batchgen.request import SamplingParams
 from batchgen.tokenizer import load_tokenizer
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).parents[2]
 AZURE_SAMPLE = ROOT / "benchmarks" / "data" / "azure_conv_sample.csv"
-RECIPE = ROOT / "recipes" / "data_wrangling" / "fodors_zagats.toml"
+RECIPE = ROOT / "recipes" / "data_wrangling" / "fodors_zagats" / "job.toml"
 _FIRST_RANDOM_ID = 100  # below are special tokens
 
 Row = tuple[list[int], int]
@@ -61,11 +56,8 @@ def azure(model: str, vocab_size: int, rows: int | None) -> Workload:
 
 def match(model: str, vocab_size: int, rows: int | None) -> Workload:
     """The recipe's entity matching job: its prompts, which begin alike, and as many tokens as its answers may have."""
-    options = {name.replace("-", "_"): value for name, value in tomllib.loads(RECIPE.read_text()).items()}
+    options = read_job_file(RECIPE)
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-    for name in ("input", "prompt_template"):
-        mark, path = ("@", options[name][1:]) if options[name].startswith("@") else ("", options[name])
-        options[name] = f"{mark}{ROOT / path}"
     job = JobOptions(**options | {"model": model, "limit": rows}, output=None, sampling=SamplingParams(**sampling))
     source = open_source(job)
     requests = [r for first, batch in source.dataset.batches(0) for r in source.requests_of(batch, first)]

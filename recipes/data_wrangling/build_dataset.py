@@ -1,10 +1,10 @@
-"""Build this recipe's files from the raw text: one Parquet file of pairs a dataset, and the few-shot prompt.
+"""Build the entity matching recipes from the raw text: a Parquet file of pairs and a few-shot prompt for each dataset.
 
     python recipes/data_wrangling/build_dataset.py [SOURCE] [--split test] [--output-dir DIR]
 
 SOURCE holds <dataset>/{train,valid,test}.txt (default: the copy in data/ beside this script). A raw line is
-"COL name VAL x COL addr VAL y ...<tab>COL name VAL x ...<tab>label". Written are <dataset>_<split>.parquet,
-and fodors_zagats.jinja, whose examples come from the train split alone, whatever --split says.
+"COL name VAL x COL addr VAL y ...<tab>COL name VAL x ...<tab>label". Written are <dataset>_<split>.parquet and
+<dataset>/prompt.jinja, whose examples come from the train split alone, whatever --split says.
 """
 
 from __future__ import annotations
@@ -16,30 +16,61 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
+from few_shot import Prompt
 
 HERE = Path(__file__).resolve().parent
-DATASETS = ("Fodors-Zagats", "Beer", "iTunes-Amazon")
 # `class` in Fodors-Zagats numbers the real restaurant behind a record: it is equal on both sides exactly
 # where the label is 1, in all 946 pairs. It is the label, not something a restaurant guide prints.
 ANNOTATIONS = {"class"}
 
-# The prompt: wording, number of examples and seed were chosen on the valid split (see README.md).
-INSTRUCTION = """\
+# Wording, number of examples and seed were chosen on the valid split (see each recipe's README.md). A small model compares
+# two strings poorly but copies well: B's line shows what follows a name or a number when it is seen again.
+PROMPTS = {
+    "Fodors-Zagats": Prompt(
+        instruction="""\
 Each entry below compares two restaurant listings, A and B. The phone number of B is marked Yes.
 The phone number of A is marked Yes when A and B are the same restaurant, and No when they are not.
 
-"""
-# A small model compares two strings poorly but copies well: B's phone line shows what follows that number
-# when it is seen again. One guide writes 404/351-9533, the other 404-351-9533.
-ENTRY = """\
+""",
+        # One guide writes 404/351-9533, the other 404-351-9533.
+        entry="""\
 A: {{ left_name }}, {{ left_addr }}
 B: {{ right_name }}, {{ right_addr }}
 {{ right_phone | replace("/", "-") }}: Yes
-{{ left_phone | replace("/", "-") }}:"""
-SHOTS, HARD_SHOTS, SEED = 24, 18, 1
+{{ left_phone | replace("/", "-") }}:""",
+        shots=24,
+        hard=18,
+        seed=1,
+    ),
+    "Beer": Prompt(
+        instruction="""\
+Each entry compares two beers, A and B. The name of B is marked Yes. The name of A is marked Yes when A and B are \
+the same beer, and No when they are not.
+
+""",
+        entry="""\
+{{ right_beer_name }}: Yes
+{{ left_beer_name }}:""",
+        shots=24,
+        hard=12,
+        seed=0,
+    ),
+    "iTunes-Amazon": Prompt(
+        instruction="""\
+Each entry compares two songs, A and B. The title and length of B is marked Yes. The title and length of A is marked Yes \
+when A and B are the same song, and No when they are not.
+
+""",
+        entry="""\
+{{ right_song_name }} {{ right_time }}: Yes
+{{ left_song_name }} {{ left_time }}:""",
+        shots=24,
+        hard=18,
+        seed=1,
+    ),
+}
 
 # What the tokeniser that made the raw text did, undone in this order.
 _UNDO = [
@@ -116,33 +147,34 @@ def similarity(pair: Pair) -> float:
     return len(left & right) / max(len(left | right), 1)
 
 
-def choose_examples(train: list[Pair]) -> list[Pair]:
-    """SHOTS pairs in prompt order, half of them matches, drawn by `random.Random(SEED)`.
+def read_train(folder: Path) -> list[Pair]:
+    """The pairs of the train split that are in neither of the others, where some datasets have a few of them again."""
+    held_out = [pair for split in ("valid", "test") for pair in read_pairs(folder / f"{split}.txt")]
+    known = [(p.left, p.right) for p in held_out] + [(p.right, p.left) for p in held_out]
+    return [pair for pair in read_pairs(folder / "train.txt") if (pair.left, pair.right) not in known]
 
-    HARD_SHOTS of them are from the hardest fifth of their class (the matches that look least alike, the
+
+def choose_examples(train: list[Pair], prompt: Prompt) -> list[Pair]:
+    """`prompt.shots` pairs in prompt order, half of them matches, drawn by `random.Random(prompt.seed)`.
+
+    `prompt.hard` of them are from the hardest fifth of their class (the matches that look least alike, the
     non-matches that look most alike), the others from the rest of it.
     """
-    rng = random.Random(SEED)
+    rng = random.Random(prompt.seed)
     chosen = []
     for label in (True, False):
         # sorted() is stable: ties stay in file order, so the choice is the same everywhere
         ranked = sorted((p for p in train if p.label == label), key=similarity, reverse=not label)
-        hardest = max(len(ranked) // 5, SHOTS // 2)
-        chosen += rng.sample(ranked[:hardest], HARD_SHOTS // 2)
-        chosen += rng.sample(ranked[hardest:], (SHOTS - HARD_SHOTS) // 2)
+        hardest = max(len(ranked) // 5, prompt.shots // 2)
+        chosen += rng.sample(ranked[:hardest], prompt.hard // 2)
+        chosen += rng.sample(ranked[hardest:], (prompt.shots - prompt.hard) // 2)
     rng.shuffle(chosen)
     return chosen
 
 
-def prompt_template(train: list[Pair]) -> str:
-    """The Jinja template: INSTRUCTION and the examples as plain text, then ENTRY for the row."""
-    entry = jinja2.Template(ENTRY)
-    prefix = INSTRUCTION
-    for pair in choose_examples(train):
-        prefix += entry.render(pair.row()) + (" Yes\n\n" if pair.label else " No\n\n")
-    if re.search(r"\{[{%#]", prefix):
-        raise ValueError("an example holds Jinja markup: choose another SEED")
-    return prefix + ENTRY + "\n"  # Jinja drops one newline at the end of a template
+def prompt_template(train: list[Pair], prompt: Prompt) -> str:
+    """The Jinja template: instruction and examples as plain text, then the entry for the row."""
+    return prompt.template((pair.row(), "Yes" if pair.label else "No") for pair in choose_examples(train, prompt))
 
 
 def to_table(pairs: list[Pair], name: str) -> pa.Table:
@@ -154,15 +186,15 @@ def to_table(pairs: list[Pair], name: str) -> pa.Table:
 
 def build(source: Path, output_dir: Path, split: str = "test") -> list[Path]:
     """Write every file; returns their paths. The same source gives the same bytes (with the same pyarrow)."""
-    output_dir.mkdir(parents=True, exist_ok=True)
     written = []
-    for dataset in DATASETS:
-        name = f"{dataset.lower().replace('-', '_')}_{split}"
-        written.append(output_dir / f"{name}.parquet")
-        pq.write_table(to_table(read_pairs(source / dataset / f"{split}.txt"), name), written[-1])
-    written.append(output_dir / "fodors_zagats.jinja")
-    template = prompt_template(read_pairs(source / "Fodors-Zagats" / "train.txt"))
-    written[-1].write_text(template, encoding="utf-8", newline="\n")
+    for dataset, prompt in PROMPTS.items():
+        name = dataset.lower().replace("-", "_")
+        (output_dir / name).mkdir(parents=True, exist_ok=True)
+        written += [output_dir / f"{name}_{split}.parquet", output_dir / name / "prompt.jinja"]
+        pairs = to_table(read_pairs(source / dataset / f"{split}.txt"), f"{name}_{split}")
+        pq.write_table(pairs, written[-2])
+        template = prompt_template(read_train(source / dataset), prompt)
+        written[-1].write_text(template, encoding="utf-8", newline="\n")
     return written
 
 

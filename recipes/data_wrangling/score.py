@@ -1,9 +1,16 @@
-"""Precision, recall and F1 of a batchgen output file of yes/no answers.
+"""The metric of a batchgen output file, told by its columns.
 
     python recipes/data_wrangling/score.py out.parquet [--json]
 
-Reads the columns `label` (true for a match), `text` (the model's answer) and `error`. A row that failed, or
-whose answer is neither yes nor no, counts as "no" and is reported. Needs pyarrow only.
+Reads `label`, `text` (the model's answer) and `error`:
+
+- label true/false: precision, recall and F1 of yes/no answers. A row that failed, or whose answer is neither, counts
+  as "no" and is reported;
+- label true/false, with columns `value` and `correct`: the same for answers that are the right spelling of `value`, which
+  say that it has an error by being another one; and the share of rows where the answer is `correct`;
+- label text: accuracy, the share of rows where the answer is the label.
+
+Case and blanks around an answer do not count. Needs pyarrow only.
 """
 
 from __future__ import annotations
@@ -45,6 +52,16 @@ def score(labels: list[bool], answers: list[bool | None]) -> dict[str, float]:
     }
 
 
+def accuracy(labels: list[str], answers: list[str | None]) -> dict[str, float]:
+    """The share of answers (None: none, counted as wrong) that are their label."""
+    right = sum(a is not None and _plain(a) == _plain(b) for a, b in zip(answers, labels, strict=True))
+    return {"rows": len(labels), "right": right, "accuracy": right / len(labels)}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
 TypeCheck = Callable[[pa.DataType], bool]
 
 
@@ -59,31 +76,37 @@ def _column(table: pa.Table, path: str, name: str, what: str, *type_checks: Type
 
 
 def score_file(path: str) -> dict[str, float]:
-    """`score` of an output file, with its "failed" and "unparsable" rows. Raises ValueError, OSError."""
+    """The metric of an output file, with its "failed" and, for yes/no, "unparsable" rows. Raises ValueError, OSError."""
     try:
         with pq.ParquetFile(path) as file:
-            wanted = [name for name in ("label", "text", "error") if name in file.schema_arrow.names]
-            table = file.read(columns=wanted)
+            names = ("label", "text", "error", "value", "correct")
+            table = file.read(columns=[name for name in names if name in file.schema_arrow.names])
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {str(error).splitlines()[0]}") from None
-    text_types = (types.is_string, types.is_large_string, types.is_null)
-    labels = _column(table, path, "label", "true/false or 0/1", types.is_boolean, types.is_integer)
-    texts = _column(table, path, "text", "one text a row", *text_types)
-    errors = _column(table, path, "error", "text", *text_types)
+    is_text = (types.is_string, types.is_large_string)
+    what = "true/false, 0/1 or text"
+    labels = _column(table, path, "label", what, types.is_boolean, types.is_integer, *is_text)
+    texts = _column(table, path, "text", "one text a row", *is_text, types.is_null)
+    errors = _column(table, path, "error", "text", *is_text, types.is_null)
     if not labels:
         raise ValueError(f"{path} has no rows")
+    texts = [text if error is None else None for text, error in zip(texts, errors, strict=True)]
+    failed = {"failed": texts.count(None)}
+    if isinstance(labels[0], str):
+        return accuracy(labels, texts) | failed
     wrong = next((i for i, label in enumerate(labels) if label not in (0, 1)), None)
     if wrong is not None:
         raise ValueError(f"{path}, row {wrong}: the label is {labels[wrong]}, not true/false or 0/1")
-    answers = [
-        parse_answer(text) if error is None and text is not None else None
-        for text, error in zip(texts, errors, strict=True)
-    ]
-    failed = sum(error is not None or text is None for text, error in zip(texts, errors, strict=True))
-    return score([bool(label) for label in labels], answers) | {
-        "failed": failed,
-        "unparsable": answers.count(None) - failed,
-    }
+    labels = [bool(label) for label in labels]
+    if "correct" in table.column_names:
+        values = _column(table, path, "value", "text", *is_text)
+        repaired = accuracy(_column(table, path, "correct", "text", *is_text), texts)
+        answers = [
+            None if text is None else _plain(text) != _plain(value) for text, value in zip(texts, values, strict=True)
+        ]
+        return score(labels, answers) | {"repaired": repaired["accuracy"]} | failed
+    answers = [None if text is None else parse_answer(text) for text in texts]
+    return score(labels, answers) | failed | {"unparsable": answers.count(None) - failed["failed"]}
 
 
 def main() -> None:
