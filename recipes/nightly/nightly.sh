@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Every Parquet file of INBOX through the job of job.toml into a file of the same name in OUTBOX, in the order of their
+# names, until MAX_SECONDS are over. What is not done goes on where it was when this is started again.
+#
+#     nightly.sh INBOX OUTBOX MAX_SECONDS [more options of `batchgen run`]
+#
+# Exit codes, as those of `batchgen run`: 0 all files are done; 1 something failed, start it again; 2 a file or an
+# option is wrong, somebody must look; 3 the time is over, 130 interrupted: both go on the next time.
+set -uo pipefail
+
+if [ $# -lt 3 ]; then
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+inbox=$1 outbox=$2 max_seconds=$3
+shift 3
+here=$(dirname "$(readlink -f "$0")")
+[ -d "$inbox" ] || { echo "nightly: there is no directory $inbox" >&2; exit 2; }
+mkdir -p "$outbox" || exit 2
+
+job=
+stopped=
+# Asked to stop, ask the job: it saves the rows that are done.
+trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job" 2>/dev/null' TERM INT
+
+failed=0
+for input in "$inbox"/*.parquet; do
+    [ -e "$input" ] || continue
+    output=$outbox/$(basename "$input")
+    [ ! -e "$output" ] || continue # an output appears when it is whole
+    [ -z "$stopped" ] || exit 130
+    left=$((max_seconds - SECONDS))
+    [ "$left" -gt 0 ] || exit 3
+    batchgen run --config "$here/job.toml" --input "$input" --output "$output" --max-time "${left}s" \
+        --report "${output%.parquet}.report.json" --progress plain "$@" &
+    job=$!
+    while true; do # a signal ends `wait`, not the job
+        wait "$job"
+        code=$?
+        kill -0 "$job" 2>/dev/null || break
+    done
+    job=
+    [ -z "$stopped" ] || [ "$code" -eq 0 ] || exit 130
+    case $code in
+    0) ;;
+    3 | 130) exit "$code" ;;
+    2) [ "$failed" -ne 0 ] || failed=2 ;; # the other files may be fine
+    *) failed=1 ;;
+    esac
+done
+exit "$failed"

@@ -1,0 +1,165 @@
+"""The nightly recipe: its systemd units and cron line, and the script they start."""
+
+import configparser
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NIGHTLY = ROOT / "recipes" / "nightly"
+ROWS = 150
+
+
+def unit(name, home):
+    """A unit's sections, with %h as systemd has it for a user."""
+    parser = configparser.ConfigParser(interpolation=None, delimiters="=", comment_prefixes="#")
+    parser.optionxform = str
+    parser.read_string((NIGHTLY / name).read_text().replace("%h", str(home)))
+    return parser
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A home directory with batchgen in it as the README says, and two files in the inbox."""
+    home = tmp_path / "home"
+    (home / "batchgen" / ".venv" / "bin").mkdir(parents=True)
+    (home / "batchgen" / ".venv" / "bin" / "batchgen").symlink_to(Path(sys.executable).with_name("batchgen"))
+    (home / "batchgen" / "recipes").symlink_to(ROOT / "recipes")
+    inbox = home / "nightly" / "inbox"
+    inbox.mkdir(parents=True)
+    for name, rows in (("2024-05-01", 2), ("2024-05-02", ROWS)):
+        columns = {"name": "kokomo", "addr": "6333 w. third st.", "phone": "213/933-0773", "type": "american"}
+        table = pa.table({k: [v] * rows for k, v in columns.items()} | {"n": range(rows)})
+        pq.write_table(table, inbox / f"{name}.parquet")
+    return home
+
+
+@pytest.fixture
+def start(home, tiny_models):
+    """Starts the very command of the unit, with a tiny model; a deadline in seconds replaces that of the unit."""
+    model = tiny_models("llama", max_position_embeddings=8192)[0]
+    service = unit("batchgen-nightly.service", home)["Service"]
+    command = shlex.split(service["ExecStart"])
+    name, _, value = service["Environment"].partition("=")
+    environment = {**os.environ, "HOME": str(home), name: value}
+    options = ["--model", model, "--dtype", "float32", "--cpu-memory", "2GiB", "--flush-interval", "0.2s"]
+    # A column of its own for every row's prompt: no answer is there before the row was run.
+    options += ["--prompt-template", "{{ n }} {{ name }}", "--ignore-eos", "--max-num-seqs", "4"]
+
+    def start(seconds, *more, command=command):
+        arguments = [*command[:-1], str(seconds), *map(str, options), *more]
+        return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    return start
+
+
+def finish(process):
+    """(exit code, what was printed)."""
+    printed, _ = process.communicate(timeout=200)
+    return process.returncode, printed
+
+
+def report(home, name):
+    return json.loads((home / "nightly" / "outbox" / f"{name}.report.json").read_text())
+
+
+@pytest.mark.slow
+def test_stopped_by_the_deadline_then_complete(home, start):
+    code, printed = finish(start(1))
+    assert code == 3, printed
+    outbox = home / "nightly" / "outbox"
+    assert not list(outbox.glob("*.parquet"))
+    code, printed = finish(start(600, "--max-tokens", "4"))
+    assert code == 0, printed
+    assert [pq.read_metadata(outbox / f"2024-05-0{i}.parquet").num_rows for i in (1, 2)] == [2, ROWS]
+    assert "city_text" in pq.read_schema(outbox / "2024-05-02.parquet").names
+    written = {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
+    started = time.monotonic()
+    assert finish(start(600, "--max-tokens", "4"))[0] == 0  # nothing to do, found without starting batchgen
+    assert time.monotonic() - started < 5
+    assert written == {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
+
+
+@pytest.mark.slow
+def test_stopped_by_systemd_then_resumed(home, start):
+    """SIGTERM goes to the script alone (KillMode=mixed)."""
+    assert unit("batchgen-nightly.service", home)["Service"]["KillMode"] == "mixed"
+    process = start(600, "--max-tokens", "60")
+    parts = home / "nightly" / "outbox" / "2024-05-02.parquet.batchgen" / "parts"
+    while not list(parts.glob("part-*.parquet")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.terminate()
+    code, printed = finish(process)
+    assert code == 130, printed
+    safe = sum(pq.read_metadata(path).num_rows for path in parts.glob("part-*.parquet"))
+    assert 0 < safe < ROWS
+    code, printed = finish(start(600, "--max-tokens", "60"))
+    assert code == 0, printed
+    assert report(home, "2024-05-02")["rows_resumed"] == safe and report(home, "2024-05-02")["rows_ok"] == ROWS
+
+
+@pytest.mark.slow
+def test_a_wrong_file_does_not_stop_the_others(home, start):
+    (home / "nightly" / "inbox" / "2024-05-01.parquet").write_text("not a table")
+    code, printed = finish(start(600, "--max-tokens", "2"))
+    assert code == 2 and "2024-05-01.parquet" in printed
+    assert pq.read_metadata(home / "nightly" / "outbox" / "2024-05-02.parquet").num_rows == ROWS
+
+
+def test_wrong_arguments(home, start):
+    script = str(NIGHTLY / "nightly.sh")
+    code, printed = finish(start(1, command=[script, str(home / "nowhere"), str(home / "outbox"), "1"]))
+    assert code == 2 and "no directory" in printed
+    done = subprocess.run([script], capture_output=True, text=True)
+    assert done.returncode == 2 and "nightly.sh INBOX OUTBOX MAX_SECONDS" in done.stderr
+
+
+def test_the_service_acts_on_every_exit_code(home):
+    service = unit("batchgen-nightly.service", home)
+    assert service["Service"]["SuccessExitStatus"].split() == ["3", "130"]
+    assert service["Service"]["RestartPreventExitStatus"] == "2" and service["Service"]["Restart"] == "on-failure"
+    assert os.access(shlex.split(service["Service"]["ExecStart"])[0], os.X_OK)
+    timer = unit("batchgen-nightly.timer", home)
+    assert timer["Timer"]["OnCalendar"] == "*-*-* 22:00:00" and timer["Install"]["WantedBy"] == "timers.target"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_units(home, tmp_path):
+    for name in ("batchgen-nightly.service", "batchgen-nightly.timer"):
+        (tmp_path / name).write_text((NIGHTLY / name).read_text().replace("%h", str(home)))
+    units = [str(tmp_path / name) for name in ("batchgen-nightly.service", "batchgen-nightly.timer")]
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True)
+    about = [line for line in done.stderr.splitlines() if "batchgen" in line]
+    assert done.returncode == 0 and about == [], done.stderr
+    calendar = subprocess.run(["systemd-analyze", "calendar", "*-*-* 22:00:00"], capture_output=True, text=True)
+    assert calendar.returncode == 0 and "22:00:00" in calendar.stdout
+    (tmp_path / "batchgen-nightly.service").write_text("[Service]\nExecStart=/nowhere/nightly.sh\nRestart=perhaps\n")
+    wrong = subprocess.run(["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True)
+    assert "perhaps" in wrong.stderr  # it would have noticed
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_the_cron_line(home):
+    (line,) = [x for x in (NIGHTLY / "crontab").read_text().splitlines() if x and not x.startswith("#")]
+    assert line.split()[:5] == ["0", "22", "*", "*", "*"] and "%" not in line
+    command = line.split(maxsplit=5)[5]
+    stub = home / "batchgen" / ".venv" / "bin" / "batchgen"
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"]}  # cron gives little more
+    for code, mail in ((0, False), (3, False), (130, False), (1, True), (2, True)):
+        stub.unlink()
+        stub.write_text(f'#!/bin/sh\necho "$@"\nexit {code}\n')
+        stub.chmod(0o755)
+        done = subprocess.run(["/bin/sh", "-c", command], env=environment, capture_output=True, text=True)
+        assert done.returncode == (code if mail else 0) and bool(done.stdout) == mail and done.stderr == ""
+    log = (home / "nightly" / "log").read_text()
+    assert "--max-time 21600s" in log and "2024-05-02.parquet" in log
