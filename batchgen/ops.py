@@ -23,7 +23,7 @@ from batchgen.draws import Draws
 from batchgen.kernels import PackedWeight
 
 if TYPE_CHECKING:
-    from batchgen.triton_kernels import CutPlan, DevicePlan
+    from batchgen.triton_kernels import Capacity, CutPlan, DevicePlan  # noqa: F401
 
 Weight = Tensor | PackedWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"

@@ -19,7 +19,7 @@ from batchgen.attention_plan import AttentionPlan
 from batchgen.runtime.batch import PackedBatch
 
 if TYPE_CHECKING:
-    from batchgen.triton_kernels import Capacity, CutPlan, DevicePlan
+    from batchgen.ops import Capacity, CutPlan, DevicePlan
 
 # Sweeps of one size that are launched as usual before it is captured: capturing takes as long as some sweeps.
 _UNCAPTURED = 3

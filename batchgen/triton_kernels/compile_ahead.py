@@ -157,7 +157,7 @@ def _attention_launches(
     shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, _BLOCK_SIZE, *tiles, num_sms=132)
     q = torch.empty(257, _KV_HEADS * group, head_dim, dtype=dtype)
     kv = _kv(head_dim, kv_dtype)
-    return attention.launches(q, kv, plan.prepare(sweep, shape, torch.device("cpu")), torch.empty_like(q))
+    return attention.launches(q, kv, plan.cut(sweep, shape).prepare(torch.device("cpu")), torch.empty_like(q))
 
 
 def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
