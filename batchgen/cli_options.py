@@ -50,9 +50,12 @@ def _beside(config: str | Path, key: str, value: Any) -> Any:
     mark = "@" if key == "prompt_template" else ""
     name = value.removeprefix(mark)
     folder = os.path.dirname(os.path.abspath(config))
-    there = os.path.join(folder, name)
-    found = os.path.exists(there) or glob.glob(os.path.join(glob.escape(folder), name))
-    return mark + there if name and value.startswith(mark) and found else value
+    there, pattern = os.path.join(folder, name), os.path.join(glob.escape(folder), name)
+    if not name or not value.startswith(mark):
+        return value
+    if os.path.exists(there):
+        return mark + there
+    return mark + pattern if glob.glob(pattern) else value
 
 
 # What the job is: shared by `run` and `plan`.

@@ -185,7 +185,8 @@ def test_files_beside_a_config_file_are_found_from_anywhere(model, table, tmp_pa
     config = job / "job.toml"
     config.write_text(f'model = "{model}"\ninput = "*.parquet"\nprompt-template = "@say.jinja"\nmax-tokens = 2\n')
     monkeypatch.chdir(elsewhere)
-    assert invoke("run", "--config", config, "-o", "out.parquet", "--limit", 2)[0] == 0
+    found = invoke("run", "--config", config, "-o", "out.parquet", "--limit", 2)
+    assert found[0] == 0, found
     assert pq.read_table(elsewhere / "out.parquet").num_rows == 2
     (elsewhere / "here.jinja").write_text("Here {{ q }}")  # not beside it: where the command is run
     config.write_text(config.read_text().replace("say.jinja", "here.jinja"))
