@@ -417,6 +417,34 @@ def test_openai_batches_bring_their_own(model, tmp_path):
         batchgen.run(model, source, tmp_path / "other.jsonl", regex="a")
 
 
+def test_rows_of_a_job_bring_their_own(model, tmp_path):
+    own = [
+        {"json_schema": PERSON},
+        {"json_schema": json.dumps(PERSON), "temperature": 0.5},
+        {"regex": "[xyz]{4}"},
+        None,
+        {"json_schema": PERSON, "regex": "[xyz]{4}"},
+        {"json_schema": {"type": 3}},
+    ]
+    table = {"prompt": ["The ferry"] * 6, "own": [o and json.dumps(o) for o in own]}
+    options = {"dtype": "float32", "max_tokens": 300, "sampling_column": "own", "regex": "[a-c]{3}"}
+    for form in ("text", "struct"):
+        if form == "struct":  # where a schema is text: a struct has all rows' fields
+            table["own"] = [{"json_schema": None, "regex": None, "temperature": None} | (o or {}) for o in own[1:4]]
+            table["prompt"] = ["The ferry"] * 3
+        source, output = tmp_path / f"{form}.parquet", tmp_path / f"{form}.out.parquet"
+        pq.write_table(pa.table(table), source)
+        batchgen.run(model, str(source), output, **options)
+        rows = pq.read_table(output).to_pylist()
+        people = rows[:2] if form == "text" else rows[:1]
+        for row in people:
+            jsonschema.validate(json.loads(row["text"]), PERSON)
+        regex, free, *wrong = rows[len(people) :]
+        assert re.fullmatch("[xyz]{4}", regex["text"]) and re.fullmatch("[a-c]{3}", free["text"])
+        if form == "text":
+            assert "exclude each other" in wrong[0]["error"] and "type must be" in wrong[1]["error"]
+
+
 @pytest.mark.slow
 def test_the_demo_model_writes_valid_rows():
     with batchgen.Engine("demo", cpu_memory="3GiB") as engine:

@@ -28,6 +28,8 @@ class SamplingColumn:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise RowError(f"column {self.name!r} is not valid JSON: {one_line(error)}") from error
+            if isinstance(value, dict) and isinstance(value.get("json_schema"), dict):
+                value["json_schema"] = json.dumps(value["json_schema"], ensure_ascii=False)
         if value is None:
             return self.job
         if not isinstance(value, dict):
@@ -37,6 +39,8 @@ class SamplingColumn:
         if unknown:
             raise RowError(f"column {self.name!r}: {unknown[0]!r} is no sampling parameter")
         own = {name: _typed(name, item) for name, item in own.items()}
+        if own.keys() & set(_GRAMMARS):  # a row has one grammar: its own
+            own = dict.fromkeys(_GRAMMARS) | own
         try:
             sampling = replace(self.job, **own)
         except InputError as error:
@@ -62,6 +66,7 @@ def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -
     return SamplingColumn(name, job)
 
 
+_GRAMMARS = ("json_schema", "regex")
 # Of each parameter: what its values are, and in words.
 _KINDS = {
     "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),
