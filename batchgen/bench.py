@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from batchgen.device import parse_device
-from batchgen.engine import Engine, EngineStats
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
 from batchgen.job import load_engine, tracing
 from batchgen.job_options import JobOptions, check_options

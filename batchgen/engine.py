@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from batchgen.constraint import Grammars, check_grammar
+from batchgen.constraint import check_grammar
+from batchgen.device import parse_device
+from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.errors import InputError
 from batchgen.generation import Generation
-from batchgen.model_config import ModelConfig
-from batchgen.policy import MemoryPlan, Policy
+from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
+from batchgen.model_files import read_config, resolve_model
+from batchgen.policy import Policy
 from batchgen.prefetch import Prefetch
 from batchgen.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.runtime.adaptation import Adaptation, Change, Measured
@@ -20,25 +22,8 @@ from batchgen.runtime.scheduling import kv_pools, scheduler_limits
 from batchgen.runtime.sequence import Sequence
 from batchgen.scoring import Scoring
 
-if TYPE_CHECKING:
-    from batchgen.tokenizer import Tokenizer
-
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
-
-
-class SweepRunner(Protocol):
-    """What the engine needs of an executor: `run` computes packed GPU batches and calls on_logits(asked, fp32 logits [asked,
-    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once."""
-
-    bytes_moved: dict[str, int]  # by lane
-    busy_s: dict[str, float]  # by lane
-    stalled_s: dict[str, float]  # of compute, by the lane it waited for
-    peak_bytes: dict[str, int]  # of the tiers beside the host's memory
-
-    def run(self, batches, on_logits, *, in_pieces: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Work(Protocol):
@@ -60,45 +45,6 @@ class Work(Protocol):
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
         """What has become of the request, if this sequence was its last."""
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
-    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them
-    no request may have one."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    executor: SweepRunner
-    split: Callable
-    pack: Callable
-    sample: Callable
-    policy: Policy
-    memory: MemoryPlan
-    eos_token_ids: frozenset[int]
-    dtype: str
-    loaded_bytes: int
-    compute_home: str = "cpu"
-    load_s: float = 0.0
-    scorer: Callable | None = None
-    grammars: Grammars | None = None
-
-
-@dataclass
-class EngineStats:
-    """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests,
-    masks that of the thread that makes masks, and mask_wait (a part of sampling) what was waited for them."""
-
-    prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0  # tokens that went through the layers
-    generated_tokens: int = 0
-    scored_tokens: int = 0  # of continuations
-    sweeps: int = 0
-    preempted: int = 0
-    peak_kv_blocks: int = 0
-    busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})
 
 
 class Engine:
@@ -141,10 +87,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.device import parse_device
-        from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
-        from batchgen.model_files import read_config, resolve_model
-        from batchgen.tokenizer import load_tokenizer
+        from batchgen.tokenizer import load_tokenizer  # imports transformers
 
         where = parse_device(device)
         sampling = sampling or SamplingParams()

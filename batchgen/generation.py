@@ -6,9 +6,9 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammar
+from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.errors import InputError, RowError
 from batchgen.request import (
     Completion,
@@ -21,9 +21,6 @@ from batchgen.request import (
 )
 from batchgen.runtime.scheduling import longest_sequence
 from batchgen.runtime.sequence import Sequence
-
-if TYPE_CHECKING:
-    from batchgen.engine import EngineParts, EngineStats
 
 ENCODE_CHUNK = 64  # requests tokenized together
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.convert import find_or_convert
 from batchgen.device import parse_device
-from batchgen.engine import Engine, EngineStats
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source

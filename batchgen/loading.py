@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from batchgen.constraint import Grammars
 from batchgen.convert import store_path
 from batchgen.device import Device
-from batchgen.engine import EngineParts
+from batchgen.engine_parts import EngineParts
 from batchgen.errors import BatchgenError, InputError
 from batchgen.formats import FORMAT_BYTES, INT4
 from batchgen.machine import (

@@ -10,7 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from batchgen.engine import Engine, EngineParts
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineParts
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile import Overheads
 from batchgen.policy import MemoryPlan, Policy

@@ -73,7 +73,7 @@ def make_report(
 
 def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
     """What an engine did, was planned to do and ran on, as JSON values. None: there was nothing to run."""
-    from batchgen.engine import EngineStats
+    from batchgen.engine_parts import EngineStats
 
     stats = engine.stats if engine else EngineStats()
     tokens = stats.prompt_tokens + stats.generated_tokens

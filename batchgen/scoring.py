@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.errors import InputError, RowError
 from batchgen.generation import ENCODE_CHUNK, check_vocabulary
 from batchgen.request import (
@@ -25,7 +26,6 @@ from batchgen.runtime.sequence import Sequence
 from batchgen.score_paths import Path, Place, paths_of, windows_of
 
 if TYPE_CHECKING:
-    from batchgen.engine import EngineParts, EngineStats
     from batchgen.tokenizer import Tokenizer
 
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens

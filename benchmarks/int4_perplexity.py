@@ -25,7 +25,8 @@ import numpy as np
 
 from batchgen.convert import find_or_convert
 from batchgen.device import Device
-from batchgen.engine import Engine, EngineParts
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineParts
 from batchgen.formats import INT4
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
 from batchgen.model_files import ModelFiles, read_config, resolve_model

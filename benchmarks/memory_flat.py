@@ -38,7 +38,8 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
     """In place of the job's own: everything but the network."""
     import torch
 
-    from batchgen.engine import Engine, EngineParts
+    from batchgen.engine import Engine
+    from batchgen.engine_parts import EngineParts
     from batchgen.model_files import read_config
     from batchgen.policy import MemoryPlan, Policy
     from batchgen.runtime.batch import pack

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from batchgen import ops, quant, reference
-from batchgen.engine import EngineParts
+from batchgen.engine_parts import EngineParts
 from batchgen.runtime import executor as executors
 from batchgen.runtime.streams import STREAMS, StreamLanes
 

@@ -8,7 +8,8 @@ import torch
 from triton_device import DEVICE
 
 from batchgen import ops, triton_kernels
-from batchgen.engine import Engine, EngineParts
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineParts
 from batchgen.model_config import ModelConfig
 from batchgen.policy import MemoryPlan, Policy
 from batchgen.request import Request, SamplingParams

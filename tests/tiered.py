@@ -10,7 +10,8 @@ from pathlib import Path
 
 from batchgen.convert import find_or_convert
 from batchgen.device import Device
-from batchgen.engine import Engine, EngineParts, EngineStats
+from batchgen.engine import Engine
+from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.loading import load_parts, needs_store
 from batchgen.model_files import read_config, resolve_model
 from batchgen.policy import Policy

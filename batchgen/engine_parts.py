@@ -1,0 +1,67 @@
+"""What the engine is made of, and what it counts: handed between loading, the engine and its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from batchgen.constraint import Grammars
+from batchgen.model_config import ModelConfig
+from batchgen.policy import MemoryPlan, Policy
+
+if TYPE_CHECKING:
+    from batchgen.tokenizer import Tokenizer
+
+
+class SweepRunner(Protocol):
+    """What the engine needs of an executor: `run` computes packed GPU batches and calls on_logits(asked, fp32 logits [asked,
+    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once."""
+
+    bytes_moved: dict[str, int]  # by lane
+    busy_s: dict[str, float]  # by lane
+    stalled_s: dict[str, float]  # of compute, by the lane it waited for
+    peak_bytes: dict[str, int]  # of the tiers beside the host's memory
+
+    def run(self, batches, on_logits, *, in_pieces: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
+    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them
+    no request may have one."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    executor: SweepRunner
+    split: Callable
+    pack: Callable
+    sample: Callable
+    policy: Policy
+    memory: MemoryPlan
+    eos_token_ids: frozenset[int]
+    dtype: str
+    loaded_bytes: int
+    compute_home: str = "cpu"
+    load_s: float = 0.0
+    scorer: Callable | None = None
+    grammars: Grammars | None = None
+
+
+@dataclass
+class EngineStats:
+    """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests,
+    masks that of the thread that makes masks, and mask_wait (a part of sampling) what was waited for them."""
+
+    prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0  # tokens that went through the layers
+    generated_tokens: int = 0
+    scored_tokens: int = 0  # of continuations
+    sweeps: int = 0
+    preempted: int = 0
+    peak_kv_blocks: int = 0
+    busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})
