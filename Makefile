@@ -3,7 +3,7 @@ VENV ?= .venv
 HELM_VENV ?= .venv-helm
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes test lint bench gpu-check helm-check sanitize neon clean
+.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench gpu-check helm-check sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -26,8 +26,23 @@ recipes: recipe-all
 recipe-%: install
 	$(BIN)/python recipes/data_wrangling/run.py $* $(RECIPE_OPTIONS)
 
+# Three local tasks of lm-evaluation-harness, FlexGen's synthetic benchmark, and HELM's sub-scenarios that need no network.
+recipe-lm_eval: install
+	$(BIN)/python -m batchgen.lmeval --model batchgen --model_args pretrained=demo --include_path recipes/lm_eval \
+		--tasks listings_match,listings_address,listings_perplexity $(RECIPE_OPTIONS)
+
+recipe-throughput: install
+	$(BIN)/batchgen bench --config recipes/throughput/job.toml $(RECIPE_OPTIONS)
+
+recipe-helm: $(HELM_VENV)/.installed
+	$(HELM_VENV)/bin/python recipes/helm/run.py --priority 1 $(RECIPE_OPTIONS)
+
 test: install
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# More examples of everything that is drawn, whole datasets, every GPU target: an hour or so.
+test-thorough: export BATCHGEN_TEST_THOROUGH = 1
+test-thorough: test
 
 lint: install
 	$(BIN)/ruff check .

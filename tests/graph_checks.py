@@ -22,8 +22,8 @@ from batchgen.tokenizer import NoText
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
 _random = random.Random(5)
-PROMPTS = [[_random.randrange(96) for _ in range(n)] for n in (5, 30, 17, 1, 16, 40, 9, 22, 2)]
-LENGTHS = [4, 9, 6, 9, 5, 8, 3, 9, 3]
+PROMPTS = [[_random.randrange(96) for _ in range(n)] for n in (5, 30, 17, 1, 40, 22)]
+LENGTHS = [4, 7, 5, 7, 6, 3]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from thorough import quick_or
 
 import batchgen
 from batchgen.model_files import resolve_model
@@ -17,10 +18,10 @@ TIE = 1e-4  # a difference does not count where the reference's two best logits 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_greedy_tokens_equal_those_of_transformers():
-    """64 prompts, 64 tokens each. Each token is compared with the reference's choice after the same tokens."""
+    """64 prompts, or some of them, 64 tokens each. Each token is compared with the reference's choice after the same tokens."""
     from transformers import AutoModelForCausalLM
 
-    rows = pq.read_table(ROWS).slice(0, 64).to_pylist()
+    rows = pq.read_table(ROWS).slice(0, quick_or(12, 64)).to_pylist()
     requests = [
         Request(
             [

@@ -25,6 +25,7 @@ from lm_eval.api.model import CachingLM, TemplateLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from thorough import quick_or
 from tiny_models import TEXT, make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 from batchgen.errors import BatchgenError, InputError
@@ -461,7 +462,14 @@ def test_a_killed_evaluation_goes_on(wide, tmp_path, monkeypatch):
     work = tmp_path / "work"
     options = f"pretrained={wide[0]},dtype=float32,cpu_memory=2GiB,progress=none,flush_interval=0.02,max_num_seqs=4"
     arguments = ["--model", "batchgen", "--model_args", f"{options},work_dir={work}", "--include_path", TASKS]
-    arguments += ["--tasks", "listings_match,listings_address", "--output_path", tmp_path / "results.json"]
+    arguments += [
+        "--tasks",
+        "listings_match,listings_address",
+        "--limit",
+        "60",
+        "--output_path",
+        tmp_path / "results.json",
+    ]
     with open(tmp_path / "log", "w") as log:
         process = launch_process(arguments, log)
         try:
@@ -478,7 +486,7 @@ def test_a_killed_evaluation_goes_on(wide, tmp_path, monkeypatch):
     assert found["loglikelihood"]["state"] == "already complete"
     assert 0 < found["generate_until"]["rows_resumed"] < found["generate_until"]["rows"]
     written = json.loads(next(tmp_path.glob("**/results*.json")).read_text())["results"]
-    undisturbed = evaluate(batchgen_model(wide[0], tmp_path / "again"), ("listings_match", "listings_address"), None)
+    undisturbed = evaluate(batchgen_model(wide[0], tmp_path / "again"), ("listings_match", "listings_address"), 60)
     for task, values in undisturbed["results"].items():
         for name in ("acc,none", "acc_norm,none", "exact_match,stripped"):
             assert written[task].get(name) == values.get(name)
@@ -508,4 +516,5 @@ def test_the_demo_model_gives_the_same_scores_as_hf(tmp_path):
     # Over a large vocabulary torch's own softmax in fp32 is off by 1e-5 a token, always in the same direction.
     theirs = HFLM(hf, tokenizer=tokenizer, batch_size=4, max_length=1024, softmax_dtype="float64")
     ours = batchgen_model("demo", tmp_path, cpu_memory="6GiB", max_length=1024)
-    same_evaluation(evaluate(ours), evaluate(theirs))
+    limit = quick_or(1, 8)
+    same_evaluation(evaluate(ours, limit=limit), evaluate(theirs, limit=limit))

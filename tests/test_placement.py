@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
+from thorough import quick_or
 
 from batchgen.direct_io import aligned
 from batchgen.errors import InputError
@@ -123,7 +124,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=quick_or(50, 100), deadline=None)
 @given(problems())
 def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
     """`plan_memory` splits the same budgets for the same policy, and finds room for every sequence planned."""
@@ -227,7 +228,7 @@ SCALABLE = (
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=quick_or(8, 25), deadline=None)
 @given(
     st.sampled_from(SCALABLE),
     st.floats(1.02, 4.0),

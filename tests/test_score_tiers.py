@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_device import ORDERS, FakeDevice, run_on
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_score import CLOSE, check, tokens
 from test_tiers import LLAMA, OPT, any_policy, random_case
+from thorough import quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
 from batchgen import ops
@@ -71,7 +72,7 @@ def in_fp32(case):
 
 
 @pytest.mark.slow
-@any_policy
+@settings(any_policy, max_examples=quick_or(40, 104))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from processes import batchgen, start_batchgen
+from thorough import quick_or
 from tiny_models import make_tiny_model
 
 from batchgen.convert import find_or_convert
@@ -87,7 +88,7 @@ def test_stopped_at_any_moment_it_goes_on(job, whole, folder, tmp_path, how):
     seconds = timed(job, tmp_path)
     output = tmp_path / "out.parquet"
     seen = set()
-    for _ in range(5):
+    for _ in range(quick_or(3, 5)):
         process = start_batchgen(job(output), tmp_path / "log")
         process.join(0.2 + draw.uniform(0.0, 0.7) * seconds)
         if process.is_alive():

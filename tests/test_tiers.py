@@ -9,6 +9,7 @@ import torch
 from fake_device import ORDERS, FakeDevice, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from thorough import quick_or
 from tiered import (
     CPU,
     EMULATED,
@@ -201,7 +202,7 @@ def random_accelerated_case(rng, variants):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=8)
+@settings(any_policy, max_examples=quick_or(3, 8))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, OPT + LLAMA)

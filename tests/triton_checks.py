@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attention_cases import attended, laid_out, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import quick_or
 from triton_device import DEVICE
 
 from batchgen import ops, quant, reference, triton_kernels
@@ -27,7 +28,7 @@ from batchgen.triton_kernels import plan as plans
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # A card runs many more in the same time than the interpreter.
-MORE = 1 if DEVICE.type == "cpu" else 6
+MORE = quick_or(0.5, 1) if DEVICE.type == "cpu" else 6
 
 
 def random(seed, *shape, dtype=torch.float32, scale=1.0):
@@ -115,7 +116,7 @@ def check_attention(case, dtype, kv_format, tolerance):
 def test_attention(formats):
     dtype, kv_format = formats
 
-    @settings(max_examples=(18 if dtype == "float32" else 10) * MORE, deadline=None)
+    @settings(max_examples=int((18 if dtype == "float32" else 10) * MORE), deadline=None)
     @given(sweeps())
     def check(case):
         check_attention(case, getattr(torch, dtype), kv_format, FORMATS[formats])
@@ -338,7 +339,7 @@ def same_levels(got, meant, n, differing):
     assert moved <= max(2, (differing or 0.02) * 2 * off[0].numel())
 
 
-@settings(max_examples=25 * MORE, deadline=None)
+@settings(max_examples=int(25 * MORE), deadline=None)
 @given(
     st.integers(1, 9), st.one_of(st.integers(1, 70), st.sampled_from([576, 1000])), st.sampled_from(DTYPES), st.booleans(),
     st.integers(0, 2**20),
@@ -374,7 +375,7 @@ def test_silu_mul(dtype):
     torch.testing.assert_close(got, F.silu(gate) * up, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
-@settings(max_examples=60 * MORE, deadline=None)
+@settings(max_examples=int(60 * MORE), deadline=None)
 @given(
     st.integers(1, 40),
     st.integers(1, 70),
@@ -418,7 +419,7 @@ def test_linear(rows, columns, dtype, activation, with_bias, with_residual, wher
 # 4-bit groups.
 
 
-@settings(max_examples=40 * MORE, deadline=None)
+@settings(max_examples=int(40 * MORE), deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
@@ -532,7 +533,7 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
 # Rows.
 
 
-@settings(max_examples=20 * MORE, deadline=None)
+@settings(max_examples=int(20 * MORE), deadline=None)
 @given(st.integers(1, 40), st.sampled_from([1, 6, 36, 64, 4000]), st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_rows_go_where_the_index_says(count, width, dtype, seed):
     source = random(seed, 50, 2, width, dtype=dtype).to(DEVICE)
