@@ -244,10 +244,9 @@ def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
 
 def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
     """Seconds to read the weights, which may have to come from disk. kind: "hf", "gguf" or "store"."""
-    rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    if kind == "gguf":
-        rate = hardware.gguf_load_bytes_per_s or rate
-    return model.num_params * FORMAT_BYTES[dtype] / rate
+    if kind == "gguf" and hardware.gguf_load_bytes_per_s:
+        return model.num_params * 2 / hardware.gguf_load_bytes_per_s  # unpacked alike for any dtype
+    return model.num_params * FORMAT_BYTES[dtype] / min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

@@ -301,7 +301,11 @@ def test_a_tokenizer_without_bytes_is_refused_by_name(tmp_path):
     words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="structured output does not work with the model's tokenizer"):
-        make_engine(str(tmp_path), sampling=SamplingParams(regex="a"))
+        make_engine(
+            str(tmp_path),
+            sampling=SamplingParams(regex="a"),
+            on_load=lambda *done: pytest.fail("weights were read"),
+        )
     assert complete(make_engine(str(tmp_path)), [Request([1])])[0].error is None
 
 
