@@ -26,7 +26,7 @@ DEVICE = torch.device("cpu", 0)
 # Which stream goes first, and how many of them run ahead of what is waited for.
 ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permutations(STREAMS)][5:]
 # Of host lanes: to run what is due, and to be behind.
-_PROMPT_S, _LATE_S = 0.001, 0.05
+_PROMPT_S, LATE_S = 0.001, 0.05
 
 
 class Event:
@@ -167,9 +167,9 @@ def _poisoned(tensor):
 class _LateLanes(StreamLanes):
     """Host lanes that take a while to look at what they wait for; the others are given the time to run first."""
 
-    def __init__(self, *args, late, **options):
+    def __init__(self, *args, late, late_s, **options):
         super().__init__(*args, **options)
-        self._late = late
+        self._late, self._late_s = late, late_s
 
     def _launch(self, step):
         if self._late:
@@ -178,14 +178,19 @@ class _LateLanes(StreamLanes):
 
     def _await(self, step, thread):
         if step.lane in self._late:
-            time.sleep(_LATE_S)
+            time.sleep(self._late_s)
         super()._await(step, thread)
 
 
-def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = ()) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow."""
+def run_on(
+    parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), late_s: float = LATE_S
+) -> EngineParts:
+    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow,
+    late_s: by how much."""
     executor = parts.executor
-    executor.lanes = _LateLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
+    executor.lanes = _LateLanes(
+        executor._perform, device, on_thread=executors._prepare_thread, late=late, late_s=late_s
+    )
     executor._device = DEVICE
 
     def on_device(name, function):
