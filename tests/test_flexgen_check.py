@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from thorough import quick_or
 
 from batchgen.planner.lp import Allowed, job_seconds
 from batchgen.planner.search import search
@@ -111,7 +112,8 @@ def test_a_policy_that_exceeds_the_machine_is_named():
 
 def test_the_page_shows_every_cell():
     page = (Path(__file__).parents[1] / "docs" / "flexgen_check.md").read_text()
-    table = page.split("<!-- table -->")[1].strip()
-    assert table == flexgen_check.markdown()
+    table = page.split("<!-- table -->")[1].strip().splitlines()
+    every = quick_or(5, 1)
+    assert [*table[:2], *table[2::every]] == flexgen_check.markdown(every).splitlines()
     cells = json.loads((Path(flexgen_check.HERE) / "flexgen_cells.json").read_text())["cells"]
-    assert len(table.splitlines()) == 2 + len(cells)
+    assert len(table) == 2 + len(cells)

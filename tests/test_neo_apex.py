@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 from planner_cases import budgets, constant, gpu_box, llama_8b
+from thorough import quick_or
 
 from batchgen.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.planner.cost import bounds, layer_lanes
@@ -20,7 +21,7 @@ GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
 NEO = Allowed(weight_tiers=("gpu",), kv_classes=("gpu", "cpu"))
 OUTPUT_LENS = (25, 50, 100, 200, 400, 800)
 # NEO's hosts have parts of g5.16xlarge's CPU, which is the shipped profile; 2x has nearly the bandwidth of 4x (5.5).
-HOSTS = {"2x": 3.5 / 16, "4x": 4 / 16, "8x": 8 / 16, "16x": 1.0}
+HOSTS = {"2x": 3.5 / 16} | quick_or({}, {"4x": 4 / 16, "8x": 8 / 16}) | {"16x": 1.0}
 
 
 def around(mean: int) -> Lengths:
@@ -81,7 +82,9 @@ def test_the_gain_rises_peaks_and_falls_with_output_length(gains):
 @pytest.mark.slow
 def test_the_best_gains_are_about_those_measured(gains):
     """NEO section 5.5: 12.2, 13.3, 29.7 and 79.3 %."""
-    for name, measured in {"2x": 0.122, "4x": 0.133, "8x": 0.297, "16x": 0.793}.items():
+    measured_gains = {"2x": 0.122, "4x": 0.133, "8x": 0.297, "16x": 0.793}
+    for name in HOSTS:
+        measured = measured_gains[name]
         assert max(gains[name]) - 1 == pytest.approx(measured, rel=0.35, abs=0.03), name
 
 

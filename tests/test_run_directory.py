@@ -519,7 +519,7 @@ def test_kill_9_at_random_moments(tmp_path):
             str(path),
             str(num_rows),
             str(seed),
-            "0.01",
+            "0.03",
         ]
         return subprocess.Popen(command, env=PYTHONPATH, stdout=subprocess.PIPE, text=True)
 

@@ -176,7 +176,7 @@ def check(case, reference, stores, device=None, prepare=lambda parts: parts):
 
 # A seed for each example, rather than a choice for each field: no two examples are alike.
 any_policy = settings(
-    max_examples=104, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=quick_or(60, 104), derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )  # fmt: skip
 

@@ -66,9 +66,19 @@ def test_captured_sweeps_on_a_card(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", quick_or(["90"], ["80", "90"]))
 def test_all_kernels_compile_and_fit(capability, tmp_path):
-    """For models of 64 and 128 to a head; the module itself, run by hand, goes through more of them."""
+    """For models of 128, and 64, to a head; the module itself, run by hand, goes through more of them."""
+    head_dims = quick_or(["128"], ["64", "128"])
     told = run(
-        *("-m", "batchgen.triton_kernels.compile_ahead", "--capability", capability, "--group", "4"),
+        *(
+            "-m",
+            "batchgen.triton_kernels.compile_ahead",
+            "--capability",
+            capability,
+            "--group",
+            "4",
+            "--head-dim",
+            *head_dims,
+        ),
         TRITON_CACHE_DIR=str(tmp_path),
     )
-    assert told.count("_attend") >= 16 and "_quantize" in told and "TOO LARGE" not in told
+    assert told.count("_attend") >= 8 * len(head_dims) and "_quantize" in told and "TOO LARGE" not in told

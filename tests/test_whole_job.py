@@ -53,7 +53,7 @@ def test_kill_9_at_many_moments(job, tmp_path):
     assert batchgen(job(whole)[1:], log) == 0
     seconds = time.monotonic() - started
     rng = random.Random(20)
-    safe, kills, wanted = [], 0, quick_or(6, 20)
+    safe, kills, wanted = [], 0, quick_or(4, 20)
     while kills < wanted:
         process = start_batchgen(job(killed)[1:], log)
         process.join(timeout=rng.uniform(0.1, 1.0) * seconds * (0.6 if kills < 0.75 * wanted else 1.0))
