@@ -125,7 +125,7 @@ def small_disk(tmp_path):
         return folder
 
     yield mount
-    if os.path.ismount(folder):
+    while os.path.ismount(folder):  # one over the other
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
