@@ -1,4 +1,4 @@
-"""How far tests go: `make test` takes ten minutes on two cores, `make test-thorough` as long as it needs."""
+"""How far tests go: `make test` takes a quarter of an hour on two cores, `make test-thorough` as long as it needs."""
 
 import os
 
