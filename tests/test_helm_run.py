@@ -100,7 +100,10 @@ def model(tiny_models):
 
 @pytest.fixture
 def side(model, tmp_path):
-    return lambda client=BATCHGEN, name="side", **arguments: Side(tmp_path / name, model, client, **arguments)
+    def make(client=BATCHGEN, name="side", source=model, **arguments):
+        return Side(tmp_path / name, source, client, **arguments)
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +201,9 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(side, expected, how):
         ours.command(*arguments), env=ENVIRONMENT, cwd=ours.output, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 200
-    while process.poll() is None and not list(ours.output.glob("batchgen/*/*/*/results.parquet.batchgen/parts/part-*")):
+    while process.poll() is None and not list(
+        ours.output.glob("batchgen/*/*/*/results.parquet.batchgen/parts/part-*.parquet")
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
@@ -243,7 +248,7 @@ def test_what_cannot_be_run_fails_its_entry_alone(side):
 
 
 def test_a_model_that_is_not_there_is_one_line(side):
-    ours = side(model="/no/such/model", engine="in-process")
+    ours = side(source="/no/such/model", engine="in-process")
     ours.deployment.joinpath("tokenizer_configs.yaml").write_text(
         side(name="other").deployment.joinpath("tokenizer_configs.yaml").read_text()
     )
