@@ -34,7 +34,7 @@ REACHED = {
     "beer": ("f1", 0.606),
     "itunes_amazon": ("f1", 0.679),
     "imputation": ("accuracy", 0.970),
-    "error_detection": ("f1", None),
+    "error_detection": ("f1", 0.928),
 }
 
 # ---- the restaurants
