@@ -21,7 +21,8 @@ class InputError(BatchgenError):
 
 
 class JobStopped(BatchgenError):
-    """The deadline came before the last row. Finished rows are saved: the same call goes on."""
+    """A job is not done, and nothing is wrong: the deadline came first, or it waits to be run elsewhere. Finished rows are saved;
+    the same call goes on."""
 
     exit_code = 3
 

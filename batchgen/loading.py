@@ -214,7 +214,8 @@ def load_parts(
     tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
     min_output_len: what a row must at least be able to generate. task: what the engine is for, "generate" or "score"; None:
     either. sampling: of most rows; its grammar, if it has one, is compiled before weights are read. longest_tokens: the
-    longest prompt and output looked for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond it is left alone.
+    longest prompt and output looked for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond
+    it is left alone.
     planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
     offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
     Raises InputError, BatchgenError.
@@ -293,7 +294,7 @@ def load_parts(
         if not device.accelerated:
             kv_cache.prefault(_PREFAULT_BYTES)
         if grammar is not None:
-            grammar.result()
+            grammar.result()  # refused before weights are read
         weights = Weights(
             config,
             weight_homes(policy, config),

@@ -2,7 +2,8 @@
 
 The entries are three scenarios that HELM makes itself and questions about the shipped restaurants, as a choice of letters
 (generation) and by the likelihood of each answer (scoring). Wall times are those of whole helm-run processes, imports and
-metrics included, without HELM's cache. A run of two instances that measures the machine for batchgen, once for all jobs, is not counted.
+metrics included, without HELM's cache. A run of two instances that measures the machine for batchgen, once for all jobs, is
+not counted.
 
 HELM's client reports log-probabilities of what it generates after the temperature, 0.0 for each token of greedy decoding.
 Two more runs, of fewer instances, compare these as well: there it reports the model's own (`peers/helm_raw_logits.py`).

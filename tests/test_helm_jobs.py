@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen.cli import cli
-from batchgen.errors import BatchgenError, InputError
-from batchgen.helm.jobs import FILES, Jobs, Stopped
+from batchgen.errors import BatchgenError, InputError, JobStopped
+from batchgen.helm.jobs import FILES, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import GENERATE, SCORE, Row
 from batchgen.request import Request, SamplingParams, ScoreRequest
@@ -102,7 +102,7 @@ def test_rows_are_a_job_a_kind_and_never_run_again(model, expected, tmp_path):
 
 def test_prompts_that_are_half_the_same_are_scored_in_one_row(model, tmp_path):
     jobs = Jobs(tmp_path, options(model), FILES)
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         jobs.answer(ROWS)
     (path,) = tmp_path.glob("score-*/requests.parquet")
     table = pq.read_table(path).to_pylist()
@@ -114,10 +114,10 @@ def test_prompts_that_are_half_the_same_are_scored_in_one_row(model, tmp_path):
 
 def test_files_go_to_an_engine_elsewhere(model, expected, tmp_path, monkeypatch):
     jobs = Jobs(tmp_path / "here", options(model), FILES)
-    with pytest.raises(Stopped, match=r"batchgen run --config job\.toml") as stopped:
+    with pytest.raises(JobStopped, match=r"batchgen run --config job\.toml") as stopped:
         jobs.answer(ROWS)
     assert stopped.value.exit_code == 3
-    with pytest.raises(Stopped):  # no more jobs for asking twice
+    with pytest.raises(JobStopped):  # no more jobs for asking twice
         Jobs(tmp_path / "here", options(model), FILES).answer(ROWS)
     assert folders(tmp_path / "here") == [GENERATE, SCORE]
     os.rename(tmp_path / "here", tmp_path / "there")  # job.toml names no folder
@@ -147,7 +147,7 @@ def test_a_program_of_another_environment(model, expected, tmp_path):
 
 def test_what_was_begun_goes_on_also_where_more_is_asked_for(model, expected, tmp_path):
     first = Jobs(tmp_path, options(model, max_time=0.001))
-    with pytest.raises(Stopped, match="time limit"):
+    with pytest.raises(JobStopped, match="time limit"):
         first.answer(ROWS[:3])
     (begun,) = tmp_path.iterdir()
     assert (begun / "results.parquet.batchgen" / "manifest.json").exists()
@@ -159,7 +159,7 @@ def test_what_was_begun_goes_on_also_where_more_is_asked_for(model, expected, tm
 
 
 def test_jobs_of_other_rows_are_left_alone(model, tmp_path):
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         Jobs(tmp_path, options(model), FILES).answer(ROWS[:3])
     jobs = Jobs(tmp_path, options(model))
     jobs.answer(ROWS[:1])
@@ -168,7 +168,7 @@ def test_jobs_of_other_rows_are_left_alone(model, tmp_path):
 
 @pytest.mark.parametrize("spoil", ["other rows", "no table"])
 def test_results_that_do_not_answer_are_refused(model, tmp_path, spoil):
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         Jobs(tmp_path, options(model), FILES).answer(ROWS[:3])
     (job,) = tmp_path.iterdir()
     if spoil == "no table":
@@ -221,7 +221,7 @@ def test_threads_share_a_live_engine(model, expected):
 
 
 def test_job_options_are_those_of_the_command_line(model, tmp_path, monkeypatch):
-    with pytest.raises(Stopped):
+    with pytest.raises(JobStopped):
         Jobs(tmp_path, options(model, share_prefixes=False, max_num_seqs=3), FILES).answer(ROWS)
     monkeypatch.chdir(next(tmp_path.glob("generate-*")))
     said = CliRunner().invoke(cli, ["run", "--config", "job.toml", "--dry-run"], catch_exceptions=False)

@@ -63,7 +63,7 @@ class BatchgenClient(CachingClient):
 
     def prefetch(self, requests: Iterable[Request], folder: Path, notify: Callable[[str], None]) -> None:
         """Has all these requests answered by jobs in `folder`, those that no job there has answered already. Requests that
-        cannot be run are left to `make_request`, which says why. Raises BatchgenError; jobs.Stopped."""
+        cannot be run are left to `make_request`, which says why. Raises BatchgenError, among them JobStopped."""
         if self._jobs is None:
             self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
         self._jobs.answer((row for want in map(self._wanted_or_none, requests) if want for row in want.rows), notify)

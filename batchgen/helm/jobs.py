@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
 from batchgen.helm.rows import GENERATE, SCORE, Row
 
@@ -30,12 +30,6 @@ _SCHEMAS = {
     ),
 }
 _MOST_TOGETHER = 32  # prompts scored in one row
-
-
-class Stopped(BatchgenError):
-    """The jobs are not done, and nothing is wrong: the same command goes on."""
-
-    exit_code = 3
 
 
 class Jobs:
@@ -61,7 +55,7 @@ class Jobs:
     def answer(self, rows: Iterable[Row], notify: Callable[[str], None] = lambda line: None) -> None:
         """Runs all rows that have no result yet, a job a kind; what is begun already and asked for still goes on first.
 
-        Raises Stopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
+        Raises JobStopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
         """
         missing = {row.id: row for row in rows if row.id not in self.results}
         todo = []
@@ -77,7 +71,7 @@ class Jobs:
         for job in todo:
             (job / OPTIONS).write_text(_toml(self._options_of(job)))
         if todo and self._engine == FILES:
-            raise Stopped(_instructions(todo))
+            raise JobStopped(_instructions(todo))
         for job in todo:
             notify(f"batchgen: {len(read_requests(job)[1]):,} rows in {job}")
             self._run(job)
@@ -118,11 +112,11 @@ class Jobs:
                 code = subprocess.run([self._engine, "run", "--config", OPTIONS], cwd=job).returncode
             except OSError as error:
                 raise InputError(f"cannot start the engine {self._engine}: {error.strerror}") from error
-            stopped = code == Stopped.exit_code
+            stopped = code == JobStopped.exit_code
             if code and not stopped:
                 raise BatchgenError(f"the job in {job} ended with exit code {code}: what it says is above")
         if stopped:
-            raise Stopped("the time limit came first; finished rows are saved, the same command goes on from there")
+            raise JobStopped("the time limit came first; finished rows are saved, the same command goes on from there")
 
 
 def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from helm.common.hierarchical_logger import hlog, htrack_block
 from helm.common.object_spec import get_class_by_name
 from helm.common.request import Request
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.client import BatchgenClient
-from batchgen.helm.jobs import Stopped
 
 _FOLDER = "batchgen"  # of jobs, in the output path
 
@@ -70,7 +69,7 @@ class BatchExecutor(Executor):
 
     def prefetch(self, requests: Iterable[Request]) -> None:
         """Has jobs answer what batchgen's deployments are asked, and no job has answered yet. Raises BatchgenError, and
-        Stopped only when the jobs of all deployments are written down."""
+        JobStopped only when the jobs of all deployments are written down."""
         by_deployment: dict[str, list[Request]] = {}
         for request in requests:
             by_deployment.setdefault(request.model_deployment, []).append(request)
@@ -81,10 +80,10 @@ class BatchExecutor(Executor):
             client = self.context.client._get_client(name)
             try:
                 client.prefetch(of_deployment, self._folder / re.sub(r"[^\w.-]", "_", name), hlog)
-            except Stopped as stopped:
+            except JobStopped as stopped:
                 waiting.append(str(stopped))
         if waiting:
-            raise Stopped("\n".join(waiting))
+            raise JobStopped("\n".join(waiting))
 
 
 class BatchgenRunner(Runner):

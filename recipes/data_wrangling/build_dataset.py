@@ -9,18 +9,16 @@ SOURCE holds <dataset>/{train,valid,test}.txt (default: the copy in data/ beside
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from build_command import build_command
 from few_shot import Prompt
 
-HERE = Path(__file__).resolve().parent
 # `class` in Fodors-Zagats numbers the real restaurant behind a record: it is equal on both sides exactly
 # where the label is 1, in all 946 pairs. It is the label, not something a restaurant guide prints.
 ANNOTATIONS = {"class"}
@@ -198,17 +196,5 @@ def build(source: Path, output_dir: Path, split: str = "test") -> list[Path]:
     return written
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path, nargs="?", default=HERE / "data", help="folder of the raw text")
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
-    parser.add_argument("--output-dir", type=Path, default=HERE)
-    args = parser.parse_args()
-    try:
-        print("\n".join(str(path) for path in build(args.source, args.output_dir, args.split)))
-    except (OSError, ValueError) as error:
-        sys.exit(f"build_dataset: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    build_command(build, __doc__)

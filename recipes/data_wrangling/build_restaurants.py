@@ -9,17 +9,16 @@ error_detection_<split>.parquet, and <recipe>/prompt.jinja, whose examples come 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import string
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from build_dataset import HERE, read_pairs
+from build_command import build_command
+from build_dataset import read_pairs
 from few_shot import Prompt
 
 Record = dict[str, str]
@@ -173,17 +172,5 @@ def build(source: Path, output_dir: Path, split: str = "test") -> list[Path]:
     return written
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path, nargs="?", default=HERE / "data", help="folder of the raw text")
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="test")
-    parser.add_argument("--output-dir", type=Path, default=HERE)
-    args = parser.parse_args()
-    try:
-        print("\n".join(str(path) for path in build(args.source, args.output_dir, args.split)))
-    except (OSError, ValueError) as error:
-        sys.exit(f"build_restaurants: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    build_command(build, __doc__)
