@@ -69,8 +69,8 @@ def handover_s() -> float:
         step
         for i in range(0, 2 * _HANDOVERS, 2)
         for step in (
-            Step(i, "copy", "h2d", 0, 0, 0, 0, (i - 1,) if i else ()),
-            Step(i + 1, "use", "compute", 0, 0, 0, 0, (i,)),
+            Step(i, "copy", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
+            Step(i + 1, "use", "compute", 0, 0, 0, None, None, (i,)),
         )
     ]
     try:

@@ -24,7 +24,7 @@ def make_steps(num_sweeps=2, streams=STREAMS, batches=SWEEP):
 
 
 def step(number, lane, *after, kind="work"):
-    return Step(number, kind, lane, 0, 0, 0, 0, after)
+    return Step(number, kind, lane, 0, 0, 0, None, None, after)
 
 
 def in_time(function, seconds=20.0):
@@ -65,14 +65,14 @@ class Arithmetic:
         return hash(tuple(self.buffers[name] for name in names))
 
     def _read_weight(self, s, b):
-        return {("host", s.slot): 1000 + s.layer}
+        return {("host", s.weight_slot): 1000 + s.layer}
 
     def _load_weight(self, s, b):
         from_disk = self.streams.disk_weights[s.layer]
-        return {("device", s.slot): self.buffers["host", s.slot] if from_disk else 1000 + s.layer}
+        return {("device", s.weight_slot): self.buffers["host", s.weight_slot] if from_disk else 1000 + s.layer}
 
     def _load_head(self, s, b):
-        return {("head", s.slot): 2000 + s.layer}
+        return {("head", s.weight_slot): 2000 + s.layer}
 
     def _embed(self, s, b):
         return {("hidden", s.batch): 10 * s.sweep + s.batch}
@@ -83,27 +83,27 @@ class Arithmetic:
     _store_hidden = _load_hidden
 
     def _pre(self, s, b):
-        weight = ("device", s.slot) if self.streams.weights[s.layer] else "resident"
+        weight = ("device", s.weight_slot) if self.streams.weights[s.layer] else "resident"
         return {("q", s.batch): self._mix(("hidden", s.batch), weight)}
 
     def _read_cache(self, s, b):
-        return {("read", s.slot): self._mix(("disk", s.layer, s.batch))}
+        return {("read", s.kv_slot): self._mix(("disk", s.layer, s.batch))}
 
     def _load_cache(self, s, b):
-        return {("staging", s.slot): self._mix(("cpu", s.layer, s.batch), *[("read", s.slot)] * b.disk_read)}
+        return {("staging", s.kv_slot): self._mix(("cpu", s.layer, s.batch), *[("read", s.kv_slot)] * b.disk_read)}
 
     def _attention(self, s, b):
-        attended = self._mix(("q", s.batch), *[("staging", s.slot)] * b.staged)
-        return {("attended", s.batch): attended, ("staging", s.slot): attended} if b.staged else {}
+        attended = self._mix(("q", s.batch), *[("staging", s.kv_slot)] * b.staged)
+        return {("attended", s.batch): attended, ("staging", s.kv_slot): attended} if b.staged else {}
 
     def _store_cache(self, s, b):
         return {
-            ("cpu", s.layer, s.batch): self._mix(("staging", s.slot)),
-            ("write", s.slot): self._mix(("staging", s.slot)),
+            ("cpu", s.layer, s.batch): self._mix(("staging", s.kv_slot)),
+            ("write", s.kv_slot): self._mix(("staging", s.kv_slot)),
         }
 
     def _write_cache(self, s, b):
-        return {("disk", s.layer, s.batch): self._mix(("write", s.slot))}
+        return {("disk", s.layer, s.batch): self._mix(("write", s.kv_slot))}
 
     def _send_qkv(self, s, b):
         return {("sent", s.batch): self._mix(("q", s.batch)), ("own", s.layer, s.batch): self._mix(("q", s.batch))}
@@ -115,12 +115,12 @@ class Arithmetic:
         return {("joined", s.batch): self._mix(("result", s.batch))}
 
     def _post(self, s, b):
-        weight = ("device", s.slot) if self.streams.weights[s.layer] else "resident"
+        weight = ("device", s.weight_slot) if self.streams.weights[s.layer] else "resident"
         parts = [("attended", s.batch), *[("joined", s.batch)] * b.delegated]
         return {("hidden", s.batch): self._mix(("hidden", s.batch), weight, *parts)}
 
     def _head(self, s, b):
-        self.results.append((s.sweep, s.layer, s.batch, self._mix(("hidden", s.batch), ("head", s.slot))))
+        self.results.append((s.sweep, s.layer, s.batch, self._mix(("hidden", s.batch), ("head", s.weight_slot))))
         return {}
 
 

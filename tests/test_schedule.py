@@ -51,13 +51,13 @@ def hazards(steps, streams, sweeps):
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, GPU batch) -> its slot, for buffers whose slots no Step names
     for step in steps:
-        kind, layer, k, slot = step.kind, step.layer, step.batch, step.slot
+        kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
 
         def use(buffer, writes, holds, step=step):
             used[buffer].append((step, writes, holds))
 
-        if kind in ("read_weight", "load_weight", "expand_weight", "pre", "post"):
+        if kind in ("read_weight", "load_weight", "expand_weight", "pre", "attention", "send_qkv", "post"):
             _use_weights(step, streams, num_expanded, use)
         if kind == "load_head":
             use(("head", slot), True, (step.sweep, layer))
@@ -126,7 +126,7 @@ def _sequences(step):
 
 def _use_weights(step, streams, num_expanded, use):
     """On its way a layer is in a slot of the host's buffers, of the device's, and is expanded in another."""
-    layer, slot = step.layer, step.slot
+    layer, slot = step.layer, step.weight_slot
     content = layer
     arrives = "device" if streams.accelerated else "host"
     if step.kind == "read_weight":
@@ -135,15 +135,15 @@ def _use_weights(step, streams, num_expanded, use):
         if streams.disk_weights[layer]:
             use(("weights", "host", slot), False, content)
         use(("weights", "device", slot), True, content)
-    else:  # norms and biases are never packed: they are used where they arrive
+    else:  # norms (of queries and keys too) and biases are never packed: they are used where they arrive
         if streams.weights[layer]:
             use(("weights", arrives, slot), False, content)
-        if streams.expanded:
+        if streams.expanded and step.kind in ("expand_weight", "pre", "post"):
             use(("weights", "expanded", layer % num_expanded), step.kind == "expand_weight", content)
 
 
 def _use_staging(step, batch, streams, use):
-    content, slot = (step.sweep, step.layer, step.batch), step.slot
+    content, slot = (step.sweep, step.layer, step.batch), step.kv_slot
     staging = ("staging", slot)
     reads = ("read buffer", slot) if streams.accelerated else staging
     writes = ("write buffer", slot) if streams.accelerated else staging
@@ -337,9 +337,9 @@ def apart(steps, one, other):
 
 def test_weights_load_on_across_sweeps():
     steps = all_steps(Streams(False, (True,) * 3, (True,) * 3), [[BatchFlow()]] * 2)
-    loads = [(s.sweep, s.layer, s.slot) for s in steps if s.kind == "read_weight"]
+    loads = [(s.sweep, s.layer, s.weight_slot) for s in steps if s.kind == "read_weight"]
     assert loads == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (0, 0, 1), (0, 1, 0), (1, 2, 1), (1, 0, 0), (1, 1, 1)]
-    uses = [(s.sweep, s.layer, s.slot) for s in steps if s.kind == "pre"]
+    uses = [(s.sweep, s.layer, s.weight_slot) for s in steps if s.kind == "pre"]
     assert uses == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (1, 0, 1), (1, 1, 0), (1, 2, 1)]
 
 

@@ -9,7 +9,7 @@ from fake_device import ORDERS, FakeDevice, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_score import CLOSE, check, tokens
-from test_tiers import LLAMA, OPT, any_policy, random_case
+from test_tiers import VARIANTS, any_policy, random_case
 from thorough import quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
@@ -76,12 +76,12 @@ def in_fp32(case):
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
     with pytest.MonkeyPatch.context() as patch:
-        run_case(in_fp32(random_case(rng, OPT + LLAMA)), tiny_models, stores, patch)
+        run_case(in_fp32(random_case(rng, VARIANTS)), tiny_models, stores, patch)
 
 
 def accelerated_case(seed):
     rng = random.Random(seed)
-    while not (case := in_fp32(random_case(rng, OPT + LLAMA))).accelerated:
+    while not (case := in_fp32(random_case(rng, VARIANTS))).accelerated:
         pass
     return replace(case, mode="overlapped")
 

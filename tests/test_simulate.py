@@ -38,7 +38,7 @@ from batchgen.workload import Lengths, Workload
 
 
 def step(number, lane, *after, kind="work", sweep=0):
-    return Step(number, kind, lane, sweep, 0, 0, 0, after)
+    return Step(number, kind, lane, sweep, 0, 0, None, None, after)
 
 
 def run(steps, seconds, **options):
@@ -116,7 +116,8 @@ def timed_steps(draw):
             int(i >= second),
             0,
             0,
-            0,
+            None,
+            None,
             tuple(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else (),
         )
         for i in range(count)

@@ -22,11 +22,13 @@ from tiered import (
     run,
     shuffle_steps,
 )
+from tiny_models import FAMILIES, MODELS
 
 from batchgen import ops
 from batchgen.device import Device
 from batchgen.engine import Engine
 from batchgen.request import Request, SamplingParams
+from batchgen.runtime.schedule import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,12 +39,10 @@ FORMATS = [(FP32, FP32), (INT4, FP32), (FP32, INT4), (INT4, INT4)]  # of weights
 # 4-bit KV the last bit of a number may move it by a whole level, and log-probabilities by up to 0.08, as seen here.
 NEAR_TIE = {FP32: 1e-3, INT4: 0.15}
 NUM_CANDIDATES = 120  # prompts, of which those are kept that come upon a tie last
-OPT = [("opt", {}), ("opt", {"num_attention_heads": 2, "num_hidden_layers": 1})]
-LLAMA = [
-    ("llama", {}),
-    ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+VARIANTS = [
+    *MODELS.values(),
+    ("opt", {"num_attention_heads": 2, "num_hidden_layers": 1}),
     ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "num_hidden_layers": 2}),
-    ("mistral", {"sliding_window": 20}),
 ]
 
 
@@ -182,17 +182,11 @@ any_policy = settings(
 
 
 @pytest.mark.slow
-@any_policy
+@settings(any_policy, max_examples=quick_or(24, 60))
 @given(rng=st.randoms(use_true_random=True))
-def test_any_policy_gives_the_tokens_of_the_in_memory_engine_opt(rng, reference, stores):
-    check(random_case(rng, OPT), reference, stores)
-
-
-@pytest.mark.slow
-@any_policy
-@given(rng=st.randoms(use_true_random=True))
-def test_any_policy_gives_the_tokens_of_the_in_memory_engine_llama(rng, reference, stores):
-    check(random_case(rng, LLAMA), reference, stores)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_policy_gives_the_tokens_of_the_in_memory_engine(family, rng, reference, stores):
+    check(random_case(rng, [variant for variant in VARIANTS if variant[0] == family]), reference, stores)
 
 
 def random_accelerated_case(rng, variants):
@@ -205,7 +199,7 @@ def random_accelerated_case(rng, variants):
 @settings(any_policy, max_examples=quick_or(3, 8))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
-    case = random_accelerated_case(rng, OPT + LLAMA)
+    case = random_accelerated_case(rng, VARIANTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
         device = FakeDevice(*ORDERS[case.seed % len(ORDERS)])
@@ -216,7 +210,7 @@ def test_any_policy_on_a_device_with_streams(rng, reference, stores):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("seed", range(40))
 def test_any_policy_on_a_cuda_card(seed, reference, stores):
-    check(random_accelerated_case(random.Random(seed), OPT + LLAMA), reference, stores, Device("cuda"))
+    check(random_accelerated_case(random.Random(seed), VARIANTS), reference, stores, Device("cuda"))
 
 
 def all_rows(expected):
@@ -248,15 +242,8 @@ def test_cpu_attention_of_several_gpu_batches_beside_compute(family, num_batches
     assert both > len(spans["cpu_attention"]) / 10, "they took turns"
 
 
-STEP_KINDS = {
-    "embed", "read_weight", "load_weight", "expand_weight", "load_hidden", "pre", "send_qkv", "cpu_attention",
-    "load_attention", "read_cache", "load_cache", "attention", "store_cache", "write_cache", "post", "store_hidden",
-    "load_head", "head",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("mode", ["serial", "overlapped", "shuffled"])
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_step(family, mode, reference, stores):
     path, expected = reference(family, {}, INT4, INT4)
     kinds = set()
@@ -266,7 +253,7 @@ def test_every_kind_of_step(family, mode, reference, stores):
         shuffle_steps(parts, seed=1)
     before_each_step(parts, lambda step: kinds.add(step.kind))
     assert run(parts, *all_rows(expected))[0] == expected.tokens
-    assert kinds == STEP_KINDS
+    assert kinds == KINDS.keys() - {"layers"}
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
 

@@ -53,7 +53,7 @@ def test_times_are_in_microseconds_and_never_negative(tmp_path):
     path = tmp_path / "plan.json"
     trace = TraceWriter(path, "plan")
     seconds = {"disk_read": 2.5, "compute": 0.25}
-    steps = [Step(0, "read_weight", "disk_read", 0, 3, 0, 0, ()), Step(1, "embed", "compute", 0, 0, 1, 0, ())]
+    steps = [Step(0, "read_weight", "disk_read", 0, 3, 0, None, None, ()), Step(1, "embed", "compute", 0, 0, 1, None, None, ())]
     simulate(steps, lambda s: seconds[s.lane], on_step=trace.add)
     trace.close()
     found, _ = spans(path)
@@ -65,7 +65,7 @@ def test_a_trace_that_was_never_closed_lacks_only_its_end(tmp_path):
     path = tmp_path / "run.json"
     trace = TraceWriter(path, "run")
     for i in range(1000):
-        trace.add(Step(i, "pre", "compute", 0, 0, 0, 0, ()), i, i + 0.5)
+        trace.add(Step(i, "pre", "compute", 0, 0, 0, None, None, ()), i, i + 0.5)
     text = path.read_text()
     assert len(json.loads(text[: text.rindex(",\n")] + "]")) > 900
     trace.close()
@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_clear_error():
     trace = TraceWriter("/dev/full", "run")
     lanes = Lanes(lambda step: None, on_step=trace.add)
     with pytest.raises(BatchgenError, match="--trace /dev/full takes no more: No space left"):
-        lanes.execute(Step(i, "pre", "compute", 0, 0, 0, 0, ()) for i in range(10_000))
+        lanes.execute(Step(i, "pre", "compute", 0, 0, 0, None, None, ()) for i in range(10_000))
     lanes.close()
     with pytest.raises(BatchgenError, match="--trace /dev/full takes no more"):
         trace.close()

@@ -8,6 +8,19 @@ from pathlib import Path
 import torch
 
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+# What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
+# reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
+MODELS = {
+    **{family: (family, {}) for family in FAMILIES},
+    "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
+    "llama, tied, one KV head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama, head size 24": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+    "mistral, windows": ("mistral", {"sliding_window": 20}),
+    "qwen2, windows in some layers": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    ),
+    "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+}  # fmt: skip
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 CHAT_TEMPLATE = (

@@ -198,7 +198,7 @@ class Executor:
         b = _Batch(None, None, frame.positions, None, {"resident": part}, None, False, hidden=frame.hidden)
         for layer in range(self.config.num_layers):
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
-                perform(Step(-1, kind, "compute", -1, layer, 0, 0, ()), b)
+                perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
     def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
@@ -214,27 +214,27 @@ class Executor:
     # Each kind of Step by its name. Weights.
 
     def _read_weight(self, step: Step, b: _Batch) -> None:
-        self.weights.read(step.layer, step.slot)
+        self.weights.read(step.layer, step.weight_slot)
 
     def _load_weight(self, step: Step, b: _Batch) -> None:
-        self.weights.load(step.layer, step.slot)
+        self.weights.load(step.layer, step.weight_slot)
 
     def _expand_weight(self, step: Step, b: _Batch) -> None:
-        self.weights.expand(step.layer, step.slot)
+        self.weights.expand(step.layer, step.weight_slot)
 
     # KV of staged sequences.
 
     def _read_cache(self, step: Step, b: _Batch) -> None:
-        self.kv_cache.read(step.layer, step.slot, b.moves)
+        self.kv_cache.read(step.layer, step.kv_slot, b.moves)
 
     def _load_cache(self, step: Step, b: _Batch) -> None:
-        self.kv_cache.load(step.layer, step.slot, b.moves)
+        self.kv_cache.load(step.layer, step.kv_slot, b.moves)
 
     def _store_cache(self, step: Step, b: _Batch) -> None:
-        self.kv_cache.store(step.layer, step.slot, b.moves)
+        self.kv_cache.store(step.layer, step.kv_slot, b.moves)
 
     def _write_cache(self, step: Step, b: _Batch) -> None:
-        self.kv_cache.write(step.layer, step.slot, b.moves)
+        self.kv_cache.write(step.layer, step.kv_slot, b.moves)
 
     # Activations.
 
@@ -254,7 +254,7 @@ class Executor:
     # Computing.
 
     def _pre(self, step: Step, b: _Batch) -> None:
-        tensors = self.weights.layer(step.layer, step.slot)
+        tensors = self.weights.layer(step.layer, step.weight_slot)
         b.qkv = b.hidden.new_empty(len(b.hidden), self.config.qkv_size)
         for tokens in self._chunks(len(b.hidden)):
             layers.pre_attention(self.config, tensors, b.hidden[tokens], b.qkv[tokens])
@@ -265,13 +265,13 @@ class Executor:
             if place == "delegated":
                 continue
             resident = place == "resident"
-            kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.slot)
+            kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
             options = self._rotary(step, b, part.tokens)
             q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
             b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
 
     def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
-        tensors = self.weights.layer(step.layer, step.slot) if self.config.qk_norm else {}
+        tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
         return layers.rotary_options(self.config, tensors, self._rope, b.positions[tokens])
 
     def _send_qkv(self, step: Step, b: _Batch) -> None:
@@ -310,7 +310,7 @@ class Executor:
             step.layer == self.config.num_layers - 1 and b.asked_rows is not None
         ):  # only tokens whose logits are asked for go on
             attention, hidden = attention[b.asked_rows], hidden[b.asked_rows]
-        tensors = self.weights.layer(step.layer, step.slot)
+        tensors = self.weights.layer(step.layer, step.weight_slot)
         for tokens in self._chunks(len(hidden)):
             layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
         b.hidden = hidden
@@ -322,14 +322,14 @@ class Executor:
             yield slice(start, min(start + count, num_tokens))
 
     def _load_head(self, step: Step, b: _Batch) -> None:
-        self.weights.load_head(step.layer, step.slot)
+        self.weights.load_head(step.layer, step.weight_slot)
 
     def _head(self, step: Step, b: _Batch) -> None:
         """Logits, or those of one piece of the vocabulary."""
         weights = self.weights
         if step.layer == 0:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
-        start, rows = weights.head_piece(step.layer, step.slot)
+        start, rows = weights.head_piece(step.layer, step.weight_slot)
         stop = start + rows.shape[0]
         asked = b.packed.asked
         whole = rows.shape[0] == self.config.vocab_size

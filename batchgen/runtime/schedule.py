@@ -13,6 +13,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
+# Every kind of Step, and its lane.
+KINDS = {
+    "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
+    "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
+    "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
+    "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
+    "layers": "compute",  # all of them, captured
+}  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
 WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
 
@@ -22,7 +30,8 @@ Place = tuple[int, int]  # layer, GPU batch
 class Step(NamedTuple):  # thousands are made in a second
     """One piece of work of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
 
-    slot: the buffer that is filled or used, where there are several. layer: for Steps of the head, its piece.
+    weight_slot: the buffer in which the weights are that the Step fills or reads; None where they are resident, or it reads none.
+    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk.
     """
 
     id: int
@@ -31,7 +40,8 @@ class Step(NamedTuple):  # thousands are made in a second
     sweep: int
     layer: int
     batch: int
-    slot: int
+    weight_slot: int | None
+    kv_slot: int | None
     after: tuple[int, ...]
 
 
@@ -108,7 +118,7 @@ class Sweeps:
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            step = self._step("embed", "compute", 0, k)
+            step = self._step("embed", 0, k)
             hidden.append(step.id)
             yield step
         flow = _Flow(hidden)
@@ -141,12 +151,22 @@ class Sweeps:
         self._sweep += 1
         after: tuple[int, ...] = ()
         for kind in ("embed", "layers", "head"):
-            step = self._step(kind, "compute", 0, 0, after=after)
+            step = self._step(kind, 0, 0, after=after)
             after = (step.id,)
             yield step
 
-    def _step(self, kind: str, lane: str, layer: int, batch: int, *, slot: int = 0, after: Iterable[int] = ()) -> Step:
-        step = Step(self._next_id, kind, lane, self._sweep, layer, batch, slot, tuple(dict.fromkeys(after)))
+    def _step(
+        self,
+        kind: str,
+        layer: int,
+        batch: int,
+        *,
+        weight_slot: int | None = None,
+        kv_slot: int | None = None,
+        after: Iterable[int] = (),
+    ) -> Step:
+        waits_for = tuple(dict.fromkeys(after))
+        step = Step(self._next_id, kind, KINDS[kind], self._sweep, layer, batch, weight_slot, kv_slot, waits_for)
         self._next_id += 1
         return step
 
@@ -157,20 +177,21 @@ class Sweeps:
         made = flow.hidden[k]
         if batch.hidden_on_host:
             room = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
-            step = self._step("load_hidden", "h2d", j, k, after=(made, room))
+            step = self._step("load_hidden", j, k, after=(made, room))
             flow.num_fetched += 1
             yield step
             made = step.id
         after = [made, *self._weights_ready(j)]
+        weight_slot = self._weight_slot(j)
         if self.streams.expanded and k == 0:
-            yield self._step("expand_weight", "compute", j, 0, slot=self._weight_slot(j), after=after)
-        pre = self._step("pre", "compute", j, k, slot=self._weight_slot(j), after=after)
+            yield self._step("expand_weight", j, 0, weight_slot=weight_slot, after=after)
+        pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre
         flow.before_attention[place] = (pre.id,)
         if batch.delegated:
-            send = self._step("send_qkv", "d2h", j, k, after=(pre.id,))
+            send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
-            attend = self._step("cpu_attention", "cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
+            attend = self._step("cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
             yield attend
             flow.note_stored(send)
             flow.attended[place] = attend.id
@@ -179,24 +200,25 @@ class Sweeps:
         """Attention on the compute device, where new KV is written first; output projection and MLP."""
         j, k = place
         batch = batches[k]
-        after = flow.before_attention.pop(place)
+        after, weight_slot = flow.before_attention.pop(place), self._weight_slot(j)
         if batch.resident or batch.staged:
-            slot, ready = flow.staged.pop(place, (0, ()))
-            attention = self._step("attention", "compute", j, k, slot=slot, after=(*after, *ready))
+            slot, ready = flow.staged.pop(place, (None, ()))
+            slots = {"weight_slot": weight_slot, "kv_slot": slot}
+            attention = self._step("attention", j, k, **slots, after=(*after, *ready))
             yield attention
             after = (attention.id,)
             if batch.staged:
                 yield from self._store_cache(place, batch, slot, attention.id, flow)
         if batch.delegated:
-            join = self._step("load_attention", "compute", j, k, after=(flow.attended.pop(place),))
+            join = self._step("load_attention", j, k, after=(flow.attended.pop(place),))
             yield join
             after = (*after, join.id)
-        post = self._step("post", "compute", j, k, slot=self._weight_slot(j), after=after)
+        post = self._step("post", j, k, weight_slot=weight_slot, after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
         if batch.hidden_on_host:
             if j < self.streams.num_layers - 1:
-                store = self._step("store_hidden", "d2h", j, k, after=(post.id,))
+                store = self._step("store_hidden", j, k, after=(post.id,))
                 yield store
                 flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
@@ -209,7 +231,8 @@ class Sweeps:
             loaded = (flow.head_loads[p],) if pieces else ()
             for k, batch in enumerate(batches):
                 if batch.samples:
-                    step = self._step("head", "compute", p, k, slot=p % HEAD_SLOTS, after=(flow.hidden[k], *loaded))
+                    slot = self._head_slot(p)
+                    step = self._step("head", p, k, weight_slot=slot, after=(flow.hidden[k], *loaded))
                     yield step
                     flow.head_users[p] = (step.id,)
         if pieces:
@@ -218,9 +241,8 @@ class Sweeps:
     def _load_head(self, flow: _Flow, stop: int) -> Iterator[Step]:
         while len(flow.head_loads) < min(stop, self.streams.head_pieces):
             p = len(flow.head_loads)
-            step = self._step(
-                "load_head", "h2d", p, 0, slot=p % HEAD_SLOTS, after=flow.head_users.get(p - HEAD_SLOTS, ())
-            )
+            free = flow.head_users.get(p - HEAD_SLOTS, ())
+            step = self._step("load_head", p, 0, weight_slot=self._head_slot(p), after=free)
             flow.head_loads.append(step.id)
             yield step
 
@@ -234,9 +256,9 @@ class Sweeps:
             if self.streams.accelerated:
                 yield from self._read_weights(n + 1)
                 after += [self._reads[n]] if n in self._reads else []
-                yield self._weight_step("load_weight", "h2d", n, self._loads, after)
+                yield self._weight_step("load_weight", n, self._loads, after)
             else:
-                yield self._weight_step("read_weight", "disk_read", n, self._loads, after)
+                yield self._weight_step("read_weight", n, self._loads, after)
             self._num_loaded += 1
         # Reads run ahead of loads by as many layers as there are buffers for in host memory.
         if self.streams.accelerated:
@@ -251,20 +273,23 @@ class Sweeps:
             n = self._num_read
             if self.streams.disk_weights[self._streamed[n % len(self._streamed)]]:
                 after = [self._loads[n - WEIGHT_SLOTS]] if n >= WEIGHT_SLOTS else []
-                yield self._weight_step("read_weight", "disk_read", n, self._reads, after)
+                yield self._weight_step("read_weight", n, self._reads, after)
             self._num_read += 1
 
-    def _weight_step(self, kind: str, lane: str, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
+    def _weight_step(self, kind: str, n: int, table: dict[int, int], after: Iterable[int]) -> Step:
         layer = self._streamed[n % len(self._streamed)]
-        step = self._step(kind, lane, layer, 0, slot=n % WEIGHT_SLOTS, after=after)
+        step = self._step(kind, layer, 0, weight_slot=n % WEIGHT_SLOTS, after=after)
         table[n] = step.id
         return step
 
     def _count(self, layer: int) -> int:
         return self._sweep * len(self._streamed) + self._streamed.index(layer)
 
-    def _weight_slot(self, layer: int) -> int:
-        return self._count(layer) % WEIGHT_SLOTS if self.streams.weights[layer] else 0
+    def _weight_slot(self, layer: int) -> int | None:
+        return self._count(layer) % WEIGHT_SLOTS if self.streams.weights[layer] else None
+
+    def _head_slot(self, chunk: int) -> int | None:
+        return chunk % HEAD_SLOTS if self.streams.head_pieces else None
 
     def _weights_ready(self, layer: int) -> list[int]:
         return [self._loads[self._count(layer)]] if self.streams.weights[layer] else []
@@ -284,11 +309,11 @@ class Sweeps:
         ready = self._staging_users.get(slot, ())
         if batch.disk_read:
             free = self._read_users.get(slot, ()) if self.streams.accelerated else ready
-            read = self._step("read_cache", "disk_read", j, k, slot=slot, after=(*free, *self._stored[j].values()))
+            read = self._step("read_cache", j, k, kv_slot=slot, after=(*free, *self._stored[j].values()))
             yield read
             ready = (*ready, read.id)
         if batch.history and self.streams.accelerated:
-            load = self._step("load_cache", "h2d", j, k, slot=slot, after=(*ready, *self._stored[j].values()))
+            load = self._step("load_cache", j, k, kv_slot=slot, after=(*ready, *self._stored[j].values()))
             yield load
             ready = (load.id,)
             if batch.disk_read:
@@ -301,12 +326,12 @@ class Sweeps:
         users = (attention,)
         if batch.stored or self.streams.accelerated:
             free = self._write_users.get(slot, ()) if batch.disk_write else ()
-            store = self._step("store_cache", "d2h", j, k, slot=slot, after=(attention, *free))
+            store = self._step("store_cache", j, k, kv_slot=slot, after=(attention, *free))
             yield store
             users = (store.id,)
             flow.note_stored(store)
         if batch.disk_write:
-            write = self._step("write_cache", "disk_write", j, k, slot=slot, after=users)
+            write = self._step("write_cache", j, k, kv_slot=slot, after=users)
             yield write
             flow.note_stored(write)
             if self.streams.accelerated:

@@ -120,8 +120,8 @@ class Weights:
         parts = [self.embeddings, *self._resident, *self._on_host, self.head]
         return sum(map(_bytes_of, parts))
 
-    def layer(self, layer: int, slot: int = 0) -> Tensors:
-        """A layer's tensors on the compute device, once its Steps have brought them there."""
+    def layer(self, layer: int, slot: int | None = None) -> Tensors:
+        """A layer's tensors on the compute device, once its Steps have brought them there. slot: None: all of them are resident."""
         tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
         if self._expanded:
             tensors |= self._expanded[layer % len(self._expanded)]
@@ -153,7 +153,7 @@ class Weights:
         for name, tensor in {**self._on_host[layer], **self._disk_views(layer, slot)}.items():
             self._h2d.copy(target[name], tensor)
 
-    def expand(self, layer: int, slot: int) -> None:
+    def expand(self, layer: int, slot: int | None) -> None:
         """4-bit matrices of a layer into the compute format."""
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
         for name, target in self._expanded[layer % len(self._expanded)].items():
@@ -164,7 +164,7 @@ class Weights:
         rows = self._output_matrix()[piece * self._piece_rows : (piece + 1) * self._piece_rows]
         self._h2d.copy(self._head_slots[slot][: len(rows)], rows)
 
-    def head_piece(self, piece: int, slot: int) -> tuple[int, ops.Weight]:
+    def head_piece(self, piece: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
         if not self._head_slots:
             return 0, self._output_matrix()
@@ -230,7 +230,7 @@ class Weights:
         self._stretches: list[list[_Stretch]] = []
         self._files: dict[int, DirectFile] = {}
         self._verified: set[int] = set()
-        self._views: dict[tuple[int, int], Tensors] = {}
+        self._views: dict[tuple[int, int | None], Tensors] = {}
         for j, homes in enumerate(self.homes.layers):
             stretches: list[_Stretch] = []
             end = 0
@@ -295,7 +295,7 @@ class Weights:
 
     # What has been brought over.
 
-    def _slot_views(self, layer: int, slot: int) -> Tensors:
+    def _slot_views(self, layer: int, slot: int | None) -> Tensors:
         if self._h2d is None:
             return self._disk_views(layer, slot)
         if not self._slots:
@@ -306,7 +306,7 @@ class Weights:
     def _disk_names(self, layer: int) -> Sequence[str]:
         return [t.name for s in self._stretches[layer] for g in s.groups for t in s.file.extents[g].tensors]
 
-    def _disk_views(self, layer: int, slot: int) -> Tensors:
+    def _disk_views(self, layer: int, slot: int | None) -> Tensors:
         if (layer, slot) in self._views:  # the buffers stay where they are
             return self._views[layer, slot]
         found: Tensors = {}

@@ -1,0 +1,160 @@
+"""The table of what must give the tokens of transformers: every model, wherever weights and KV are, however rows are batched.
+
+fp32, greedy. A new family, KV class or kind of Step that no row of the table has fails a test here.
+"""
+
+import itertools
+import random
+
+import pytest
+import torch
+from thorough import quick_or
+from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
+from tiny_models import MODELS
+
+from batchgen.engine import Engine
+from batchgen.formats import FORMAT_BYTES
+from batchgen.model_config import ARCHITECTURES
+from batchgen.request import Request, SamplingParams
+from batchgen.runtime.schedule import KINDS
+from batchgen.runtime.sequence import CLASSES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPE = "float32"
+# KV in these formats is what was computed; in others the tokens are those of the same format in memory (test_tiers.py).
+EXACT_KV_FORMATS = [name for name in FORMAT_BYTES if name == DTYPE]
+ADMISSIONS = ("continuous", "static")
+NUM_BATCHES = (1, 2, 3, 4)
+SEQUENCES = 6  # in flight
+MAX_TOKENS = 6
+
+
+def layers(path, *homes):
+    """The same for every group of a layer's tensors: layers in turn on each of the homes (0: GPU, 1: CPU, 2: disk)."""
+    probe = make_policy(path, CPU)
+    num_layers = sum(next(iter(probe.weight_layers.values())))
+    turns = [homes[j % len(homes)] for j in range(num_layers)]
+    return dict.fromkeys(probe.weight_layers, tuple(turns.count(tier) for tier in range(3)))
+
+
+# name -> (device, policy of a model's path)
+TIERS = {
+    "memory": (CPU, lambda path: {"kv_seqs": {"cpu": SEQUENCES}}),
+    "disk": (CPU, lambda path: {"weight_layers": layers(path, 2), "kv_seqs": {"disk": SEQUENCES}}),
+    "memory and disk": (CPU, lambda path: {"weight_layers": layers(path, 2, 1), "kv_seqs": {"cpu": 3, "disk": 3}}),
+    "streamed": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"streamed": SEQUENCES}}),
+    "delegated": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"cpu": SEQUENCES}}),
+    "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
+    "mixed": (EMULATED, lambda path: moving_fields(path)),
+}  # fmt: skip
+
+
+def moving_fields(path):
+    policy = everything_moves(path, weight_format=DTYPE)
+    return {
+        "weight_layers": mixed_layers(path),
+        "head_tier": policy.head_tier,
+        "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1},
+        "activations on the host": 1,
+    }
+
+
+def mixed_layers(path):
+    """Each group of a layer's tensors in another order of homes."""
+    orders = [(0, 1, 2), (2, 1, 0), (1, 2, 2), (2, 0, 1)]
+    groups = layers(path, 0)
+    return {group: layers(path, *orders[i % len(orders)])[group] for i, group in enumerate(groups)}
+
+
+def policy_of(path, tier, kv_format, admission, num_batches):
+    device, fields = TIERS[tier][0], TIERS[tier][1](path)
+    size = -(-SEQUENCES // num_batches)
+    spare = size * num_batches - SEQUENCES
+    kv_seqs = dict(fields.pop("kv_seqs"))
+    kv_seqs[next(iter(kv_seqs))] += spare
+    on_host = fields.pop("activations on the host", 0) if device is EMULATED else num_batches
+    return make_policy(
+        path, device, kv_seqs=kv_seqs, gpu_batch_size=size, num_gpu_batches=num_batches, admission=admission,
+        activation_batches=(num_batches - on_host, on_host), kv_format=kv_format, max_num_batched_tokens=50, **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models):
+    """name of a model -> (path, prompts, tokens of transformers)."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            family, overrides = MODELS[name]
+            path, model = tiny_models(family, **overrides)
+            rng = random.Random(11)
+            prefix = [rng.randrange(4, 500) for _ in range(36)]
+            lengths = (1, 3, 16, 17, 9, 30, 5, 2)
+            prompts = [prefix * (i % 2) + [rng.randrange(4, 500) for _ in range(n)] for i, n in enumerate(lengths)]
+            made[name] = path, prompts, [greedy(model, prompt) for prompt in prompts]
+        return made[name]
+
+    return get
+
+
+def greedy(model, prompt):
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS,
+            do_sample=False, repetition_penalty=1.0, pad_token_id=3,
+        )  # fmt: skip
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def tokens_of(parts, prompts):
+    with Engine.from_parts(parts, sampling=SamplingParams(max_tokens=MAX_TOKENS)) as engine:
+        done = {c.index: c for c in engine.generate([Request(prompt) for prompt in prompts])}
+        assert engine.used_kv_blocks == 0, "KV blocks leaked"
+    assert [done[i].error for i in range(len(prompts))] == [None] * len(prompts)
+    return [done[i].samples[0].token_ids for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("kv_format", EXACT_KV_FORMATS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, stores):
+    path, prompts, wanted = expected(model)
+    for admission, num_batches in schedules(model, tier):
+        policy = policy_of(path, tier, kv_format, admission, num_batches)
+        parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
+        assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
+
+
+def schedules(model, tier):
+    """Both admissions; of numbers of GPU batches all, or one each that differs from the neighbours' in the table."""
+    turn = list(MODELS).index(model) + list(TIERS).index(tier)
+    quick = [(admission, NUM_BATCHES[(turn + 2 * i) % len(NUM_BATCHES)]) for i, admission in enumerate(ADMISSIONS)]
+    return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
+
+
+def test_every_schedule_has_its_turn():
+    for column in [[(m, t) for m in MODELS] for t in TIERS] + [[(m, t) for t in TIERS] for m in MODELS]:
+        done = {schedule for cell in column for schedule in schedules(*cell)}
+        assert len(done) == len(ADMISSIONS) * len(NUM_BATCHES)
+
+
+def test_the_table_has_every_family_and_tier(expected, stores):
+    families = {family for family, _ in MODELS.values()}
+    assert families == set(ARCHITECTURES.values()), "a family is missing from tiny_models.MODELS"
+    path, prompts, _ = expected("llama")
+    policies = [policy_of(path, tier, DTYPE, "continuous", 2) for tier in TIERS]
+    assert {c for policy in policies for c in policy.kv_seqs} == set(CLASSES), "a KV class is in no tier"
+    seen = set()
+    for tier, policy in zip(TIERS, policies, strict=True):
+        parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
+        before_each_step(parts, lambda step: seen.add(step.kind))
+        tokens_of(parts, prompts)
+    # Weights of 4 bits are not exact; captured sweeps are a CUDA device's.
+    assert seen == KINDS.keys() - {"expand_weight", "layers"}, "a kind of Step is in no tier"
