@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from batchgen.constraint import check_grammar
 from batchgen.device import parse_device
@@ -22,6 +24,9 @@ from batchgen.runtime.scheduling import kv_pools, scheduler_limits
 from batchgen.runtime.sequence import Sequence
 from batchgen.scoring import Scoring
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
@@ -37,14 +42,32 @@ class Work(Protocol):
     def start(self, prepared) -> list[Sequence] | Completion | Scored:
         """The sequences to run, or what has become of a request that cannot be run."""
 
-    def take(self, asked, logits, start: int) -> None:
-        """Logits of the sweep under way."""
+    def take(self, asked, logits, start: int) -> Tensor | None:
+        """Logits of the sweep under way; returns the tokens chosen, int64 [asked], if any are."""
 
-    def advance(self, stats: EngineStats) -> list[Sequence]:
-        """After a sweep: counts what it did; returns the sequences that have ended, which the scheduler still has."""
+    def launched(self) -> Taken:
+        """All logits of the sweep under way have been taken: what will come of them."""
+
+    def advance(self, taken: Taken, stats: EngineStats) -> list[Sequence]:
+        """After that sweep: counts what it did; returns the sequences that have ended, which the scheduler still has."""
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
         """What has become of the request, if this sequence was its last."""
+
+
+class Taken(Protocol):
+    """needs_host: what runs next depends on results in a way that only the host can work out."""
+
+    needs_host: bool
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """A sweep that has been launched. wait: returns when it has run; None: it has. started_s: of time.perf_counter."""
+
+    taken: Taken
+    wait: Callable[[], None] | None
+    started_s: float
 
 
 class Engine:
@@ -233,28 +256,38 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         source = Prefetch(work.prepare(requests), ahead=_INPUT_AHEAD)
+        self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
+        under_way: _Sweep | None = None
         try:
             while not should_stop():
-                yield from self._take_requests(source, scheduler, work)
-                if not scheduler.has_work:
+                yield from self._take_requests(source, scheduler, work, under_way is not None)
+                if not scheduler.has_work and under_way is None:
                     break
-                for sequence in self._sweep(scheduler, work, adaptation):
-                    result = work.finish(sequence)
-                    if result is not None:
-                        yield result
-                on_sweep(self.stats)
+                # While the device is at one sweep the next is scheduled and launched, and then the results of the first are taken.
+                sweeps = [under_way, self._launch(scheduler, work)]
+                ahead = sweeps[-1] is not None and sweeps[-1].wait is not None and not sweeps[-1].taken.needs_host
+                under_way = sweeps.pop() if ahead else None
+                for sweep in filter(None, sweeps):
+                    for sequence in self._collect(sweep, scheduler, work, adaptation):
+                        result = work.finish(sequence)
+                        if result is not None:
+                            yield result
+                    on_sweep(self.stats)
         finally:
             source.close()
+            if under_way is not None:
+                with contextlib.suppress(Exception):  # the next sweep would raise it again
+                    under_way.wait()
             for sequence in list(scheduler.running):
                 scheduler.finish(sequence)
 
-    def _take_requests(self, source: Prefetch, scheduler: Scheduler, work: Work) -> Iterator:
+    def _take_requests(self, source: Prefetch, scheduler: Scheduler, work: Work, under_way: bool) -> Iterator:
         """Moves requests from the input to the scheduler; yields what became of those that failed before they ran.
 
         Waits for input only when there is nothing else to do.
         """
         while len(scheduler.waiting) < self.policy.max_num_seqs:
-            if scheduler.has_work and not source.ready:
+            if (scheduler.has_work or under_way) and not source.ready:
                 return
             started = time.perf_counter()
             prepared = next(source, None)
@@ -268,39 +301,64 @@ class Engine:
             for sequence in begun:
                 scheduler.add(sequence)
 
-    def _sweep(self, scheduler: Scheduler, work: Work, adaptation: Adaptation | None) -> list[Sequence]:
-        """Runs one sweep; returns the sequences that have ended with it."""
+    def _launch(self, scheduler: Scheduler, work: Work) -> _Sweep | None:
+        """Schedules a sweep and has it run; None where there is nothing to run."""
         stats, parts = self.stats, self.parts
         started = time.perf_counter()
-        before = adaptation and (parts.executor.busy_s, parts.executor.stalled_s)
         sweep = scheduler.schedule()
+        if not sweep:
+            return None
         batches = [parts.pack(batch) for batch in parts.split(sweep)]
         sampling_s = 0.0
 
-        def on_logits(asked, logits, start: int) -> None:
+        def on_logits(asked, logits, start: int) -> Tensor | None:
             nonlocal sampling_s
             began = time.perf_counter()
-            work.take(asked, logits, start)
+            chosen = work.take(asked, logits, start)
             sampling_s += time.perf_counter() - began
+            return chosen
 
-        parts.executor.run(batches, on_logits, in_pieces=work.in_pieces)
+        wait = parts.executor.run(batches, on_logits, in_pieces=work.in_pieces)
         scheduler.commit(sweep)
-        ran = time.perf_counter()
-        generated = stats.generated_tokens
-        finished = work.advance(stats)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
-        for sequence in finished:
-            scheduler.finish(sequence)
         stats.sweeps += 1
         stats.preempted = scheduler.num_preempted
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
-        stats.busy_s["compute"] += ran - started - sampling_s
-        stats.busy_s["sampling"] += sampling_s + time.perf_counter() - ran
+        stats.busy_s["compute"] += time.perf_counter() - started - sampling_s
+        stats.busy_s["sampling"] += sampling_s
+        taken = work.launched()
+        for scheduled in sweep:
+            if scheduled.sequence.is_complete:
+                scheduler.finish(scheduled.sequence)
+        return _Sweep(taken, wait, started)
+
+    def _collect(
+        self, sweep: _Sweep, scheduler: Scheduler, work: Work, adaptation: Adaptation | None
+    ) -> list[Sequence]:
+        """Takes the results of a sweep once it has run; returns the sequences that have ended with it."""
+        stats = self.stats
+        started = time.perf_counter()
+        if sweep.wait is not None:
+            sweep.wait()
+        ran = time.perf_counter()
+        generated = stats.generated_tokens
+        finished = work.advance(sweep.taken, stats)
+        for sequence in finished:
+            scheduler.finish(sequence)
+        stats.busy_s["compute"] += ran - started
+        stats.busy_s["sampling"] += time.perf_counter() - ran
         if adaptation:
-            for sequence in finished:
-                adaptation.finished(sequence.num_generated, len(sequence.tokens))
-            after = (parts.executor.busy_s, parts.executor.stalled_s)
-            lanes = [{lane: now[lane] - then[lane] for lane in now} for now, then in zip(after, before, strict=True)]
-            tokens = stats.generated_tokens - generated
-            adaptation.after_sweep(Measured(time.perf_counter() - started, tokens, *lanes))
+            self._adapt(adaptation, sweep, finished, stats.generated_tokens - generated)
         return finished
+
+    def _adapt(self, adaptation: Adaptation, sweep: _Sweep, finished: list[Sequence], tokens: int) -> None:
+        for sequence in finished:
+            adaptation.finished(sequence.num_generated, len(sequence.tokens))
+        now, lanes = time.perf_counter(), self._lanes_s()
+        spent = [{lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)]
+        adaptation.after_sweep(Measured(now - max(sweep.started_s, self._collected_s), tokens, *spent))
+        self._lanes_before, self._collected_s = lanes, now
+
+    def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of each lane, seconds busy and seconds that compute waited for it, so far."""
+        return self.parts.executor.busy_s, self.parts.executor.stalled_s

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 class SweepRunner(Protocol):
     """What the engine needs of an executor: `run` computes packed GPU batches and calls on_logits(asked, fp32 logits [asked,
-    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once."""
+    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once. on_logits
+    returns the tokens that it chose, int64 [asked] where the logits are, if it chose any.
+
+    Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
+    before, with PENDING for tokens that this one samples."""
 
     bytes_moved: dict[str, int]  # by lane
     busy_s: dict[str, float]  # by lane
     stalled_s: dict[str, float]  # of compute, by the lane it waited for
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
 
-    def run(self, batches, on_logits, *, in_pieces: bool) -> None: ...
+    def run(self, batches, on_logits, *, in_pieces: bool) -> Callable[[], None] | None: ...
 
     def close(self) -> None: ...
 

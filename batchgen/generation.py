@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammar
 from batchgen.engine_parts import EngineParts, EngineStats
@@ -20,7 +21,12 @@ from batchgen.request import (
     cut_overlong,
 )
 from batchgen.runtime.scheduling import longest_sequence
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.sequence import PENDING, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batchgen.runtime.sampler import Sampled, SampledToken
 
 ENCODE_CHUNK = 64  # requests tokenized together
 
@@ -62,6 +68,32 @@ class _Finish:
 
 
 @dataclass(frozen=True)
+class _Chosen:
+    """Tokens that a sweep chooses. rows: whose, and the place of each among the sequence's tokens. Those of sequences that
+    have ended meanwhile are dropped."""
+
+    rows: list[tuple[Sequence, int]]
+    sampled: list[Sampled]
+
+    @property
+    def needs_host(self) -> bool:
+        return any(not _chosen_alone(sequence) for sequence, _ in self.rows if not sequence.is_complete)
+
+    def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
+        """Fills the tokens in: (sequence, token, how many the sequence has generated with it)."""
+        tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
+        for (sequence, place), token in zip(self.rows, tokens, strict=True):
+            if place < len(sequence.tokens):
+                sequence.tokens[place] = token.token_id
+                yield sequence, token, place + 1 - sequence.num_prompt
+
+
+def _chosen_alone(sequence: Sequence) -> bool:
+    """Whether the next token of a sequence can be chosen before the host knows the last one."""
+    return sequence.constraint is None and sequence.sampling.repetition_penalty == 1.0
+
+
+@dataclass(frozen=True)
 class _Prepared:
     index: int
     request: Request
@@ -80,7 +112,7 @@ class Generation:
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
-        self._sampled: list = []  # (sequence, token) of the sweep under way
+        self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -152,23 +184,38 @@ class Generation:
             started.append(sequence)
         return started
 
-    def take(self, asked, logits, start: int) -> None:
+    def take(self, asked, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
         sequences = [a.sequence for a in asked]
-        self._sampled.extend(zip(sequences, self._parts.sample(logits, sequences), strict=True))
+        sampled = self._parts.sample(logits, sequences)
+        self._sampled.append((sequences, sampled))
+        return sampled.token_ids
 
-    def advance(self, stats: EngineStats) -> list[Sequence]:
+    def launched(self) -> _Chosen:
+        """What the sweep under way will give; until then its tokens are PENDING."""
+        rows = []
+        for sequences, _ in self._sampled:
+            for sequence in sequences:
+                rows.append((sequence, len(sequence.tokens)))
+                sequence.tokens.append(PENDING)
+        chosen = _Chosen(rows, [sampled for _, sampled in self._sampled])
+        self._sampled = []
+        return chosen
+
+    def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their tokens; returns those that have ended."""
         finished, constrained = [], []
-        for sequence, token in self._sampled:
-            if sequence.num_generated == 0 and sequence.sample_index == 0:
+        generated = 0
+        for sequence, token, known in chosen.tokens():
+            generated += 1
+            if known == 1 and sequence.sample_index == 0:
                 stats.prompt_tokens += sequence.num_prompt
                 stats.cached_prompt_tokens += sequence.num_cached
-            sequence.tokens.append(token.token_id)
             if sequence.sampling.logprobs is not None:
                 sequence.logprobs.append(token)
-            finish = self._finish_of(sequence)
+            finish = self._finish_of(sequence, token.token_id, known)
             if finish is not None:
+                del sequence.tokens[sequence.num_prompt + known :]  # of sweeps that are under way
                 self._finishes[sequence] = finish
                 finished.append(sequence)
             elif sequence.constraint is not None:
@@ -178,8 +225,7 @@ class Generation:
             grammars.advance(constrained)
         if grammars:
             stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}
-        stats.generated_tokens += len(self._sampled)
-        self._sampled = []
+        stats.generated_tokens += generated
         return finished
 
     def finish(self, sequence: Sequence) -> Completion | None:
@@ -190,8 +236,9 @@ class Generation:
         flight.add(sequence, self._sample(sequence, self._finishes.pop(sequence), self._detectors.pop(sequence, None)))
         return self._in_flight.pop(sequence.request_index).completion() if flight.done else None
 
-    def _finish_of(self, sequence: Sequence) -> _Finish | None:
-        sampling, token, constraint = sequence.sampling, sequence.tokens[-1], sequence.constraint
+    def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
+        """Whether the sequence ends with this token, its `num_generated`-th."""
+        sampling, constraint = sequence.sampling, sequence.constraint
         if constraint is not None and constraint.error is not None:
             return _Finish("error", None)
         # A grammar ends with the end of text, which cannot be gone past.
@@ -204,7 +251,7 @@ class Generation:
             stop = detector.push(token)
             if stop is not None:
                 return _Finish("stop", stop)
-        if sequence.num_generated >= sampling.max_tokens:
+        if num_generated >= sampling.max_tokens:
             return _Finish("length", None)
         return None
 

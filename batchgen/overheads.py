@@ -131,7 +131,7 @@ def _sampling_logits_per_s(device: str) -> float:
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        sample(logits, sequences)
+        sample(logits, sequences).tokens()
         times.append(time.perf_counter() - started)
     return logits.numel() / statistics.median(times)
 

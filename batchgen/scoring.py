@@ -26,6 +26,7 @@ from batchgen.runtime.sequence import Sequence
 from batchgen.score_paths import Path, Place, paths_of, windows_of
 
 if TYPE_CHECKING:
+    from batchgen.runtime.scorer import Scorer
     from batchgen.tokenizer import Tokenizer
 
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
@@ -74,7 +75,7 @@ class Scoring:
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
         self._in_flight: dict[int, _InFlight] = {}
-        self._scorer = parts.scorer()
+        self._scorer = parts.scorer()  # of the sweep under way
 
     def prepare(self, requests: Iterable[ScoreRequest]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
@@ -122,15 +123,19 @@ class Scoring:
     def take(self, asked, logits, start: int) -> None:
         self._scorer.take(asked, logits, start)
 
-    def advance(self, stats: EngineStats) -> list[Sequence]:
+    def launched(self) -> Scorer:
+        """What the sweep under way will give."""
+        scorer, self._scorer = self._scorer, self._parts.scorer()
+        return scorer
+
+    def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their scores; returns those that have all of them."""
         finished = []
-        for asked, score in self._scorer.results():
+        for asked, score in scorer.results():
             sequence = asked.sequence
             sequence.scores.append(score)
             if len(sequence.scores) == len(sequence.targets):
                 finished.append(sequence)
-        self._scorer = self._parts.scorer()
         for sequence in finished:
             if sequence.sample_index == 0:  # a request counts once
                 tokens = self._in_flight[sequence.request_index].prepared.tokens

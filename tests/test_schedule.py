@@ -1,8 +1,8 @@
 """The Steps of a sweep: everything computed once and in order, and no buffer touched before or after its time.
 
 `hazards` knows what each kind of Step reads and writes, and nothing of how the schedule comes to what a Step waits for.
-What happens before what follows from three things only: a lane runs its Steps in order, a Step waits for those it names,
-and a sweep begins when all that the last one computed is there (its tokens decide what runs next).
+What happens before what follows from two things only: a lane runs its Steps in order, and a Step waits for those it names. A
+sweep may be launched before the one before it has run.
 """
 
 from collections import Counter, defaultdict
@@ -29,11 +29,9 @@ def all_steps(streams, sweeps):
 
 def happens_before(steps):
     """For each Step a bit set: those that have ended whenever it starts."""
-    ended, last_of, barrier, sweep = [], {}, 0, 0
+    ended, last_of = [], {}
     for step in steps:
-        if step.sweep > sweep:
-            barrier, sweep = ended[last_of["compute"]] | 1 << last_of["compute"], step.sweep
-        bits = barrier
+        bits = 0
         for earlier in (*step.after, last_of.get(step.lane)):
             if earlier is not None:
                 bits |= ended[earlier] | 1 << earlier

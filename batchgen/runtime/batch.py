@@ -20,7 +20,7 @@ from batchgen.runtime.extents import runs_of
 from batchgen.runtime.gpu_batches import place
 from batchgen.runtime.schedule import BatchFlow
 from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Asked, Sequence, home_of
+from batchgen.runtime.sequence import PENDING, Asked, Sequence, home_of
 
 PLACES = ("resident", "staged", "delegated")
 
@@ -76,6 +76,7 @@ class PackedBatch:
 
     token_ids, positions: int64 [tokens].
     asked: whose logits are asked for; asked_rows: int64, the row of each.
+    pending_rows: int64, rows whose token only the device knows; pending_slots: int64, where each is in its table of tokens.
     """
 
     token_ids: np.ndarray
@@ -84,6 +85,8 @@ class PackedBatch:
     staging: Staging | None
     asked: list[Asked]
     asked_rows: np.ndarray
+    pending_rows: np.ndarray
+    pending_slots: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +125,7 @@ def pack(
     if "staged" in by_place:
         tables, staging = _stage(by_place["staged"], block_size)
     token_ids, positions, asked, asked_rows, segments = [], [], [], [], []
+    pending_rows, pending_slots = [], []
     row = 0
     for name in PLACES:
         if name not in by_place:
@@ -155,6 +159,9 @@ def pack(
                 slots.extend(
                     (part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist()
                 )
+            if token_ids[-1] == PENDING:
+                pending_rows.append(row + part.num_queries - 1)
+                pending_slots.append(sequence.token_slot)
             for position in scheduled.asked:
                 asked.append(Asked(sequence, position))
                 asked_rows.append(row + position - first)
@@ -171,6 +178,8 @@ def pack(
         staging=staging,
         asked=asked,
         asked_rows=np.array(asked_rows, dtype=np.int64),
+        pending_rows=np.array(pending_rows, dtype=np.int64),
+        pending_slots=np.array(pending_slots, dtype=np.int64),
     )
 
 

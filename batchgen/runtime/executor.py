@@ -26,12 +26,14 @@ from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.schedule import Step, Sweeps
 from batchgen.runtime.sequence import Asked
 from batchgen.runtime.streams import Driver, StreamLanes
-from batchgen.runtime.transfer import Arena, Link
+from batchgen.runtime.token_table import TokenTable
+from batchgen.runtime.transfer import Arena, Link, to_device
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
-# (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there.
-OnLogits = Callable[[Sequence[Asked], Tensor, int], None]
+# (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
+# int64 [asked], if any are.
+OnLogits = Callable[[Sequence[Asked], Tensor, int], Tensor | None]
 
 
 class Executor:
@@ -83,16 +85,27 @@ class Executor:
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
         self._on_logits: OnLogits = lambda asked, logits, start: None
         self._in_pieces = False
+        # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
+        on_device = weights.embeddings["embed.weight"].device.type == device.type
+        self._tokens = TokenTable(device) if driver is not None and not serial and on_device else None
 
     @torch.inference_mode()
-    def run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, in_pieces: bool = False) -> None:
+    def run(
+        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, in_pieces: bool = False
+    ) -> Callable[[], None] | None:
         """Computes one sweep: the batches' KV, and the logits asked for. in_pieces: on_logits takes pieces of the vocabulary,
-        one after the other for the same rows, where the output matrix comes in pieces; otherwise it gets the whole."""
+        one after the other for the same rows, where the output matrix comes in pieces; otherwise it gets the whole.
+
+        On a device with streams the sweep may only have been launched; then the function returned waits for it."""
         self._in_pieces = in_pieces
         with _kernels_alone():
-            self._run(batches, on_logits)
+            wait = self._run(batches, on_logits)
+        if wait is not None and self._tokens is None:
+            wait()
+            return None
+        return wait
 
-    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
+    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> Callable[[], None] | None:
         first_on_host = len(batches) - self._batches_on_host
         prepared: list[_Batch] = []
 
@@ -105,7 +118,7 @@ class Executor:
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
-        self.lanes.execute(self._bound_to(prepared))
+        return self.lanes.execute(self._bound_to(prepared))
 
     @property
     def bytes_moved(self) -> dict[str, int]:
@@ -240,7 +253,9 @@ class Executor:
 
     def _embed(self, step: Step, b: _Batch) -> None:
         table = self.weights.embeddings["embed.weight"]
-        token_ids = torch.from_numpy(b.packed.token_ids).to(table.device)
+        token_ids = to_device(b.packed.token_ids, table.device)
+        if len(b.packed.pending_rows):
+            self._tokens.fill(token_ids, b.packed.pending_rows, b.packed.pending_slots)
         positions = b.positions if table.device == self._device else b.host_positions
         hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
         b.hidden = self.links[0].bring(hidden) if self.links and not b.on_host else hidden
@@ -337,15 +352,20 @@ class Executor:
             count = self._logit_rows or len(asked)
             for i in range(0, len(asked), count):
                 part = b.hidden[i : i + count]
-                self._on_logits(asked[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
+                self._take(asked[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
         else:
             if start == 0:
                 b.logits = torch.empty(len(asked), self.config.vocab_size, device=self._device)
             b.logits[:, start:stop] = layers.logits(b.hidden, rows)
             if stop == self.config.vocab_size:
-                self._on_logits(asked, b.logits, 0)
+                self._take(asked, b.logits, 0)
         if stop == self.config.vocab_size:
             b.hidden = b.logits = None
+
+    def _take(self, asked: Sequence[Asked], logits: Tensor, start: int) -> None:
+        chosen = self._on_logits(asked, logits, start)
+        if chosen is not None and self._tokens is not None:
+            self._tokens.keep([a.sequence.token_slot for a in asked], chosen)
 
     def _logits_of(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """A place for the logits of x, always the same: memory that is new to the process costs more than filling it."""

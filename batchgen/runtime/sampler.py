@@ -5,6 +5,7 @@ the same text whatever else is in the batch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -33,8 +34,17 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """token_ids: int64 [sequences], on the device of the logits. tokens(): what the host is told of each, once the device has
+    come so far."""
+
+    token_ids: Tensor
+    tokens: Callable[[], list[SampledToken]]
+
+
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
+def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
     """The next token of each sequence. logits: fp32 [sequences, vocab], changed in place."""
     logprobs = _Logprobs(logits, sequences)
     for i, s in enumerate(sequences):
@@ -49,7 +59,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> list[SampledToken]:
     if drawn:
         rows = logits if len(drawn) == len(sequences) else logits[torch.tensor(drawn)]
         chosen[torch.tensor(drawn)] = _draw(rows, [sequences[i] for i in drawn])
-    return [logprobs.of(i, token) for i, token in enumerate(chosen.tolist())]
+    return Sampled(chosen, lambda: [logprobs.of(i, token) for i, token in enumerate(chosen.tolist())])
 
 
 class _Logprobs:

@@ -2,6 +2,7 @@
 
 FlexGen's Algorithm 1 with its loops over layers j and GPU batches k: weights of the layers ahead load, the KV of the next
 batch loads and that of the last one stores, while a batch computes. Weights go on loading across the end of a sweep.
+Nothing but what a Step waits for, and the order in its lane, holds back the Steps of a sweep until those of the one before have ended.
 The order of `Sweeps.steps` is a valid serial order (every Step waits for earlier ones only), and is the specification:
 an executor may overlap lanes, each of which keeps this order within itself.
 """
@@ -100,6 +101,7 @@ class Sweeps:
         self._users: dict[int, int] = {}  # n -> the last Step that uses it
         self._loads: dict[int, int] = {}  # n -> the Step that brings it to the compute device
         self._reads: dict[int, int] = {}  # n -> the Step that brings it to host memory
+        self._head_users: dict[int, tuple[int, ...]] = {}  # slot of the output matrix -> the last Steps that use it
         # KV of staged sequences passes through KV_SLOTS buffers on the compute device, and with an accelerator as many
         # in host memory for what is read from and written to disk. slot -> the last Steps that use it
         self._num_staged = 0
@@ -234,15 +236,15 @@ class Sweeps:
                     slot = self._head_slot(p)
                     step = self._step("head", p, k, weight_slot=slot, after=(flow.hidden[k], *loaded))
                     yield step
-                    flow.head_users[p] = (step.id,)
+                    self._head_users[slot] = (step.id,)
         if pieces:
             yield from self._load_weights(self.streams.num_layers)
 
     def _load_head(self, flow: _Flow, stop: int) -> Iterator[Step]:
         while len(flow.head_loads) < min(stop, self.streams.head_pieces):
             p = len(flow.head_loads)
-            free = flow.head_users.get(p - HEAD_SLOTS, ())
-            step = self._step("load_head", p, 0, weight_slot=self._head_slot(p), after=free)
+            slot = self._head_slot(p)
+            step = self._step("load_head", p, 0, weight_slot=slot, after=self._head_users.get(slot, ()))
             flow.head_loads.append(step.id)
             yield step
 
@@ -354,7 +356,6 @@ class _Flow:
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which they took no more room
     left: list[int] = field(default_factory=list)
     head_loads: list[int] = field(default_factory=list)
-    head_users: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def note_stored(self, step: Step) -> None:
         self.stored.setdefault(step.layer, {})[step.lane] = step.id

@@ -6,6 +6,9 @@ sequence enters only if the blocks it and all sequences in flight are still expe
 later sweep (`projection`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
 expected, the youngest sequence gives way and is run again later.
 
+A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
+launched): sequences that have nothing left to run leave when their last sweep is launched.
+
 KV lives in one pool per home tier. A sequence is admitted into a KV class, which says its pool; it stays there until
 it leaves, and gives way only to sequences of the same pool.
 """
@@ -88,6 +91,8 @@ class Scheduler:
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._reserved = dict.fromkeys(pools, 0)  # blocks, by home tier
         self._filling = True  # static admission: the current block still takes sequences
+        self._free_slots: list[int] = []  # of tokens, that ended sequences had
+        self._num_slots = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -142,13 +147,24 @@ class Scheduler:
         return budget
 
     def commit(self, sweep: list[ScheduledSequence]) -> None:
-        """The sweep has run: its tokens' KV is there."""
+        """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         for scheduled in sweep:
             scheduled.sequence.num_computed += scheduled.num_tokens
             self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence leaves and its blocks are released."""
+        """The sequence leaves for good, and its blocks are released; nothing happens if it has left. Sweeps that are under way
+        may still use them: what is launched later comes after."""
+        if sequence.token_slot is None:
+            return
+        try:
+            self._leave(sequence)
+        except ValueError:  # it has given way, and waits to be run again
+            self.waiting.remove(sequence)
+        self._free_slots.append(sequence.token_slot)
+        sequence.token_slot = None
+
+    def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
 
@@ -195,11 +211,19 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self.running.append(sequence)
+            if sequence.token_slot is None:
+                sequence.token_slot = self._new_slot()
             in_class[sequence.kv_class] += 1
             count = self._chunk(sequence, budget)
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
+
+    def _new_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._num_slots += 1
+        return self._num_slots - 1
 
     def _follows(self, sequence: Sequence) -> bool:
         """Whether its leader is in flight and has yet to enter blocks that it could take over."""
@@ -319,7 +343,7 @@ class Scheduler:
             sequence.num_entered_blocks = b + 1
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.finish(sequence)
+        self._leave(sequence)
         self.num_preempted += 1
         sequence.num_computed = sequence.num_matched_blocks = sequence.num_entered_blocks = sequence.node = 0
         self.waiting.appendleft(sequence)

@@ -20,6 +20,8 @@ class Scorer:
     """The scores of one sweep. Invariant: rows that come in several pieces come as the same list each time, with the pieces
     in order."""
 
+    needs_host = False  # what runs next does not depend on scores
+
     def __init__(self) -> None:
         self._groups: dict[Asked, _Group] = {}  # by the first row
 

@@ -10,6 +10,9 @@ from batchgen.constraint import Constraint
 from batchgen.policy import KV_CLASSES, KV_HOMES
 from batchgen.request import SamplingParams
 
+# Stands for a token that has been sampled on the device and has not reached the host yet.
+PENDING = -1
+
 CLASSES = tuple(c for c in KV_CLASSES if c != "deferred")  # those that the runtime carries out
 
 
@@ -36,8 +39,10 @@ class Sequence:
     Logits are asked for of the last token; of one that is scored, of every token from `scored_from` on: there `targets` are
     the tokens whose log-probabilities are wanted, and `scores` what has been found so far, in order.
 
-    Invariant: num_computed < len(tokens); the tokens from num_computed on are what the next sweeps run. While
-    exactly one is left the sequence decodes, while more are left it prefills.
+    The last token may be PENDING: the device has it, at `token_slot` of its table of tokens.
+
+    Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next sweeps run.
+    While exactly one is left the sequence decodes, while more are left it prefills.
     """
 
     request_index: int
@@ -60,6 +65,7 @@ class Sequence:
     leader: Sequence | None = None  # one that computes the same first tokens, for both, and how many there are
     num_led: int = 0
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives giving way
+    token_slot: int | None = None  # from its first admission to its end
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -72,6 +78,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens that have yet to be run: one where the sequence decodes."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to run: all its results are there, or on their way."""
+        return self.num_remaining == 0 if self.targets else self.num_generated >= self.sampling.max_tokens
 
     @property
     def scored_from(self) -> int:

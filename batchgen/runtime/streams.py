@@ -87,16 +87,21 @@ class StreamLanes(Lanes):
         self._last: dict[str, Event] = {}  # stream -> end of the last Step there
         self._clock: tuple[Event, float] | None = None  # an event, and the host's time when it came
 
-    def execute(self, steps) -> None:
+    def execute(self, steps) -> Callable[[], None]:
         if self._clock is None or self._on_step:  # again for a trace: times far from it are coarse
             event = self._driver.record("compute")
             self._driver.synchronize(event)
             self._clock = event, time.perf_counter()
         super().execute(steps)
-        if "compute" in self._last:
-            self._driver.synchronize(self._last["compute"])
-        self._check()
-        self._account()
+        last = self._last.get("compute")
+
+        def wait() -> None:
+            if last is not None:
+                self._driver.synchronize(last)
+            self._check()
+            self._account()
+
+        return wait
 
     def prepare(self, work: Callable[[], None]) -> None:
         self._driver.launch("compute", work)

@@ -1,0 +1,33 @@
+"""Sampled tokens on the device that computes: the next sweep takes them from there, before they have reached the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.runtime.transfer import to_device
+
+
+class TokenTable:
+    """A token for each slot (`Sequence.token_slot`). To be used on the stream that computes: what is kept there is found by
+    all that is launched later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ids = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def keep(self, slots: Sequence[int], token_ids: Tensor) -> None:
+        """token_ids: int64 [slots], on the device."""
+        if max(slots) >= len(self._ids):
+            larger = torch.zeros(2 * (max(slots) + 1), dtype=torch.int64, device=self._device)
+            larger[: len(self._ids)].copy_(self._ids)
+            self._ids = larger
+        self._ids.index_copy_(0, to_device(np.array(slots, dtype=np.int64), self._device), token_ids)
+
+    def fill(self, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
+        """token_ids[rows[i]] = the token at slots[i]; token_ids: int64 [tokens], on the device."""
+        found = self._ids.index_select(0, to_device(slots, self._device))
+        token_ids.index_copy_(0, to_device(rows, self._device), found)
