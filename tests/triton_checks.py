@@ -1,6 +1,7 @@
 """Every Triton kernel against float64. `test_triton_kernels.py` runs this file, in processes of their own: under Triton's
 interpreter, and on a card where there is one."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from batchgen.attention_plan import (
 )
 from batchgen.triton_kernels import attention
 from batchgen.triton_kernels import plan as plans
+from batchgen.triton_kernels import rows as row_copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -546,3 +548,27 @@ def test_rows_go_where_the_index_says(count, width, dtype, seed):
     triton_kernels.scatter_rows(back, index, taken[:count])
     left = np.setdiff1d(np.arange(50), order)
     assert torch.equal(back[index], source[index]) and (back[torch.from_numpy(left).to(DEVICE)] == 7).all()
+
+
+@pytest.mark.parametrize("count, width", [(700, 33), (3, 3000), (40, 2048)], ids=["small", "long", "whole tiles"])
+def test_many_rows_go_in_few_programs(count, width):
+    """Compute kernels are to find most of the card free while rows wait for the bus."""
+    source = random(0, count, width, dtype=torch.float16).to(DEVICE)
+    index = torch.from_numpy(np.random.default_rng(0).permutation(count)).to(DEVICE)
+    taken, back = (torch.full_like(source, 7.0) for _ in range(2))
+    launches = row_copies.gather_launch(taken, source, index), row_copies.scatter_launch(back, index, source[index])
+    for launch in launches:
+        assert 0 < math.prod(launch.grid) <= 16 and launch.warps <= 8
+        launch()
+    assert torch.equal(taken, source[index]) and torch.equal(back, source)
+
+
+def test_rows_beyond_the_reach_of_32_bits():
+    """Memory that is not touched takes none."""
+    source = torch.empty(2**31 // 24 + 40, 25, dtype=torch.uint8, device=DEVICE)
+    index = torch.tensor([len(source) - 1, 0, len(source) - 7], device=DEVICE)
+    rows_meant = torch.arange(75, dtype=torch.uint8, device=DEVICE).view(3, 25)
+    triton_kernels.scatter_rows(source, index, rows_meant)
+    taken = torch.zeros_like(rows_meant)
+    triton_kernels.gather_rows(taken, source, index)
+    assert torch.equal(taken, rows_meant) and torch.equal(source[index], rows_meant)
