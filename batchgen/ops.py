@@ -281,37 +281,36 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
 
 def argmax(logits: Tensor) -> Tensor:
     """The first of the largest of each row, int64 [rows], of fp32 logits [rows, columns]."""
-    return kernels.argmax(logits)[0] if logits.device.type == "cpu" else logits.argmax(-1)
+    return _of_logits(logits).argmax(logits)[0]
 
 
 def lse(logits: Tensor) -> Tensor:
     """The log of the sum of exponentials of each row, fp32 [rows], of fp32 logits [rows, columns]."""
-    if logits.device.type == "cpu":
-        return kernels.argmax(logits, want_lse=True)[2]
-    return logits.logsumexp(-1)
+    return likeliest(logits)[2]
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`argmax`, the values there, fp32 [rows], and `lse`, in one pass where the CPU computes."""
-    if logits.device.type == "cpu":
-        return kernels.argmax(logits, want_lse=True)
-    values, index = logits.max(-1)
-    return index, values, logits.logsumexp(-1)
+    """`argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
+    return _of_logits(logits).argmax(logits, want_lse=True)
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """A token of each row at random, int64 [rows], of fp32 logits [rows, columns]."""
-    compute = kernels.draw if logits.device.type == "cpu" else reference.draw
-    return compute(logits, draws)
+def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
+    """Draws a token at random from each of some rows of fp32 logits [.., columns], into int64 `out` [..] at those rows.
+
+    rows: int64, what `draws` are for, one by one. The host waits for nothing."""
+    _of_logits(logits).draw(logits, rows, draws, out)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place.
+    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
 
     rows: int64, those that the masks are for. allowed: int32 [rows, words], a bit a token, lowest first; at least as many as
     there are columns."""
-    compute = kernels if logits.device.type == "cpu" else reference
-    compute.forbid(logits, rows, allowed)
+    _of_logits(logits).forbid(logits, rows, allowed)
+
+
+def _of_logits(logits: Tensor) -> ModuleType:
+    return kernels if logits.device.type == "cpu" else _device_kernels(logits.device) or reference
 
 
 # 4-bit groups.

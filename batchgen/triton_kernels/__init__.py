@@ -9,6 +9,7 @@ from batchgen.triton_kernels.norm import MAX_COLUMNS, norm, silu_mul
 from batchgen.triton_kernels.plan import Capacity, CutPlan, DevicePlan
 from batchgen.triton_kernels.rotary import rotary_store, supports_rotary
 from batchgen.triton_kernels.rows import gather_rows, scatter_rows
+from batchgen.triton_kernels.sampling import argmax, draw, forbid
 from batchgen.triton_kernels.weights import dequantize, quantize
 
 __all__ = [
@@ -16,8 +17,11 @@ __all__ = [
     "Capacity",
     "CutPlan",
     "DevicePlan",
+    "argmax",
     "cut_attention",
     "dequantize",
+    "draw",
+    "forbid",
     "gather_rows",
     "linear",
     "norm",

@@ -31,7 +31,7 @@ from batchgen.triton_kernels.rows import gather_launch, scatter_launch
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.int64: "*i64", torch.float64: "*fp64",
 }  # fmt: skip
 _BLOCK_SIZE = 16
 _KV_HEADS = 2
