@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attended, laid_out, paged
+from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import quick_or
@@ -572,3 +573,91 @@ def test_rows_beyond_the_reach_of_32_bits():
     taken = torch.zeros_like(rows_meant)
     triton_kernels.gather_rows(taken, source, index)
     assert torch.equal(taken, rows_meant) and torch.equal(source[index], rows_meant)
+
+
+# Logits.
+
+
+@settings(max_examples=int(16 * MORE), deadline=None)
+@given(st.one_of(st.integers(1, 600), st.integers(4097, 8000)), st.booleans(), st.integers(0, 2**20))
+def test_draws_are_those_of_the_reference(columns, ties, seed):
+    """Every row with its own parameters, among rows that are not drawn from."""
+    rng = np.random.default_rng(seed)
+    logits = random(seed, 7, columns + 3, scale=4)[:, 1:-2]
+    logits = logits.round() if ties else logits
+    logits[torch.from_numpy(rng.random((7, columns)) < rng.choice([0.0, 0.3]))] = -torch.inf
+    logits[:, rng.integers(columns)] = 1.0  # the only one, perhaps
+    rows = rng.permutation(7)[:5]
+    uniform = rng.random(5)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-53
+    given_ = draws(
+        uniform,
+        temperature=rng.choice([1e-6, 0.2, 1.0, 3.0], 5),
+        top_k=rng.choice([0, 0, 1, 5, 40, 10**6], 5),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-9], 5),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.3, 1.0], 5),
+    )
+    before = logits.clone()
+    got = drawn(triton_kernels, logits.to(DEVICE), given_, rows)
+    assert (np.delete(got.numpy(), rows) == -1).all() and torch.equal(logits, before)
+    assert check_draws(got[rows], logits[rows], given_) <= 1 or ties
+
+
+def test_a_draw_from_a_large_vocabulary():
+    logits = random(0, 2, 152_064, scale=2.5)
+    logits[1] = logits[1].round()  # thousands of equal ones at every cut
+    given_ = draws(np.array([0.7, 0.6]), temperature=[0.8, 1.0], top_k=[0, 3000], top_p=[0.9, 1.0])
+    check_draws(drawn(triton_kernels, logits.to(DEVICE), given_), logits, given_)
+
+
+def test_of_equal_logits_top_k_and_top_p_keep_the_first():
+    logits = torch.zeros(3, 5000)
+    logits[:, [17, 4500]] = 1.0
+    uniform = (np.arange(3) + 0.5) / 3
+    for given_, kept in (({"top_k": 3}, [0, 17, 4500]), ({"top_p": 5e-4}, [17]), ({"top_p": 1.2e-3}, [0, 17, 4500])):
+        got = drawn(triton_kernels, logits.to(DEVICE), draws(uniform, **given_))
+        assert set(got.tolist()) <= set(kept)
+        assert torch.equal(got, drawn(reference, logits, draws(uniform, **given_)))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_draw_is_a_token_whatever_the_logits(odd):
+    logits = torch.cat((torch.full((1, 100), odd), random(1, 1, 100).index_fill(1, torch.tensor([17]), odd)))
+    for chosen in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 1e-50}):
+        got = drawn(triton_kernels, logits.to(DEVICE), draws(np.array([0.999, 0.5]), **chosen))
+        assert ((got >= 0) & (got < 100)).all()
+
+
+@settings(max_examples=int(20 * MORE), deadline=None)
+@given(
+    st.integers(1, 4),
+    st.one_of(st.integers(1, 70), st.just(5000)),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(0, 2**20),
+)
+def test_tokens_are_forbidden_where_their_bit_is_not_set(rows, columns, share, seed):
+    rng = np.random.default_rng(seed)
+    words = -(-columns // 32) + rng.integers(0, 2)
+    bits = rng.random((rows, words * 32)) < share
+    allowed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    wide = random(seed, rows + 2, columns + 5)
+    mine = rng.permutation(rows + 2)[:rows]
+    expected = wide.clone()
+    reference.forbid(expected[:, :columns], mine, allowed)
+    got = wide.to(DEVICE)
+    triton_kernels.forbid(got[:, :columns], mine, allowed)
+    assert torch.equal(got.cpu(), expected)
+    assert torch.equal(got.cpu()[mine, :columns] == -torch.inf, torch.from_numpy(~bits[:, :columns]))
+
+
+@settings(max_examples=int(20 * MORE), deadline=None)
+@given(st.integers(1, 3), st.one_of(st.integers(1, 70), st.just(9001)), st.booleans(), st.integers(0, 2**20))
+def test_the_first_of_the_largest_and_the_sum_of_exponentials(rows, columns, ties, seed):
+    logits = random(seed, rows, columns + 1, scale=3)[:, 1:]
+    logits = logits.round() if ties else logits
+    logits[:, ::3] = -torch.inf if columns > 3 else 0.0
+    index, value, lse = (t.cpu() for t in triton_kernels.argmax(logits.to(DEVICE), want_lse=True))
+    meant = torch.from_numpy(logits.numpy().argmax(1))
+    assert torch.equal(index, meant) and torch.equal(value, logits.amax(-1))
+    torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1), atol=2e-6, rtol=1e-6)
+    assert torch.equal(triton_kernels.argmax(logits.to(DEVICE))[0].cpu(), meant)

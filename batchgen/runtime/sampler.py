@@ -95,35 +95,37 @@ class _Logprobs:
         rows = logits if len(self.wanted) == len(logits) else logits.index_select(0, self._rows)
         values, self._ids = rows.topk(max(self.counts))
         self._lse = ops.lse(rows)
-        self._values = values - self._lse[:, None]
+        self._values = values - self._lse.unsqueeze(1)
 
     def of(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """As `Chosen.logprobs`. logits: as they were at first, where tokens were chosen."""
-        own = logits[self._rows, chosen.index_select(0, self._rows)].double() - self._lse.double()
-        return torch.cat((own[:, None], self._values.double(), self._ids.double()), 1)
+        own = logits.gather(1, chosen.unsqueeze(1)).index_select(0, self._rows).double() - self._lse.double().unsqueeze(
+            1
+        )
+        return torch.cat((own, self._values.double(), self._ids.double()), 1)
 
 
 class _Penalties:
     """Repetition penalties (CTRL, Keskar et al. 2019) on the tokens of prompt and output, in place."""
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
-        self._where: tuple[Tensor, Tensor] | None = None
+        self._places: Tensor | None = None
         penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
         if not penalised:
             return
         seen = [np.fromiter(set(sequences[i].tokens), dtype=np.int64) for i in penalised]
         counts = [len(tokens) for tokens in seen]
         penalties = np.array([sequences[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
-        places = upload(np.stack((np.repeat(penalised, counts), np.concatenate(seen))), logits.device)
-        penalty = upload(np.repeat(penalties, counts), logits.device)
-        self._where = places[0], places[1]
-        self._before = values = logits[self._where]
-        logits[self._where] = torch.where(values > 0, values / penalty, values * penalty)
+        places = np.repeat(penalised, counts) * logits.shape[1] + np.concatenate(seen)
+        self._places, penalty = upload(places, logits.device), upload(np.repeat(penalties, counts), logits.device)
+        flat = logits.view(-1)
+        self._before = values = flat.index_select(0, self._places)
+        flat.index_copy_(0, self._places, torch.where(values > 0, values / penalty, values * penalty))
 
     def take_back(self, logits: Tensor) -> None:
         """The logits of these tokens are again what they were."""
-        if self._where is not None:
-            logits[self._where] = self._before
+        if self._places is not None:
+            logits.view(-1).index_copy_(0, self._places, self._before)
 
 
 def _draws(sequences: Sized[Sequence]) -> Draws:
