@@ -3,6 +3,7 @@ interpreter, and on a card where there is one."""
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from batchgen.attention_plan import (
     SharedItem,
     plan_attention,
 )
-from batchgen.triton_kernels import attention
+from batchgen.triton_kernels import attention, rotary
+from batchgen.triton_kernels import launch as launching
 from batchgen.triton_kernels import plan as plans
 from batchgen.triton_kernels import rows as row_copies
 
@@ -531,6 +533,76 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
     tolerance = 2e-2 if kv_dtype == torch.uint8 else 1e-4  # a level at a tie may go to either side
     for got, meant in zip(run("cuda"), run("cpu"), strict=True):
         torch.testing.assert_close(got, meant, atol=tolerance, rtol=tolerance)
+
+
+# Which card gets which kernels.
+
+
+def properties(capability, **told):
+    major, minor = divmod(capability, 10)
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=40, **told)
+
+
+@pytest.mark.parametrize(
+    "found, shared_memory",
+    [
+        (properties(75, shared_memory_per_block_optin=65536), 64 << 10),
+        (properties(75), 64 << 10),
+        (properties(86), 99 << 10),
+        (properties(103, shared_memory_per_block_optin=232448), 227 << 10),
+        (properties(103), 64 << 10),
+    ],
+)
+def test_shared_memory_is_what_the_card_says_or_else_the_table(found, shared_memory, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    card = launching.card.__wrapped__(torch.device("cuda"))
+    assert (card.shared_memory, card.num_sms) == (shared_memory, 40)
+
+
+@pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float32, torch.uint8], ids=str)
+def test_tiles_fit_the_shared_memory(shared_memory, kv_dtype):
+    dtype = torch.float16 if kv_dtype == torch.uint8 else kv_dtype
+    for group in (1, 4, 8, 16):
+        for head_dim in (34, 64, 80, 128, 256):
+            for tile in launching.attention_tiles(group, head_dim, dtype, kv_dtype, shared_memory << 10):
+                dim = launching.power_of_two(head_dim, 16)
+                keys_and_values = max(1, tile.stages - 2) * 2 * tile.keys * dim * dtype.itemsize
+                weights_and_queries = tile.rows * (dim + tile.keys) * dtype.itemsize
+                assert weights_and_queries + keys_and_values <= shared_memory << 10, (group, head_dim, tile)
+                assert tile.keys >= 16 and tile.rows >= max(16, group) and tile.stages >= 2
+
+
+def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
+    """Triton uses no tensor cores before 8.0, and does not run before 7.5."""
+    there = torch.device("cuda")
+
+    def on(capability):
+        made = launching.Card(capability, 40, 64 << 10)
+        for module in (attention, rotary, triton_kernels):
+            monkeypatch.setattr(module, "card", lambda device: made)
+        kernels = ops._device_kernels(there)
+        capture = ops.can_capture(there, 64, 1, 16)
+        return (
+            kernels,
+            capture,
+            kernels
+            and (
+                kernels.supports_attention(64, 1, 16, there),
+                kernels.supports_rotary(64, False, there),
+                kernels.supports_rotary(64, True, there),
+            ),
+        )
+
+    assert on(70) == (None, False, None)
+    assert on(75) == (triton_kernels, False, (False, True, False))
+    for capability in (80, 86, 90, 120):
+        assert on(capability) == (triton_kernels, True, (True, True, True))
+    on(75)
+    monkeypatch.setattr(reference, "prepare_attention", lambda *a: "torch's")
+    assert (
+        ops.prepare_attention(AttentionPlan((), (), ()), 2, 2, 64, 16, torch.float16, torch.float16, there) == "torch's"
+    )
 
 
 # Rows.

@@ -4,6 +4,7 @@ Nothing imports this but `ops`, and only where a tensor lies on a card and Trito
 """
 
 from batchgen.triton_kernels.attention import cut_attention, paged_attention, prepare_attention, supports_attention
+from batchgen.triton_kernels.launch import card
 from batchgen.triton_kernels.linear import linear
 from batchgen.triton_kernels.norm import MAX_COLUMNS, norm, silu_mul
 from batchgen.triton_kernels.plan import Capacity, CutPlan, DevicePlan
@@ -18,6 +19,7 @@ __all__ = [
     "CutPlan",
     "DevicePlan",
     "argmax",
+    "card",
     "cut_attention",
     "dequantize",
     "draw",
