@@ -251,6 +251,23 @@ def test_the_same_twice_is_the_same_bit_by_bit():
     assert torch.equal(first, second)
 
 
+def test_kv_beyond_the_reach_of_32_bits():
+    """Memory that is not touched takes none: a pool of which only the last blocks are used gives what a small one gives."""
+    heads, kv_heads, head_dim, tokens = 4, 2, 64, 20
+    block = (2, kv_heads, 16, quant.row_bytes(head_dim))
+    qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE)
+    found = []
+    for blocks in (3, 2**31 // math.prod(block) + 100):
+        kv = torch.empty(blocks, *block, dtype=torch.uint8, device=DEVICE)
+        table = np.array([blocks - 1, blocks - 3], dtype=np.int32)
+        slots = torch.from_numpy(table.astype(np.int64).repeat(16)[:tokens] * 16 + np.arange(tokens) % 16).to(DEVICE)
+        options = {"scale": 0.1, "kv": kv, "slots": slots, "rotation": ops.rotation(head_dim, DEVICE)}
+        q = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)[0]
+        plan = plan_attention([SequenceSlice(tokens, 0, table)], [], block_size=16, key_bytes=head_dim)
+        found.append(attend(q, kv, prepared(plan, heads, kv_heads, head_dim, 16, q.dtype, kv.dtype)))
+    assert torch.equal(*found) and torch.isfinite(found[0]).all()
+
+
 # Around attention.
 
 
