@@ -305,11 +305,13 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
     return index, maximum, lse
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
+def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
     """As `ops.draw`."""
-    index = torch.empty(len(logits), dtype=torch.int64)
+    if len(rows) < len(logits):
+        logits = logits.index_select(0, torch.from_numpy(rows))
+    index = torch.empty(len(rows), dtype=torch.int64)
     _kernels.draw(logits.data_ptr(), logits.stride(0), logits.shape[1], *draws, index.data_ptr())
-    return index
+    out[torch.from_numpy(rows)] = index
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:

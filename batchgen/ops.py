@@ -1,7 +1,7 @@
 """The one door to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
 On the CPU these are the C++ kernels (`kernels`), on a CUDA card Triton's (`triton_kernels`) where Triton is installed;
-elsewhere, and for shapes that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
+elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
 or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept turned (`rotation`).
 """
@@ -41,8 +41,9 @@ def _triton() -> ModuleType | None:
 
 
 def _device_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels for tensors that are not on the CPU; None: there are none, and torch does it."""
-    return _triton() if device.type == "cuda" else None
+    """The kernels for tensors that are not on the CPU; None: there are none, or none for this card, and torch does it."""
+    made = _triton() if device.type == "cuda" else None
+    return made if made and made.card(device).has_kernels else None
 
 
 # Linear layers and norms.
@@ -123,7 +124,7 @@ def rotary(
     if _has_kernels(qkv, head_dim):
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim):
+    if made and made.supports_rotary(head_dim, turned, qkv.device):
         return made.rotary_store(qkv, heads, kv_heads, **options)
     return reference.rotary(qkv, heads, kv_heads, **options)
 
@@ -139,7 +140,7 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
         matrix = rotation(head_dim) if turned else None
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, kv=kv, slots=slots, rotation=matrix, **options)[0]
     made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim):
+    if made and made.supports_rotary(head_dim, turned, qkv.device):
         matrix = rotation(head_dim, qkv.device) if turned else None
         return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, turned=turned, **options)
@@ -164,7 +165,7 @@ def prepare_attention(
     group = heads // kv_heads
     if device.type != "cpu":
         made = _device_kernels(device)
-        if made and made.supports_attention(head_dim, group, block_size):
+        if made and made.supports_attention(head_dim, group, block_size, device):
             return made.prepare_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
         return reference.prepare_attention(plan, kv_heads, block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
@@ -192,7 +193,11 @@ def can_capture(device: torch.device, head_dim: int, group: int, block_size: int
     """Whether all that layers do on the device is launches whose shapes do not depend on the sweep, and tokens with a slot
     below 0 are not stored. group: query heads of a KV head."""
     made = _device_kernels(device)
-    return bool(made and made.supports_attention(head_dim, group, block_size) and made.supports_rotary(head_dim))
+    return bool(
+        made
+        and made.supports_attention(head_dim, group, block_size, device)
+        and made.supports_rotary(head_dim, True, device)
+    )
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:
@@ -281,37 +286,36 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
 
 def argmax(logits: Tensor) -> Tensor:
     """The first of the largest of each row, int64 [rows], of fp32 logits [rows, columns]."""
-    return kernels.argmax(logits)[0] if logits.device.type == "cpu" else logits.argmax(-1)
+    return _of_logits(logits).argmax(logits)[0]
 
 
 def lse(logits: Tensor) -> Tensor:
     """The log of the sum of exponentials of each row, fp32 [rows], of fp32 logits [rows, columns]."""
-    if logits.device.type == "cpu":
-        return kernels.argmax(logits, want_lse=True)[2]
-    return logits.logsumexp(-1)
+    return likeliest(logits)[2]
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`argmax`, the values there, fp32 [rows], and `lse`, in one pass where the CPU computes."""
-    if logits.device.type == "cpu":
-        return kernels.argmax(logits, want_lse=True)
-    values, index = logits.max(-1)
-    return index, values, logits.logsumexp(-1)
+    """`argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
+    return _of_logits(logits).argmax(logits, want_lse=True)
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """A token of each row at random, int64 [rows], of fp32 logits [rows, columns]."""
-    compute = kernels.draw if logits.device.type == "cpu" else reference.draw
-    return compute(logits, draws)
+def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
+    """Draws a token at random from each of some rows of fp32 logits [.., columns], into int64 `out` [..] at those rows.
+
+    rows: int64, what `draws` are for, one by one. The host waits for nothing."""
+    _of_logits(logits).draw(logits, rows, draws, out)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
-    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place.
+    """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
 
     rows: int64, those that the masks are for. allowed: int32 [rows, words], a bit a token, lowest first; at least as many as
     there are columns."""
-    compute = kernels if logits.device.type == "cpu" else reference
-    compute.forbid(logits, rows, allowed)
+    _of_logits(logits).forbid(logits, rows, allowed)
+
+
+def _of_logits(logits: Tensor) -> ModuleType:
+    return kernels if logits.device.type == "cpu" else _device_kernels(logits.device) or reference
 
 
 # 4-bit groups.

@@ -20,6 +20,7 @@ from torch import Tensor
 from batchgen import quant
 from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.draws import Draws
+from batchgen.host_copy import upload
 
 # Scores of one product are tiled to this many bytes: large enough for an efficient product, small enough
 # that scores stay in cache between the product, the softmax and the second product.
@@ -251,29 +252,34 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _DRAWN_AT_ONCE = 32
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
+def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `kernels.argmax`."""
+    values, index = logits.max(-1)
+    return index, values, logits.logsumexp(-1) if want_lse else None
+
+
+def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
     """As `ops.draw`."""
-    per_row = [torch.from_numpy(x).to(logits.device)[:, None] for x in draws]
-    drawn = [
-        _draw(logits[rows], *(x[rows] for x in per_row))
-        for rows in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(logits), _DRAWN_AT_ONCE))
-    ]
-    return torch.cat(drawn)
+    where, *per_row = (upload(x, logits.device) for x in (rows, *draws))
+    for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
+        tokens = _draw(logits.index_select(0, where[some]), *(x[some, None] for x in per_row))
+        out.index_copy_(0, where[some], tokens)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
     """As `ops.forbid`."""
     columns, bits = logits.shape[1], torch.arange(8, dtype=torch.uint8, device=logits.device)
+    where, octets = upload(rows, logits.device), upload(allowed.view(np.uint8), logits.device)
     for some in (slice(i, i + _DRAWN_AT_ONCE) for i in range(0, len(rows), _DRAWN_AT_ONCE)):
-        octets = torch.from_numpy(allowed[some].view(np.uint8)).to(logits.device)
-        forbidden = ((octets[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :columns]
-        here = torch.from_numpy(rows[some]).to(logits.device)
-        logits[here] = logits[here].masked_fill(forbidden, -torch.inf)
+        forbidden = ((octets[some, :, None] >> bits) & 1 == 0).flatten(1)[:, :columns]
+        here = where[some]
+        logits.index_copy_(0, here, logits.index_select(0, here).masked_fill_(forbidden, -torch.inf))
 
 
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     # In float64: a row's cumulative probabilities must not depend on how a batch is vectorised.
-    probs = torch.softmax((logits / temperature).double(), -1)
+    wide = logits.double()
+    probs = torch.softmax((wide - wide.amax(-1, keepdim=True)) / temperature.double(), -1)
     ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = ((rank < top_k) | (top_k == 0)) & (ordered >= min_p * ordered[:, :1])

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "batchgen"
 VOCABULARY = (
     "attention_plan", "constraint", "device", "direct_io", "draws", "errors", "formats", "hardware", "kernels", "machine", "model_config", "ops",
-    "policy", "quant", "reference", "request", "rope", "units", "workload",
+    "policy", "quant", "reference", "request", "rope", "units", "host_copy", "workload",
 )  # fmt: skip
 
 

@@ -224,6 +224,22 @@ class TestAttention:
         assert all(not torch.equal(a, b) for a, b in itertools.combinations(results[:turns], 2))
         assert torch.equal(results[turns], results[0])
 
+    def test_one_plan_serves_all_operands_of_a_point(self, monkeypatch):
+        """A GPU's pool holds tens of thousands of blocks: here as many, small ones. Timing is left out."""
+        planned, points = [], []
+        plan_attention = profile_compute.plan_attention
+        monkeypatch.setattr(
+            profile_compute, "plan_attention", lambda *a, **k: planned.append(None) or plan_attention(*a, **k)
+        )
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: points.append(trial.run(7)) or 1e18)
+        models = [profile_compute._llama(width=16 * n, heads=n, kv_heads=1, head_dim=8) for n in (1, 2)]
+        pool = torch.zeros(32768 * 2 * 16 * 8, dtype=torch.float32)
+        effort = Effort(batches=(1, 8, 64), contexts=(64, 256, 1024, 4096), prefill_contexts=(16, 256))
+        profile_compute.decode_rates(Device("cpu"), pool, models, effort)
+        profile_compute.prefill_rates(Device("cpu"), pool, models[0], effort)
+        assert len(points) == 2 * 3 * 4 + 2
+        assert len(planned) == len(points)
+
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)

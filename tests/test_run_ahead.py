@@ -7,7 +7,7 @@ waited for the sweep.
 import itertools
 import random
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from test_score import check as check_scores
@@ -28,6 +28,23 @@ PROMPTS = [
     PREFIX[: 20 * (i % 3)] + [_random.randrange(4, 500) for _ in range(n)] for i, n in enumerate((5, 30, 17, 1, 16, 40, 9))
 ]
 FREE = SamplingParams(max_tokens=14)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Sampled tokens that the host does not have before it has waited for their sweep."""
+
+    sampled: Sampled
+    number: int
+    waited: set[int]
+
+    @property
+    def token_ids(self):
+        return self.sampled.token_ids
+
+    def tokens(self):
+        assert self.number in self.waited, "the host does not have these tokens yet"
+        return self.sampled.tokens()
 
 
 class Ahead:
@@ -53,14 +70,7 @@ class Ahead:
         self.events.append(("taken", number))
 
     def _sample_ahead(self, logits, sequences):
-        sampled, number = self._sample(logits, sequences), self.number
-        found = sampled.tokens()
-
-        def tokens():
-            assert number in self._waited, "the host does not have these tokens yet"
-            return found
-
-        return Sampled(sampled.token_ids, tokens)
+        return NotYet(self._sample(logits, sequences), self.number, self._waited)
 
     @property
     def num_ahead(self):

@@ -64,7 +64,7 @@ def test_captured_sweeps_on_a_card(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", quick_or(["90"], ["80", "90"]))
+@pytest.mark.parametrize("capability", quick_or(["90"], ["75", "80", "86", "90"]))
 def test_all_kernels_compile_and_fit(capability, tmp_path):
     """For models of 128, and 64, to a head; the module itself, run by hand, goes through more of them."""
     head_dims = quick_or(["128"], ["64", "128"])
@@ -81,4 +81,6 @@ def test_all_kernels_compile_and_fit(capability, tmp_path):
         ),
         TRITON_CACHE_DIR=str(tmp_path),
     )
-    assert told.count("_attend") >= 8 * len(head_dims) and "_quantize" in told and "TOO LARGE" not in told
+    assert all(name in told for name in ("_quantize", "_copy_rows", "_draw")) and "TOO LARGE" not in told
+    products = told.count("_attend")
+    assert products == 0 if capability == "75" else products >= 8 * len(head_dims)

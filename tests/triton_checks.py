@@ -1,13 +1,16 @@
 """Every Triton kernel against float64. `test_triton_kernels.py` runs this file, in processes of their own: under Triton's
 interpreter, and on a card where there is one."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attended, laid_out, paged
+from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import quick_or
@@ -22,8 +25,10 @@ from batchgen.attention_plan import (
     SharedItem,
     plan_attention,
 )
-from batchgen.triton_kernels import attention
+from batchgen.triton_kernels import attention, rotary
+from batchgen.triton_kernels import launch as launching
 from batchgen.triton_kernels import plan as plans
+from batchgen.triton_kernels import rows as row_copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -244,6 +249,23 @@ def test_the_same_twice_is_the_same_bit_by_bit():
     kv, q = random(1, num_blocks, 2, 2, 16, 64, dtype=torch.bfloat16), random(2, 26, 4, 64, dtype=torch.bfloat16)
     first, second = (attend(q, kv, prepared(plan, 4, 2, 64, 16, q.dtype, q.dtype)) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_kv_beyond_the_reach_of_32_bits():
+    """Memory that is not touched takes none: a pool of which only the last blocks are used gives what a small one gives."""
+    heads, kv_heads, head_dim, tokens = 4, 2, 64, 20
+    block = (2, kv_heads, 16, quant.row_bytes(head_dim))
+    qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE)
+    found = []
+    for blocks in (3, 2**31 // math.prod(block) + 100):
+        kv = torch.empty(blocks, *block, dtype=torch.uint8, device=DEVICE)
+        table = np.array([blocks - 1, blocks - 3], dtype=np.int32)
+        slots = torch.from_numpy(table.astype(np.int64).repeat(16)[:tokens] * 16 + np.arange(tokens) % 16).to(DEVICE)
+        options = {"scale": 0.1, "kv": kv, "slots": slots, "rotation": ops.rotation(head_dim, DEVICE)}
+        q = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)[0]
+        plan = plan_attention([SequenceSlice(tokens, 0, table)], [], block_size=16, key_bytes=head_dim)
+        found.append(attend(q, kv, prepared(plan, heads, kv_heads, head_dim, 16, q.dtype, kv.dtype)))
+    assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
 
 # Around attention.
@@ -530,6 +552,76 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
         torch.testing.assert_close(got, meant, atol=tolerance, rtol=tolerance)
 
 
+# Which card gets which kernels.
+
+
+def properties(capability, **told):
+    major, minor = divmod(capability, 10)
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=40, **told)
+
+
+@pytest.mark.parametrize(
+    "found, shared_memory",
+    [
+        (properties(75, shared_memory_per_block_optin=65536), 64 << 10),
+        (properties(75), 64 << 10),
+        (properties(86), 99 << 10),
+        (properties(103, shared_memory_per_block_optin=232448), 227 << 10),
+        (properties(103), 64 << 10),
+    ],
+)
+def test_shared_memory_is_what_the_card_says_or_else_the_table(found, shared_memory, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    card = launching.card.__wrapped__(torch.device("cuda"))
+    assert (card.shared_memory, card.num_sms) == (shared_memory, 40)
+
+
+@pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float32, torch.uint8], ids=str)
+def test_tiles_fit_the_shared_memory(shared_memory, kv_dtype):
+    dtype = torch.float16 if kv_dtype == torch.uint8 else kv_dtype
+    for group in (1, 4, 8, 16):
+        for head_dim in (34, 64, 80, 128, 256):
+            for tile in launching.attention_tiles(group, head_dim, dtype, kv_dtype, shared_memory << 10):
+                dim = launching.power_of_two(head_dim, 16)
+                keys_and_values = max(1, tile.stages - 2) * 2 * tile.keys * dim * dtype.itemsize
+                weights_and_queries = tile.rows * (dim + tile.keys) * dtype.itemsize
+                assert weights_and_queries + keys_and_values <= shared_memory << 10, (group, head_dim, tile)
+                assert tile.keys >= 16 and tile.rows >= max(16, group) and tile.stages >= 2
+
+
+def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
+    """Triton uses no tensor cores before 8.0, and does not run before 7.5."""
+    there = torch.device("cuda")
+
+    def on(capability):
+        made = launching.Card(capability, 40, 64 << 10)
+        for module in (attention, rotary, triton_kernels):
+            monkeypatch.setattr(module, "card", lambda device: made)
+        kernels = ops._device_kernels(there)
+        capture = ops.can_capture(there, 64, 1, 16)
+        return (
+            kernels,
+            capture,
+            kernels
+            and (
+                kernels.supports_attention(64, 1, 16, there),
+                kernels.supports_rotary(64, False, there),
+                kernels.supports_rotary(64, True, there),
+            ),
+        )
+
+    assert on(70) == (None, False, None)
+    assert on(75) == (triton_kernels, False, (False, True, False))
+    for capability in (80, 86, 90, 120):
+        assert on(capability) == (triton_kernels, True, (True, True, True))
+    on(75)
+    monkeypatch.setattr(reference, "prepare_attention", lambda *a: "torch's")
+    assert (
+        ops.prepare_attention(AttentionPlan((), (), ()), 2, 2, 64, 16, torch.float16, torch.float16, there) == "torch's"
+    )
+
+
 # Rows.
 
 
@@ -546,3 +638,115 @@ def test_rows_go_where_the_index_says(count, width, dtype, seed):
     triton_kernels.scatter_rows(back, index, taken[:count])
     left = np.setdiff1d(np.arange(50), order)
     assert torch.equal(back[index], source[index]) and (back[torch.from_numpy(left).to(DEVICE)] == 7).all()
+
+
+@pytest.mark.parametrize("count, width", [(700, 33), (3, 3000), (40, 2048)], ids=["small", "long", "whole tiles"])
+def test_many_rows_go_in_few_programs(count, width):
+    """Compute kernels are to find most of the card free while rows wait for the bus."""
+    source = random(0, count, width, dtype=torch.float16).to(DEVICE)
+    index = torch.from_numpy(np.random.default_rng(0).permutation(count)).to(DEVICE)
+    taken, back = (torch.full_like(source, 7.0) for _ in range(2))
+    launches = row_copies.gather_launch(taken, source, index), row_copies.scatter_launch(back, index, source[index])
+    for launch in launches:
+        assert 0 < math.prod(launch.grid) <= 16 and launch.warps <= 8
+        launch()
+    assert torch.equal(taken, source[index]) and torch.equal(back, source)
+
+
+def test_rows_beyond_the_reach_of_32_bits():
+    """Memory that is not touched takes none."""
+    source = torch.empty(2**31 // 24 + 40, 25, dtype=torch.uint8, device=DEVICE)
+    index = torch.tensor([len(source) - 1, 0, len(source) - 7], device=DEVICE)
+    rows_meant = torch.arange(75, dtype=torch.uint8, device=DEVICE).view(3, 25)
+    triton_kernels.scatter_rows(source, index, rows_meant)
+    taken = torch.zeros_like(rows_meant)
+    triton_kernels.gather_rows(taken, source, index)
+    assert torch.equal(taken, rows_meant) and torch.equal(source[index], rows_meant)
+
+
+# Logits.
+
+
+@settings(max_examples=int(16 * MORE), deadline=None)
+@given(st.one_of(st.integers(1, 600), st.integers(4097, 8000)), st.booleans(), st.integers(0, 2**20))
+def test_draws_are_those_of_the_reference(columns, ties, seed):
+    """Every row with its own parameters, among rows that are not drawn from."""
+    rng = np.random.default_rng(seed)
+    logits = random(seed, 7, columns + 3, scale=4)[:, 1:-2]
+    logits = logits.round() if ties else logits
+    logits[torch.from_numpy(rng.random((7, columns)) < rng.choice([0.0, 0.3]))] = -torch.inf
+    logits[:, rng.integers(columns)] = 1.0  # the only one, perhaps
+    rows = rng.permutation(7)[:5]
+    uniform = rng.random(5)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-53
+    given_ = draws(
+        uniform,
+        temperature=rng.choice([1e-6, 0.2, 1.0, 3.0], 5),
+        top_k=rng.choice([0, 0, 1, 5, 40, 10**6], 5),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-9], 5),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.3, 1.0], 5),
+    )
+    before = logits.clone()
+    got = drawn(triton_kernels, logits.to(DEVICE), given_, rows)
+    assert (np.delete(got.numpy(), rows) == -1).all() and torch.equal(logits, before)
+    assert check_draws(got[rows], logits[rows], given_) <= 1 or ties
+
+
+def test_a_draw_from_a_large_vocabulary():
+    logits = random(0, 2, 152_064, scale=2.5)
+    logits[1] = logits[1].round()  # thousands of equal ones at every cut
+    given_ = draws(np.array([0.7, 0.6]), temperature=[0.8, 1.0], top_k=[0, 3000], top_p=[0.9, 1.0])
+    check_draws(drawn(triton_kernels, logits.to(DEVICE), given_), logits, given_)
+
+
+def test_of_equal_logits_top_k_and_top_p_keep_the_first():
+    logits = torch.zeros(3, 5000)
+    logits[:, [17, 4500]] = 1.0
+    uniform = (np.arange(3) + 0.5) / 3
+    for given_, kept in (({"top_k": 3}, [0, 17, 4500]), ({"top_p": 5e-4}, [17]), ({"top_p": 1.2e-3}, [0, 17, 4500])):
+        got = drawn(triton_kernels, logits.to(DEVICE), draws(uniform, **given_))
+        assert set(got.tolist()) <= set(kept)
+        assert torch.equal(got, drawn(reference, logits, draws(uniform, **given_)))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_draw_is_a_token_whatever_the_logits(odd):
+    logits = torch.cat((torch.full((1, 100), odd), random(1, 1, 100).index_fill(1, torch.tensor([17]), odd)))
+    for chosen in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 1e-50}):
+        got = drawn(triton_kernels, logits.to(DEVICE), draws(np.array([0.999, 0.5]), **chosen))
+        assert ((got >= 0) & (got < 100)).all()
+
+
+@settings(max_examples=int(20 * MORE), deadline=None)
+@given(
+    st.integers(1, 4),
+    st.one_of(st.integers(1, 70), st.just(5000)),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(0, 2**20),
+)
+def test_tokens_are_forbidden_where_their_bit_is_not_set(rows, columns, share, seed):
+    rng = np.random.default_rng(seed)
+    words = -(-columns // 32) + rng.integers(0, 2)
+    bits = rng.random((rows, words * 32)) < share
+    allowed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    wide = random(seed, rows + 2, columns + 5)
+    mine = rng.permutation(rows + 2)[:rows]
+    expected = wide.clone()
+    reference.forbid(expected[:, :columns], mine, allowed)
+    got = wide.to(DEVICE)
+    triton_kernels.forbid(got[:, :columns], mine, allowed)
+    assert torch.equal(got.cpu(), expected)
+    assert torch.equal(got.cpu()[mine, :columns] == -torch.inf, torch.from_numpy(~bits[:, :columns]))
+
+
+@settings(max_examples=int(20 * MORE), deadline=None)
+@given(st.integers(1, 3), st.one_of(st.integers(1, 70), st.just(9001)), st.booleans(), st.integers(0, 2**20))
+def test_the_first_of_the_largest_and_the_sum_of_exponentials(rows, columns, ties, seed):
+    logits = random(seed, rows, columns + 1, scale=3)[:, 1:]
+    logits = logits.round() if ties else logits
+    logits[:, ::3] = -torch.inf if columns > 3 else 0.0
+    index, value, lse = (t.cpu() for t in triton_kernels.argmax(logits.to(DEVICE), want_lse=True))
+    meant = torch.from_numpy(logits.numpy().argmax(1))
+    assert torch.equal(index, meant) and torch.equal(value, logits.amax(-1))
+    torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1), atol=2e-6, rtol=1e-6)
+    assert torch.equal(triton_kernels.argmax(logits.to(DEVICE))[0].cpu(), meant)

@@ -53,7 +53,32 @@ def teach_new_numpy():
     interpreter._patch_lang_tensor = patched
 
 
+def patch_once():
+    """The interpreter takes the language's functions over once a launch, not once more for each function that a kernel calls,
+    which takes most of its time."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    outermost, done = None, set()
+
+    def patched(function):
+        nonlocal outermost
+        modules = frozenset(
+            id(m) for m in function.__globals__.values() if m is interpreter.tl or m is interpreter.tl.core
+        )
+        if not getattr(outermost, "_changes", None):  # of a launch that is over
+            done.clear()
+            outermost = patch(function)
+        elif modules not in done:
+            patch(function)
+        done.add(modules)
+        return outermost
+
+    interpreter._patch_lang = patched
+
+
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     teach_bf16()
     teach_new_numpy()
+    patch_once()

@@ -199,27 +199,27 @@ def prefill_rates(
 def _paged_attention(
     kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> Callable[[int], Tensor]:
-    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plans. dtype: of the queries.
+    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plan. dtype: of the queries.
 
-    Plan after plan goes through all KV blocks that there are. Plans are made beforehand: a sweep makes one
+    Run after run goes through all KV blocks that there are, a window of them at a time. The plan counts blocks from the
+    window's first one, so that one plan does for all runs: making it takes longer than many of them, and a sweep makes one
     for all its layers.
     """
     heads, size = model.num_kv_heads, _KV_BLOCK_TOKENS
     used = [-(-(new + cached) // size) for new, cached in sequences]
     ends = np.cumsum(used).tolist()
-    plans = []
-    for turn in range(max(2, len(kv) // ends[-1])):
-        slices = [
-            SequenceSlice(new, cached, (np.arange(end - n, end) + turn * ends[-1]).astype(np.int32) % len(kv))
-            for (new, cached), n, end in zip(sequences, used, ends, strict=True)
-        ]
-        key_bytes = heads * model.head_dim * dtype.itemsize
-        plan = plan_attention(slices, [], block_size=size, key_bytes=key_bytes)
-        shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
-        plans.append(ops.prepare_attention(plan, *shapes, device=kv.device))
+    window = min(ends[-1], len(kv))  # a pool too small for all sequences serves them by turns
+    slices = [
+        SequenceSlice(new, cached, np.arange(end - n, end, dtype=np.int32) % window)
+        for (new, cached), n, end in zip(sequences, used, ends, strict=True)
+    ]
+    plan = plan_attention(slices, [], block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
+    shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
+    prepared = ops.prepare_attention(plan, *shapes, device=kv.device)
+    windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5
-    return lambda i: ops.paged_attention(q, kv, plans[i % len(plans)])
+    return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared)
 
 
 def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:

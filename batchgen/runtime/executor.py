@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
+from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
 from batchgen.runtime import layers
 from batchgen.runtime.batch import PackedBatch
@@ -27,7 +28,7 @@ from batchgen.runtime.schedule import Step, Sweeps
 from batchgen.runtime.sequence import Asked
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
-from batchgen.runtime.transfer import Arena, Link, to_device
+from batchgen.runtime.transfer import Arena, Link
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
@@ -253,7 +254,7 @@ class Executor:
 
     def _embed(self, step: Step, b: _Batch) -> None:
         table = self.weights.embeddings["embed.weight"]
-        token_ids = to_device(b.packed.token_ids, table.device)
+        token_ids = upload(b.packed.token_ids, table.device)
         if len(b.packed.pending_rows):
             self._tokens.fill(token_ids, b.packed.pending_rows, b.packed.pending_slots)
         positions = b.positions if table.device == self._device else b.host_positions

@@ -5,7 +5,6 @@ the same text whatever else is in the batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from batchgen import ops
 from batchgen.draws import Draws
+from batchgen.host_copy import download, upload
 from batchgen.runtime.sequence import Sequence
 
 
@@ -36,20 +36,36 @@ def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
 
 @dataclass(frozen=True)
 class Sampled:
-    """token_ids: int64 [sequences], on the device of the logits. tokens(): what the host is told of each, once the device has
-    come so far."""
+    """The next token of each of some sequences. Nothing has waited for the device.
+
+    token_ids: int64 [sequences], on the device; on_host: the same, in the host's memory once the device has come so far. logprobs:
+    fp64 [wanted, 1 + 2 n]: of each sequence in `wanted`, in order, the token's
+    log-probability, then the n likeliest log-probabilities and their tokens. counts: how many of these n it asked for.
+    """
 
     token_ids: Tensor
-    tokens: Callable[[], list[SampledToken]]
+    on_host: Tensor
+    wanted: Sized[int] = ()
+    counts: Sized[int] = ()
+    logprobs: Tensor | None = None
+
+    def tokens(self) -> list[SampledToken]:
+        """What has been sampled; only once the device has come so far."""
+        sampled = [SampledToken(token) for token in self.on_host.tolist()]
+        if self.logprobs is not None:
+            for i, count, (logprob, *top) in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
+                n = len(top) // 2
+                likeliest = tuple(zip(map(int, top[n : n + count]), top[:count], strict=True))
+                sampled[i] = SampledToken(sampled[i].token_id, logprob, likeliest)
+        return sampled
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
-    """The next token of each sequence. logits: fp32 [sequences, vocab], changed in place."""
+    """The next token of each sequence. logits: fp32 [sequences, vocab], changed in place. The host waits for nothing that the
+    device has to do; two copies bring it tokens and log-probabilities."""
     logprobs = _Logprobs(logits, sequences)
-    for i, s in enumerate(sequences):
-        if s.sampling.repetition_penalty != 1.0:
-            _penalise(logits[i], s)
+    penalties = _Penalties(logits, sequences)
     constrained = [i for i, s in enumerate(sequences) if s.constraint is not None]
     if constrained:
         masks = np.stack([sequences[i].constraint.mask() for i in constrained])
@@ -57,51 +73,65 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
     chosen = ops.argmax(logits)
     drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0.0]
     if drawn:
-        rows = logits if len(drawn) == len(sequences) else logits[torch.tensor(drawn)]
-        chosen[torch.tensor(drawn)] = _draw(rows, [sequences[i] for i in drawn])
-    return Sampled(chosen, lambda: [logprobs.of(i, token) for i, token in enumerate(chosen.tolist())])
+        ops.draw(logits, np.array(drawn), _draws([sequences[i] for i in drawn]), chosen)
+    on_host = download(chosen)
+    if not logprobs.wanted:
+        return Sampled(chosen, on_host)
+    penalties.take_back(logits)
+    return Sampled(chosen, on_host, logprobs.wanted, logprobs.counts, download(logprobs.of(logits, chosen)))
 
 
 class _Logprobs:
-    """Log-probabilities before any penalty or grammar, of the sequences that want them."""
+    """Log-probabilities before any penalty or grammar, of the sequences that want them. counts: of likeliest tokens."""
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
-        wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
-        self._rows: dict[int, Tensor] = {}
-        if not wanted:
+        self.wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+        if not self.wanted:
             return
-        rows = torch.tensor(wanted)
-        counts = [min(sequences[i].sampling.logprobs, logits.shape[1]) for i in wanted]
-        values, ids = logits[rows].topk(max(counts))
-        lse = ops.lse(logits)[rows]
-        tops = zip(counts, ids.tolist(), (values - lse[:, None]).tolist(), strict=True)
-        self._top = {
-            i: tuple(zip(ids[:n], values[:n], strict=True)) for i, (n, ids, values) in zip(wanted, tops, strict=True)
-        }
-        self._lse = dict(zip(wanted, lse.tolist(), strict=True))
-        for i in wanted:
-            self._rows[i] = logits[i].clone() if sequences[i].sampling.repetition_penalty != 1.0 else logits[i]
+        self.counts = [min(sequences[i].sampling.logprobs, logits.shape[1]) for i in self.wanted]
+        self._rows = upload(np.array(self.wanted), logits.device)
+        rows = logits if len(self.wanted) == len(logits) else logits.index_select(0, self._rows)
+        values, self._ids = rows.topk(max(self.counts))
+        self._lse = ops.lse(rows)
+        self._values = values - self._lse.unsqueeze(1)
 
-    def of(self, i: int, token: int) -> SampledToken:
-        if i not in self._rows:
-            return SampledToken(token)
-        return SampledToken(token, self._rows[i][token].item() - self._lse[i], self._top[i])
+    def of(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """As `Sampled.logprobs`. logits: as they were at first, where tokens were chosen."""
+        own = logits.gather(1, chosen.unsqueeze(1)).index_select(0, self._rows).double() - self._lse.double().unsqueeze(
+            1
+        )
+        return torch.cat((own, self._values.double(), self._ids.double()), 1)
 
 
-def _penalise(row: Tensor, sequence: Sequence) -> None:
-    """Repetition penalty (CTRL, Keskar et al. 2019) on the tokens of prompt and output, in place on [vocab]."""
-    seen = torch.tensor(list(set(sequence.tokens)))
-    values, penalty = row[seen], sequence.sampling.repetition_penalty
-    row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+class _Penalties:
+    """Repetition penalties (CTRL, Keskar et al. 2019) on the tokens of prompt and output, in place."""
+
+    def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
+        self._places: Tensor | None = None
+        penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
+        if not penalised:
+            return
+        seen = [np.fromiter(set(sequences[i].tokens), dtype=np.int64) for i in penalised]
+        counts = [len(tokens) for tokens in seen]
+        penalties = np.array([sequences[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
+        places = np.repeat(penalised, counts) * logits.shape[1] + np.concatenate(seen)
+        self._places, penalty = upload(places, logits.device), upload(np.repeat(penalties, counts), logits.device)
+        flat = logits.view(-1)
+        self._before = values = flat.index_select(0, self._places)
+        flat.index_copy_(0, self._places, torch.where(values > 0, values / penalty, values * penalty))
+
+    def take_back(self, logits: Tensor) -> None:
+        """The logits of these tokens are again what they were."""
+        if self._places is not None:
+            logits.view(-1).index_copy_(0, self._places, self._before)
 
 
-def _draw(logits: Tensor, sequences: Sized[Sequence]) -> Tensor:
+def _draws(sequences: Sized[Sequence]) -> Draws:
     params = [s.sampling for s in sequences]
-    draws = Draws(
+    return Draws(
         temperature=np.array([p.temperature for p in params], dtype=np.float32),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         min_p=np.array([p.min_p for p in params], dtype=np.float64),
         uniform=np.array([uniform(s.sampling.seed, s.row_id, s.sample_index, s.num_generated) for s in sequences]),
     )
-    return ops.draw(logits, draws)

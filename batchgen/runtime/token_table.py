@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.runtime.transfer import to_device
+from batchgen.host_copy import upload
 
 
 class TokenTable:
@@ -25,9 +25,9 @@ class TokenTable:
             larger = torch.zeros(2 * (max(slots) + 1), dtype=torch.int64, device=self._device)
             larger[: len(self._ids)].copy_(self._ids)
             self._ids = larger
-        self._ids.index_copy_(0, to_device(np.array(slots, dtype=np.int64), self._device), token_ids)
+        self._ids.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), token_ids)
 
     def fill(self, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
         """token_ids[rows[i]] = the token at slots[i]; token_ids: int64 [tokens], on the device."""
-        found = self._ids.index_select(0, to_device(slots, self._device))
-        token_ids.index_copy_(0, to_device(rows, self._device), found)
+        found = self._ids.index_select(0, upload(slots, self._device))
+        token_ids.index_copy_(0, upload(rows, self._device), found)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +20,6 @@ from batchgen.units import format_bytes
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
 _PREFAULT_BYTES = 2 << 20  # a huge page
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array's numbers on the device. Nothing waits: a copy from memory that is not pinned would wait for all that the device
-    is at."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

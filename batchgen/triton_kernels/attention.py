@@ -22,9 +22,15 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(plans.COLUMNS)
 
 
-def supports_attention(head_dim: int, group: int, block_size: int) -> bool:
+def supports_attention(head_dim: int, group: int, block_size: int, device: torch.device) -> bool:
     """group: query heads of a KV head."""
-    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP and block_size & (block_size - 1) == 0
+    return (
+        card(device).has_products
+        and head_dim % 2 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and group <= MAX_GROUP
+        and block_size & (block_size - 1) == 0
+    )
 
 
 def geometry(

@@ -24,14 +24,14 @@ from triton.compiler import ASTSource
 
 from batchgen import quant
 from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.triton_kernels import attention, plan, rotary, weights
-from batchgen.triton_kernels.launch import SHARED_MEMORY, Launch, attention_tiles
+from batchgen.triton_kernels import attention, plan, rotary, sampling, weights
+from batchgen.triton_kernels.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.triton_kernels.norm import norm_launch, silu_mul_launch
 from batchgen.triton_kernels.rows import gather_launch, scatter_launch
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.int64: "*i64", torch.float64: "*fp64",
 }  # fmt: skip
 _BLOCK_SIZE = 16
 _KV_HEADS = 2
@@ -58,7 +58,7 @@ def compile_all(
     capability: int, head_dims: tuple[int, ...] = (64, 128), groups: tuple[int, ...] = (1, 4, 8)
 ) -> Iterator[Compiled]:
     """Of compute capability major * 10 + minor. Raises triton's errors where a kernel cannot be compiled."""
-    for name, launch in all_launches(SHARED_MEMORY[capability], head_dims, groups):
+    for name, launch in all_launches(Card(capability, 132, SHARED_MEMORY[capability]), head_dims, groups):
         yield compile_launch(name, launch, capability)
 
 
@@ -102,45 +102,56 @@ def _resources(binary: bytes) -> tuple[int | None, int | None]:
 # The launches.
 
 
-def all_launches(
-    shared_memory: int, head_dims: tuple[int, ...], groups: tuple[int, ...]
-) -> Iterator[tuple[str, Launch]]:
+def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]) -> Iterator[tuple[str, Launch]]:
     """Names and launches, on CPU tensors: those of models of these head sizes and query heads of a KV head."""
+    has_bf16 = card.capability >= 80
     for head_dim, (dtype, kv_dtype) in itertools.product(head_dims, _FORMATS):
+        if dtype == torch.bfloat16 and not has_bf16:
+            continue
         what = f"head_dim {head_dim}, {_short(dtype)} over {_short(kv_dtype)}"
-        for group in groups:
-            for launch in _attention_launches(head_dim, group, dtype, kv_dtype, shared_memory):
+        for group in groups if card.has_products else ():
+            for launch in _attention_launches(head_dim, group, dtype, kv_dtype, card.shared_memory):
                 if group == groups[0] or launch.kernel is not attention._merge:
                     rows = launch.constants.get("ROWS")
                     yield (
                         f"{launch.kernel.__name__}, {what}, group {group}" + (f", {rows} rows" if rows else ""),
                         launch,
                     )
-        for name, launch in _rotary_launches(head_dim, dtype, kv_dtype):
-            yield f"{launch.kernel.__name__}, {what}, {name}", launch
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for columns in (896, 4096, 16384):
-            x, weight = torch.empty(2, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
-            for bias in (None, weight):
-                launch = norm_launch(x, weight, bias, 1e-5, x)
-                yield (
-                    f"{launch.kernel.__name__}, {_short(dtype)}, {columns} columns"
-                    + ("" if bias is None else ", bias"),
-                    launch,
-                )
-        yield (
-            f"_silu_mul, {_short(dtype)}",
-            silu_mul_launch(torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)),
-        )
-        for n in (100, 128, 4096):
-            x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
-            yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
-            yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
+        if card.has_products or kv_dtype != torch.uint8:
+            for name, launch in _rotary_launches(head_dim, dtype, kv_dtype):
+                yield f"{launch.kernel.__name__}, {what}, {name}", launch
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) if has_bf16 else (torch.float16, torch.float32):
+        yield from _row_launches(dtype)
     for columns in (68, 65536):
         pool, taken = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
         index = torch.zeros(2, dtype=torch.int64)
         yield f"_copy_rows, {columns} bytes, gathered", gather_launch(taken, pool, index)
         yield f"_copy_rows, {columns} bytes, scattered", scatter_launch(pool, index, taken)
+    yield from _logits_launches()
+
+
+def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    for columns in (896, 4096, 16384):
+        x, weight = torch.empty(2, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+        for bias in (None, weight):
+            name = f"_norm, {_short(dtype)}, {columns} columns" + ("" if bias is None else ", bias")
+            yield name, norm_launch(x, weight, bias, 1e-5, x)
+    gated, out = torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)
+    yield f"_silu_mul, {_short(dtype)}", silu_mul_launch(gated, out)
+    for n in (100, 128, 4096):
+        x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
+        yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
+        yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
+
+
+def _logits_launches() -> Iterator[tuple[str, Launch]]:
+    rows, columns = 4, 152_064
+    logits, tokens = torch.empty(rows, columns), torch.zeros(rows, dtype=torch.int64)
+    values, allowed = torch.empty(rows), torch.empty(rows, columns // 32, dtype=torch.int32)
+    yield "_argmax", sampling.argmax_launch(logits, tokens, values, None)
+    yield "_argmax, lse", sampling.argmax_launch(logits, tokens, values, values)
+    yield "_forbid", sampling.forbid_launch(logits, tokens, allowed)
+    yield "_draw", sampling.draw_launch(logits, torch.empty(6, rows, dtype=torch.float64), tokens)
 
 
 def _attention_launches(

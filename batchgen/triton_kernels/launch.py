@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
-# specifications).
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-_LEAST_SHARED_MEMORY = 48 << 10
+# specifications): for compiling ahead, and where torch does not tell it.
+SHARED_MEMORY = {
+    75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
+_LEAST_SHARED_MEMORY = min(SHARED_MEMORY.values())
+# Triton makes no use of tensor cores before 8.0 (since 3.3): a matrix product there is spilled registers and a hundredth of the
+# speed, and cuBLAS does it. What is older than 7.5 it is not built for.
+_LEAST_CAPABILITY, _PRODUCTS_CAPABILITY = 75, 80
 # Streaming multiprocessors that plans are cut for where there is no card: those of an H100 or H200.
 _DEFAULT_SMS = 132
 
@@ -43,20 +48,32 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
+    """capability: major * 10 + minor. num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
 
+    capability: int
     num_sms: int
     shared_memory: int
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.capability >= _LEAST_CAPABILITY
+
+    @property
+    def has_products(self) -> bool:
+        """Whether kernels with matrix products are worth their launch."""
+        return self.capability >= _PRODUCTS_CAPABILITY
 
 
 @lru_cache
 def card(device: torch.device) -> Card:
     """What launches depend on. On the CPU, under Triton's interpreter: an H200's."""
     if device.type != "cuda":
-        return Card(_DEFAULT_SMS, SHARED_MEMORY[90])
-    properties = torch.cuda.get_device_properties(device)
-    capability = 10 * properties.major + properties.minor
-    return Card(properties.multi_processor_count, SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY))
+        return Card(90, _DEFAULT_SMS, SHARED_MEMORY[90])
+    found = torch.cuda.get_device_properties(device)
+    capability = 10 * found.major + found.minor
+    told = getattr(found, "shared_memory_per_block_optin", None)  # not in every torch
+    shared_memory = told or SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY)
+    return Card(capability, found.multi_processor_count, shared_memory)
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -85,10 +102,14 @@ def attention_tiles(
         many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
 
     def fitting(tile: Tile) -> Tile:
-        # Q and shares of keys once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
+        # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
         size = dtype.itemsize if kv_dtype == torch.uint8 else kv_dtype.itemsize
         left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
         buffers = left // (2 * tile.keys * dim * size)
-        return Tile(tile.rows, tile.keys, tile.warps, max(2, min(tile.stages, 2 + buffers)))
+        if buffers < 1 and tile.keys > 16:
+            return fitting(replace(tile, keys=tile.keys // 2))
+        if buffers < 1 and tile.rows > few_rows:
+            return fitting(replace(tile, rows=tile.rows // 2))
+        return replace(tile, stages=max(2, min(tile.stages, 2 + buffers)))
 
     return fitting(few), fitting(many)

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from batchgen import quant
 from batchgen.triton_kernels.groups import aligned, flat_columns, pack, tile_columns
-from batchgen.triton_kernels.launch import Launch, power_of_two
+from batchgen.triton_kernels.launch import Launch, card, power_of_two
 
 MAX_HEAD_DIM = 256
 _TOKENS = 8  # of a program
 _TURNED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
-def supports_rotary(head_dim: int) -> bool:
-    return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
+def supports_rotary(head_dim: int, turned: bool, device: torch.device) -> bool:
+    """turned: with a rotation, which is a matrix product."""
+    return (card(device).has_products or not turned) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def rotary_store(

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from batchgen.triton_kernels.launch import Launch, power_of_two
 
-_WORDS = 2048  # of a row that a program copies
+# Words that a program has under way at once: 16 KiB where rows are whole multiples of 8 bytes.
+_TILE_WORDS = 2048
+# By Little's law a PCIe 5.0 x16 link, 64 GB/s with a round trip of some 2 microseconds, is full with 128 KiB under way: 8
+# programs' tiles, and twice as many programs as each loads, then stores. More of them would be no faster, and hold
+# multiprocessors that compute kernels beside them need.
+PROGRAMS = 16
 _TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -42,21 +47,28 @@ def _launch(target: Tensor, source: Tensor, index: Tensor, gathers: bool) -> Lau
         "target": target.view(-1).view(torch.uint8).view(word),
         "source": source.view(-1).view(torch.uint8).view(word),
         "index": index,
+        "num_rows": len(index),
         "words": words,
     }
-    block = min(_WORDS, power_of_two(words, 32))
-    constants = {"GATHERS": gathers, "BLOCK": block}
-    return Launch(
-        _copy_rows, (len(index), triton.cdiv(words, block)), args, constants, warps=max(1, min(8, block // 128))
-    )
+    block = min(_TILE_WORDS, power_of_two(words, 32))
+    rows = _TILE_WORDS // block
+    constants = {"GATHERS": gathers, "ROWS": rows, "BLOCK": block}
+    tiles = triton.cdiv(len(index), rows) * triton.cdiv(words, block)
+    return Launch(_copy_rows, (min(PROGRAMS, tiles),), args, constants, warps=8)
 
 
-@triton.jit
-def _copy_rows(target, source, index, words, GATHERS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    other = tl.load(index + row)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if GATHERS:
-        tl.store(target + row * words + at, tl.load(source + other * words + at, mask=at < words), mask=at < words)
-    else:
-        tl.store(target + other * words + at, tl.load(source + row * words + at, mask=at < words), mask=at < words)
+@triton.jit(do_not_specialize=["num_rows"])
+def _copy_rows(target, source, index, num_rows, words, GATHERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of ROWS rows x BLOCK words, each program every so many of them."""
+    across = tl.cdiv(words, BLOCK)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        there = row < num_rows
+        other = tl.load(index + row, mask=there, other=0)[:, None] * words
+        own = row[:, None].to(tl.int64) * words
+        at = (tile % across * BLOCK + tl.arange(0, BLOCK))[None, :]
+        mask = there[:, None] & (at < words)
+        if GATHERS:
+            tl.store(target + own + at, tl.load(source + other + at, mask=mask), mask=mask)
+        else:
+            tl.store(target + other + at, tl.load(source + own + at, mask=mask), mask=mask)

@@ -1,0 +1,142 @@
+"""From logits to tokens: what `sample` gives, and that on a GPU nothing in it waits for the device."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from batchgen import ops
+from batchgen.request import SamplingParams
+from batchgen.runtime import sampler
+from batchgen.runtime.sampler import sample
+from batchgen.runtime.sequence import Sequence
+
+VOCAB = 500
+
+
+class Allowed:
+    """A Constraint that allows some tokens."""
+
+    def __init__(self, tokens):
+        self._bits = np.zeros(-(-VOCAB // 32) * 32, dtype=bool)
+        self._bits[tokens] = True
+
+    def mask(self):
+        return np.packbits(self._bits, bitorder="little").view(np.int32)
+
+
+def sequence(i, allowed=None, **sampling):
+    made = Sequence(i, i, 0, [1, 2, 3 + i, 2], SamplingParams(**sampling))
+    made.constraint = None if allowed is None else Allowed(allowed)
+    return made
+
+
+def of_all_kinds():
+    return [
+        sequence(0),
+        sequence(1, temperature=0.8, top_p=0.9, logprobs=3),
+        sequence(2, repetition_penalty=1.7, logprobs=0),
+        sequence(3, temperature=1.0, repetition_penalty=0.6, top_k=20, logprobs=5),
+        sequence(4, allowed=[7, 9], logprobs=2),
+        sequence(5, allowed=[7, 9, 400], temperature=2.0, min_p=0.1),
+        sequence(6, temperature=0.5, allowed=[2], repetition_penalty=3.0, logprobs=1),
+    ]
+
+
+def logits_of(count):
+    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(0)) * 4
+    logits[:, [1, 2]] = torch.tensor([29.0, 30.0])  # what prompts hold is likely, and penalties decide
+    return logits
+
+
+def test_every_sequence_gets_what_it_would_get_alone():
+    sequences, logits = of_all_kinds(), logits_of(7)
+    together = sample(logits.clone(), sequences).tokens()
+    alone = [sample(logits[i : i + 1].clone(), [s]).tokens()[0] for i, s in enumerate(sequences)]
+    assert together == alone
+    assert {type(t.token_id) for t in together} == {int}
+    assert together[4].token_id in (7, 9) and together[5].token_id in (7, 9, 400) and together[6].token_id == 2
+
+
+def test_logprobs_are_those_of_the_model_itself():
+    """Before penalties, grammars and temperature."""
+    sequences, logits = of_all_kinds(), logits_of(7)
+    meant = torch.log_softmax(logits.double(), -1)
+    for i, (s, token) in enumerate(zip(sequences, sample(logits.clone(), sequences).tokens(), strict=True)):
+        if s.sampling.logprobs is None:
+            assert token.logprob is None and token.top == ()
+            continue
+        assert token.logprob == pytest.approx(meant[i, token.token_id].item(), abs=1e-5)
+        values, ids = meant[i].topk(s.sampling.logprobs)
+        assert {t for t, _ in token.top} == set(ids.tolist()) and len(token.top) == s.sampling.logprobs
+        assert [v for _, v in token.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_penalties_are_applied_once_whatever_is_repeated():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [1, 2, 50, 60]] = torch.tensor([8.0, 10.0, 7.0, -1.0])
+    (token,) = sample(logits.clone(), [sequence(47, repetition_penalty=1.5)]).tokens()  # 2 is in it twice, 50 once
+    assert token.token_id == 2  # 10 / 1.5, not 10 / 1.5 ** 2
+    (token,) = sample(logits.clone(), [sequence(0, repetition_penalty=1.5)]).tokens()
+    assert token.token_id == 50
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where the host would wait for the device: copies to it, and CPU tensors among a GPU's operands, which torch copies
+    from memory that is not pinned."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        made = func(*args, **(kwargs or {}))
+        operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in operands if x.dim()}
+        results = {x.device.type for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor)}
+        assert devices <= {"cuda"} or "cuda" not in devices | results, f"{name} from {devices} to {results}"
+        return made
+
+
+def test_nothing_waits_for_a_gpu_until_tokens_are_asked_for(monkeypatch):
+    """Fake tensors have no numbers: `item`, `tolist` and whatever depends on them is refused."""
+    uploads, downloads, launched = [], [], []
+
+    def upload(array, device):
+        uploads.append(array)
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+
+    class Kernels:
+        def argmax(self, logits, want_lse=False):
+            launched.append("argmax")
+            rows = len(logits)
+            return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows), logits.new_empty(rows)
+
+        def draw(self, logits, rows, draws, out):
+            launched.append(("draw", rows.tolist(), draws.top_k.tolist()))
+
+        def forbid(self, logits, rows, allowed):
+            launched.append(("forbid", rows.tolist()))
+
+    def download(tensor):
+        downloads.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(sampler, "upload", upload)
+    monkeypatch.setattr(sampler, "download", download)
+    monkeypatch.setattr(ops, "_device_kernels", lambda device: Kernels())
+    with FakeTensorMode(), NoWaiting():
+        chosen = sampler.sample(torch.empty(7, VOCAB, device="cuda"), of_all_kinds())
+        assert chosen.token_ids.device.type == chosen.logprobs.device.type == "cuda"
+        assert chosen.logprobs.shape == (5, 1 + 2 * 5)
+    assert launched.count("argmax") == 2 and ("forbid", [4, 5, 6]) in launched
+    assert ("draw", [1, 3, 5, 6], [0, 20, 0, 0]) in launched
+    assert len(uploads) <= 3 and len(downloads) == 2  # whatever the number of sequences
+
+
+def test_tokens_and_log_probabilities_come_in_one_copy_each(monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("one number at a time"))
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: copies.append(self) or tolist(self))
+    sample(logits_of(7), of_all_kinds()).tokens()
+    assert len(copies) == 2
