@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammars
 from batchgen.convert import store_path
-from batchgen.device import Device
+from batchgen.device import Device, compute_capability, sixteen_bits
 from batchgen.engine_parts import EngineParts
 from batchgen.errors import BatchgenError, InputError
 from batchgen.formats import FORMAT_BYTES, INT4
@@ -57,7 +57,9 @@ def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
     if dtype == "auto":
         if config.dtype == "float32":
             return "float32"
-        return "bfloat16" if device.kind == "cuda" or has_fast_bfloat16() else "float32"
+        if device.kind == "cuda":
+            return sixteen_bits(compute_capability())
+        return "bfloat16" if has_fast_bfloat16() else "float32"
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
     return dtype
@@ -297,7 +299,7 @@ def load_parts(
             grammar.result()  # refused before weights are read
         weights = Weights(
             config,
-            weight_homes(policy, config),
+            weight_homes(policy, config, memory.embedding_tier),
             torch_dtype,
             checkpoint=None if store else open_checkpoint(files),
             store=store,
@@ -353,10 +355,11 @@ def load_parts(
     )
 
 
-def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
-    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
+def weight_homes(policy: Policy, config: ModelConfig, embedding_tier: str = "cpu") -> WeightHomes:
+    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers. embedding_tier: of the input
+    embeddings, where they are tensors of their own."""
     from batchgen.runtime.weights import WeightHomes
 
     spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
     layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
-    return WeightHomes(layers, policy.head_tier, policy.weight_format)
+    return WeightHomes(layers, policy.head_tier, policy.weight_format, embedding_tier)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ class Executor:
             self.lanes = Lanes(self._perform, shared_cores=shared_cores, **options)
         else:
             self.lanes = StreamLanes(self._perform, driver, **options)
+            # Of an engine that is not closed: copies still read and write its memory, which goes when the executor has gone.
+            weakref.finalize(self, driver.finish).atexit = False
         self._device = device
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
@@ -239,11 +242,14 @@ class Executor:
     # Activations.
 
     def _embed(self, step: Step, b: _Batch) -> None:
-        table = self.weights.embeddings["embed.weight"]
-        token_ids = torch.from_numpy(b.packed.token_ids).to(table.device)
-        positions = b.positions if table.device == self._device else b.host_positions
+        on_device = self.weights.embeds_on_device
+        token_ids, positions = torch.from_numpy(b.packed.token_ids), b.host_positions
+        if on_device:
+            token_ids, positions = token_ids.to(self._device), b.positions
         hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
-        b.hidden = self.links[0].bring(hidden) if self.links and not b.on_host else hidden
+        if self.links and on_device == b.on_host:  # made on one side, and awaited on the other
+            hidden = self.links[1 if on_device else 0].bring(hidden)
+        b.hidden = hidden
 
     def _load_hidden(self, step: Step, b: _Batch) -> None:
         b.hidden = self.links[0].bring(b.hidden)

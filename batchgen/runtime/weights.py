@@ -34,16 +34,19 @@ OUTPUT_MATRIX = "lm_head.weight"
 
 @dataclass(frozen=True)
 class WeightHomes:
-    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4"."""
+    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4".
+    embeddings: tier of the input embeddings, where these are not the output matrix too."""
 
     layers: tuple[Mapping[str, str], ...]
     head: str
     weight_format: str
+    embeddings: str = "cpu"
 
     @classmethod
     def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightHomes:
         """Everything in one tier."""
-        return cls(tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers)), tier, dtype)
+        layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
+        return cls(layers, tier, dtype, embeddings=tier)
 
     def streams(self, compute_home: str) -> Streams:
         away = [{tier for tier in groups.values() if tier != compute_home} for groups in self.layers]
@@ -113,6 +116,11 @@ class Weights:
         self.embeddings, self.head = self._load_ends()
         if self.homes.head == compute_home:
             self.head = _packed(self.head)
+
+    @property
+    def embeds_on_device(self) -> bool:
+        """Whether the input embeddings are in the compute device's memory."""
+        return self._embeddings_home == self._compute_home
 
     @property
     def num_bytes(self) -> int:
@@ -275,8 +283,8 @@ class Weights:
         else:
             ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
         embeddings, head = ends
-        tied = self.config.tied_embeddings
-        embeddings = self.arenas[self.homes.head if tied else "cpu"].keep(embeddings, "the embeddings")
+        self._embeddings_home = self.homes.head if self.config.tied_embeddings else self.homes.embeddings
+        embeddings = self.arenas[self._embeddings_home].keep(embeddings, "the embeddings")
         self.arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
         for name, tensor in head.items():  # what is small, where it is used
             home = self.homes.head if name == OUTPUT_MATRIX else self._compute_home
