@@ -30,11 +30,12 @@ from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
-from batchgen.policy import TIERS, Policy, spread_layers
+from batchgen.policy import TIERS, MemoryPlan, Policy, spread_layers
 from batchgen.request import SamplingParams
 from batchgen.units import size_bytes
 
 if TYPE_CHECKING:
+    from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.store import WeightStore
     from batchgen.runtime.weights import WeightHomes
@@ -329,19 +330,24 @@ def load_parts(
             shared_cores=device.kind == "emulated",
             on_step=on_step,
         )
-        undo.pop_all()
-    return EngineParts(
-        config=config,
-        tokenizer=tokenizer,
-        executor=executor,
-        split=splitter(policy, memory, compute_home),
-        pack=partial(
+        undo.callback(executor.close)
+        split = splitter(policy, memory, compute_home)
+        pack = partial(
             pack,
             block_size=policy.kv_block_size,
             key_bytes=config.num_kv_heads * config.head_dim * torch_dtype.itemsize,
             windows=frozenset(config.windows),
             compute_home=compute_home,
-        ),
+        )
+        if driver is not None:
+            _warm_up(executor, policy, memory, compute_home, split, pack, sampling or SamplingParams())
+        undo.pop_all()
+    return EngineParts(
+        config=config,
+        tokenizer=tokenizer,
+        executor=executor,
+        split=split,
+        pack=pack,
         sample=sample,
         scorer=Scorer,
         policy=replace(policy, kv_blocks=memory.kv_blocks),
@@ -353,6 +359,34 @@ def load_parts(
         load_s=time.perf_counter() - started,
         grammars=grammars,
     )
+
+
+def _warm_up(
+    executor: Executor,
+    policy: Policy,
+    memory: MemoryPlan,
+    compute_home: str,
+    split: Callable,
+    pack: Callable,
+    sampling: SamplingParams,
+) -> None:
+    """Has a device do once what it is going to do, with rows such as the policy is for. sampling: of most rows."""
+    from batchgen.runtime.sampler import sample
+    from batchgen.runtime.scheduler import Scheduler
+    from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits
+    from batchgen.runtime.warm_up import dummy_sweeps
+
+    sweeps = dummy_sweeps(
+        Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_home)),
+        split,
+        pack,
+        max_num_seqs=policy.max_num_seqs,
+        max_num_batched_tokens=policy.max_num_batched_tokens,
+        longest=min(policy.max_model_len, longest_sequence(policy, memory, compute_home)),
+        vocab_size=executor.config.vocab_size,
+        sampling=sampling,
+    )
+    executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]))
 
 
 def weight_homes(policy: Policy, config: ModelConfig, embedding_tier: str = "cpu") -> WeightHomes:

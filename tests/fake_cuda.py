@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from batchgen import ops
-from batchgen.runtime import cuda
+from batchgen.runtime import cuda, executor, sampler
+from batchgen.runtime.sampler import SampledToken
 from batchgen.triton_kernels import attention, launch, rows
 
 CARD = torch.device("cuda", 0)
@@ -198,6 +199,12 @@ def _record_stream(tensor: Tensor, stream) -> None:
     assert tensor.device == CARD, "a stream holds memory of the card only"
 
 
+def _sample(logits: Tensor, sequences) -> list[SampledToken]:
+    """Of logits that have no contents."""
+    assert logits.device == CARD and logits.shape[0] == len(sequences) and logits.dtype == torch.float32
+    return [SampledToken(7)] * len(sequences)
+
+
 def _register_device_guard() -> None:
     """torch built without CUDA has nothing that makes a CUDA device the current one; that of `meta` does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -225,6 +232,8 @@ def fake_card():
             return 0
 
         patch.setattr(Tensor, "record_stream", _record_stream)
+        for module in (sampler, executor):
+            patch.setattr(module, "sample", _sample)
         patch.setattr(cuda, "_stream_wait_value", lambda: wait_value)
         patch.setattr(cuda, "cap_memory", lambda num_bytes: None)
         patch.setattr(attention, "card", lambda device: launch.Card(132, launch.SHARED_MEMORY[90]))

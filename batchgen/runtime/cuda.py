@@ -202,6 +202,8 @@ class CudaLink:
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
         """target[...] = source; each row of them is contiguous."""
         self._count(source)
+        if target.is_contiguous() and source.is_contiguous() and source.nbytes <= COPY_BYTES:
+            return target.copy_(source, non_blocking=True)
         if target.is_contiguous() and source.is_contiguous():
             step = max(1, COPY_BYTES // source.element_size())
             for part, piece in zip(target.view(-1).split(step), source.view(-1).split(step), strict=True):
@@ -242,6 +244,9 @@ class CudaLink:
         self.borrow(source)
         self.borrow(index)
         ops.scatter_rows(target, index, source)
+
+    def reset_counts(self) -> None:
+        self.moved_bytes = 0
 
     def _count(self, moved: Tensor) -> None:
         self.moved_bytes += moved.numel() * moved.element_size()

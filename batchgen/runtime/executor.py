@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,18 +21,24 @@ from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
 from batchgen.runtime import layers
-from batchgen.runtime.batch import PackedBatch
+from batchgen.request import SamplingParams
+from batchgen.runtime.batch import PackedBatch, pack
+from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep
+from batchgen.runtime.sampler import sample
 from batchgen.runtime.schedule import Step, Sweeps
+from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
 from batchgen.runtime.sequence import Asked
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.transfer import Arena, Link
+from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
+_BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 # (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there.
 OnLogits = Callable[[Sequence[Asked], Tensor, int], None]
 
@@ -95,8 +103,60 @@ class Executor:
         with _kernels_alone():
             self._run(batches, on_logits)
 
+    @torch.inference_mode()
+    def warm_up(self, sweeps: Iterable[Sequence[PackedBatch]], on_logits: OnLogits) -> None:
+        """Runs sweeps for nothing but what a first use of each operation brings with it: kernels are compiled and loaded, libraries
+        take their work space, memory on the device and pinned memory of the host come to their size. All of that may wait for
+        everything on the device, which would not end while something there waits for the host; so here every Step is done before
+        the next one is launched.
+
+        Of the model's layers those are run that differ, in where their weights are and what they attend to. KV that is written is
+        set to zero again, and nothing is counted. To be called before the first `run`.
+        """
+        chosen = self._unlike_layers()
+        made = Sweeps(self.weights.homes.of_layers(chosen).streams(self._compute_home))
+        self._on_logits, self._in_pieces = on_logits, False
+        with self.lanes.one_by_one(), _kernels_alone():
+            for batches in sweeps:
+                prepared: list[_Batch] = []
+                self.lanes.prepare(lambda: prepared.extend(self._prepare_all(batches)))  # noqa: B023
+                self.lanes.execute(self._warm_up_steps(made, prepared, chosen))
+                self.lanes.drain()
+                self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
+        for counted in (self.weights, self.kv_cache, *(self.links or ())):
+            counted.reset_counts()
+
+    def _unlike_layers(self) -> list[int]:
+        """One layer of each kind, and the last one, which is told apart."""
+        kinds: dict[tuple, int] = {}
+        for layer, homes in enumerate(self.weights.homes.layers):
+            kinds.setdefault((self.config.windows[layer], *sorted(homes.items())), layer)
+        return sorted({*kinds.values(), self.config.num_layers - 1})
+
+    def _warm_up_steps(self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int]) -> Iterator[Step]:
+        """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
+        for step in made.steps([b.packed.flow(b.on_host) for b in batches]):
+            of_head = step.kind in ("head", "load_head")
+            step = step._replace(
+                id=step.id - _BEFORE,
+                sweep=step.sweep - _BEFORE,
+                layer=step.layer if of_head else layers[step.layer],
+                after=tuple(earlier - _BEFORE for earlier in step.after),
+            )
+            self._batch_of[step.id] = batches[step.batch]
+            yield step
+
+    def _forget_kv(self, packed: PackedBatch, layers: Sequence[int]) -> None:
+        """Zeros in the blocks of memory that the batch's new KV went to."""
+        for segment in packed.segments:
+            resident = segment.place == "resident"
+            slots = packed.staging.host_slots if segment.place == "staged" else segment.slots
+            blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+            for layer in layers if len(blocks) else ():
+                pool = self.kv_cache.pools[self._compute_home if resident else "cpu"][layer]
+                pool.index_fill_(0, blocks.to(pool.device), 0)
+
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> None:
-        first_on_host = len(batches) - self._batches_on_host
         prepared: list[_Batch] = []
 
         def prepare() -> None:
@@ -104,7 +164,7 @@ class Executor:
             if frame is not None:
                 prepared.append(self._framed(batches[0], frame))
             else:
-                prepared.extend(self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches))
+                prepared.extend(self._prepare_all(batches))
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
@@ -141,6 +201,10 @@ class Executor:
         self.weights.close()
         for arena in self.weights.arenas.values():
             arena.memory.close()
+
+    def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[_Batch]:
+        first_on_host = len(batches) - self._batches_on_host
+        return [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
 
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
         """What all layers need of a batch, as tensors."""
@@ -446,7 +510,24 @@ def in_memory(
     kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, links=links, **options)
     if driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    return Executor(
+    executor = Executor(
         config, weights, kv_cache, config.max_position, compute_home=home, links=links, device=device, driver=driver,
         captured_tokens=captured_tokens,
     )  # fmt: skip
+    if driver:
+        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
+        limits = SchedulerLimits(rows, tokens, class_seqs={home: rows}, compute_home=home)
+        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
+        shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
+        sweeps = dummy_sweeps(
+            Scheduler({home: BlockManager(num_blocks, block_size)}, limits),
+            lambda sweep: [sweep],
+            partial(pack, **shape, compute_home=home),
+            max_num_seqs=rows,
+            max_num_batched_tokens=tokens,
+            longest=min(config.max_position, tokens),
+            vocab_size=config.vocab_size,
+            sampling=SamplingParams(),
+        )
+        executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]))
+    return executor

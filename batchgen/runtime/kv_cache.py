@@ -206,6 +206,9 @@ class KVCache:
         if pool := self.pools.get(self._compute_home):
             self._prefault = Prefault(pool, most_bytes)
 
+    def reset_counts(self) -> None:
+        self.disk_bytes_read = self.disk_bytes_written = 0
+
     def close(self) -> None:
         if self._prefault:
             self._prefault.close()

@@ -156,6 +156,9 @@ class Link:
         with self._paced(source):
             target.index_copy_(0, index, source)
 
+    def reset_counts(self) -> None:
+        self.moved_bytes = 0
+
     @contextlib.contextmanager
     def _paced(self, moved: Tensor):
         num_bytes = moved.numel() * moved.element_size()

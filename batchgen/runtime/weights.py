@@ -8,7 +8,7 @@ computes. 4-bit matrices are expanded once per layer and sweep.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class WeightHomes:
         """Everything in one tier."""
         layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
         return cls(layers, tier, dtype, embeddings=tier)
+
+    def of_layers(self, layers: Sequence[int]) -> WeightHomes:
+        """Of a model that has only these layers."""
+        return replace(self, layers=tuple(self.layers[j] for j in layers))
 
     def streams(self, compute_home: str) -> Streams:
         away = [{tier for tier in groups.values() if tier != compute_home} for groups in self.layers]
@@ -179,6 +183,9 @@ class Weights:
         start = piece * self._piece_rows
         stop = min(start + self._piece_rows, self.config.vocab_size)
         return start, self._head_slots[slot][: max(0, stop - start)]
+
+    def reset_counts(self) -> None:
+        self.disk_bytes_read = 0
 
     def close(self) -> None:
         for file in self._files.values():
