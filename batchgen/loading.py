@@ -340,7 +340,7 @@ def load_parts(
             compute_home=compute_home,
         )
         if driver is not None:
-            _warm_up(executor, policy, memory, compute_home, split, pack, sampling or SamplingParams())
+            warm_up(executor, policy, memory, compute_home, split, pack, sampling or SamplingParams())
         undo.pop_all()
     return EngineParts(
         config=config,
@@ -361,7 +361,7 @@ def load_parts(
     )
 
 
-def _warm_up(
+def warm_up(
     executor: Executor,
     policy: Policy,
     memory: MemoryPlan,

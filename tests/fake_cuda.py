@@ -43,14 +43,13 @@ class Runtime:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}  # start -> bytes
         self.faults: list[str] = []
-        self.most = 0  # registrations that there are at once
-        self.fails_at = None  # the how-manieth registration is refused
+        self.fails_after = None  # so many registrations the next one is refused
 
     def cudaHostRegister(self, start, num_bytes, flags):
         assert num_bytes > 0 and _is_mapped(start, num_bytes)
-        if self.fails_at is not None:
-            self.fails_at -= 1
-            if self.fails_at < 0:
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            if self.fails_after < 0:
                 return 2  # cudaErrorMemoryAllocation
         self._look()
         for first, size in self.registered.items():
@@ -58,7 +57,6 @@ class Runtime:
                 self.faults.append(f"{start:#x} is registered again")
                 return self.ALREADY_REGISTERED
         self.registered[start] = num_bytes
-        self.most = max(self.most, len(self.registered))
         return 0
 
     def cudaHostUnregister(self, start):
@@ -116,7 +114,7 @@ class Card(TorchFunctionMode):
         super().__init__()
         self.runtime = Runtime()
         self.copies: list[tuple[int, bool]] = []
-        self.launched: list[str] = []  # names of Triton's kernels
+        self.launched: list[tuple] = []  # Triton's kernels: name, and what each variant of it is compiled for
         self._own_pinned: list[Tensor] = []  # torch's, which are never given back here
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -183,8 +181,9 @@ class Card(TorchFunctionMode):
 
     def launch(self, made: launch.Launch) -> None:
         """In place of a Triton kernel."""
-        name = made.kernel.fn.__name__ if hasattr(made.kernel, "fn") else made.kernel.__name__
-        self.launched.append(name)
+        name = made.kernel.fn.__name__
+        variant = [(key, _specialised(made.kernel, key, value)) for key, value in made.args.items()]
+        self.launched.append((name, made.warps, made.stages, *sorted(made.constants.items()), *variant))
         reaches_host = made.kernel is rows._copy_rows
         for argument, value in made.args.items():
             if isinstance(value, Tensor) and value.numel():
@@ -197,6 +196,17 @@ _METHODS = {Tensor.to, Tensor.cuda, Tensor.copy_, Tensor.pin_memory, Tensor.is_p
 
 def _record_stream(tensor: Tensor, stream) -> None:
     assert tensor.device == CARD, "a stream holds memory of the card only"
+
+
+def _specialised(kernel, argument: str, value):
+    """What Triton compiles for: a dtype and whether an address divides by 16; of numbers whether they are 1 or divide by 16."""
+    parameter = next(p for p in kernel.params if p.name == argument)
+    if isinstance(value, Tensor):
+        aligned = value.storage_offset() * value.element_size() % 16 == 0
+        return value.dtype, parameter.do_not_specialize_on_alignment or aligned
+    if parameter.do_not_specialize or not isinstance(value, int):
+        return type(value)
+    return value == 1, value % 16 == 0
 
 
 def _sample(logits: Tensor, sequences) -> list[SampledToken]:

@@ -131,12 +131,12 @@ def plan_memory(
     if embedding and device == "gpu":
         left = budgets["gpu"] - sum(parts["gpu"].values())
         pool = kv_blocks.get("gpu", 0) * sizes["gpu"]
-        if most_kv_tokens is None:  # nobody knows how much of the pool is needed: the embeddings may have an eighth of it
+        if most_kv_tokens is None:  # nobody knows how much of the pool is needed: an eighth of it may go
             pool = min(pool, max(left - left // 8, -(-min_tokens // policy.kv_block_size) * sizes["gpu"]))
         if embedding <= left - pool:
             embedding_tier = "gpu"
             add("gpu", "weights", embedding)
-            parts["cpu"]["weights"] -= embedding
+            add("cpu", "weights", -embedding)
             kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
     for tier, count in kv_blocks.items():
         add(tier, "KV", count * sizes[tier])

@@ -20,8 +20,8 @@ from torch import Tensor
 from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.model_config import ModelConfig
-from batchgen.runtime import layers
 from batchgen.request import SamplingParams
+from batchgen.runtime import layers
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.checkpoint import Checkpoint
@@ -73,12 +73,15 @@ class Executor:
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         options = {"serial": serial, "on_step": on_step, "on_thread": _prepare_thread}
+        perform = weakref.WeakMethod(
+            self._perform
+        )  # lanes' threads do not keep an engine alive that nobody has any more
         if driver is None:
-            self.lanes = Lanes(self._perform, shared_cores=shared_cores, **options)
+            self.lanes = Lanes(lambda step: perform()(step), shared_cores=shared_cores, **options)
         else:
-            self.lanes = StreamLanes(self._perform, driver, **options)
-            # Of an engine that is not closed: copies still read and write its memory, which goes when the executor has gone.
-            weakref.finalize(self, driver.finish).atexit = False
+            self.lanes = StreamLanes(lambda step: perform()(step), driver, **options)
+        # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
+        weakref.finalize(self, self.lanes.close).atexit = False
         self._device = device
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home

@@ -100,7 +100,8 @@ class Lanes:
                 queue.clear()
             self._wake_all()
         for thread in self._threads.values():
-            if thread.is_alive():  # not so where an interrupt came while it was being started
+            # Not alive where an interrupt came while it was being started. Itself where it was the last to have the engine.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
         self._threads.clear()
 

@@ -13,8 +13,8 @@ from batchgen.runtime.sequence import Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
 _LONG = 640
-# Of each row: by the sweep that prefills, and by two that decode.
-_TOKENS = 3
+# Of each row: by the sweep that prefills, and by the one that decodes.
+_TOKENS = 2
 
 
 def dummy_sweeps(
@@ -29,8 +29,8 @@ def dummy_sweeps(
     sampling: SamplingParams,
 ) -> Iterator[list[PackedBatch]]:
     """The GPU batches of a few sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
-    which sequences of all KV classes take part in as far as they are admitted; the same with a row less, so that whatever
-    follows it begins at another address; and a single long row, which attention is cut for.
+    which sequences of all KV classes take part in as far as they are admitted; and a single long row, for which attention is
+    cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows."""
     numbers = count()
@@ -43,7 +43,10 @@ def dummy_sweeps(
             for i in (next(numbers) for _ in range(num))
         ]
 
-    for group in (rows(max_num_seqs, max_num_batched_tokens // max_num_seqs), rows(1, min(_LONG, 4 * max_num_batched_tokens))):
+    for group in (
+        rows(max_num_seqs, max_num_batched_tokens // max_num_seqs),
+        rows(1, min(_LONG, 4 * max_num_batched_tokens)),
+    ):
         for sequence in group:
             scheduler.add(sequence)
         while sweep := scheduler.schedule():
@@ -53,8 +56,5 @@ def dummy_sweeps(
             scheduler.commit(sweep)
             for sequence in sampled:
                 sequence.tokens.append(0)
-            ended = [s for s in sampled if s.num_generated == s.sampling.max_tokens]
-            if len(sampled) > 1 and sampled[0].num_generated == 2:
-                ended.append(sampled[0])
-            for sequence in dict.fromkeys(ended):
-                scheduler.finish(sequence)
+                if sequence.num_generated == sequence.sampling.max_tokens:
+                    scheduler.finish(sequence)
