@@ -10,7 +10,7 @@ import torch
 from fake_cuda import CARD, fake_card
 from planner_cases import llama_8b
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, MODELS
 
 from batchgen.device import Device
 from batchgen.engine import Engine
@@ -72,21 +72,22 @@ def run(engine):
     assert [c.error for c in done] == [None] * len(PROMPTS)
 
 
-# Each family with its embeddings tied and not, in each kind of policy with one of both.
+# Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of policy.
+VARIANTS = [(family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (False, True)]
+VARIANTS += [variant for variant in MODELS.values() if variant[1] and "tie_word_embeddings" not in variant[1]]
 CASES = [
-    (family, tied, kind)
-    for i, family in enumerate(FAMILIES)
-    for tied in (False, True)
-    for kind in ("resident", "4 bits" if (i + tied) % 2 else "everything moves")
+    (*variant, kind)
+    for i, variant in enumerate(VARIANTS)
+    for kind in ("resident", ("everything moves", "4 bits", "4 bits", "everything moves")[i % 4])
 ]
 
 
-@pytest.mark.parametrize(("family", "tied", "kind"), CASES)
+@pytest.mark.parametrize(("family", "overrides", "kind"), CASES)
 def test_every_operation_finds_its_tensors_on_one_device(
-    tiny_models, tmp_path, monkeypatch, card, cold, family, tied, kind
+    tiny_models, tmp_path, monkeypatch, card, cold, family, overrides, kind
 ):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
-    path = tiny_models(family, tie_word_embeddings=tied, **LAYERS)[0]
+    path = tiny_models(family, **overrides | LAYERS)[0]
     with engine_on_card(path, tmp_path, kind) as engine:
         kinds = set()
         before_each_step(engine.parts, lambda step: kinds.add(step.kind))

@@ -338,7 +338,9 @@ class Executor:
             if place == "delegated":
                 continue
             resident = place == "resident"
-            kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
+            kv = (
+                self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
+            )
             options = self._rotary(step, b, part.tokens)
             q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
             b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
