@@ -53,10 +53,7 @@ def test_times_are_in_microseconds_and_never_negative(tmp_path):
     path = tmp_path / "plan.json"
     trace = TraceWriter(path, "plan")
     seconds = {"disk_read": 2.5, "compute": 0.25}
-    steps = [
-        Step(0, "read_weight", "disk_read", 0, 3, 0, None, None, ()),
-        Step(1, "embed", "compute", 0, 0, 1, None, None, ()),
-    ]
+    steps = [Step(0, "read_weight", "disk_read", 0, 3, 0, None, None, ()), Step(1, "embed", "compute", 0, 0, 1, None, None, ())]
     simulate(steps, lambda s: seconds[s.lane], on_step=trace.add)
     trace.close()
     found, _ = spans(path)
