@@ -7,10 +7,11 @@ of cost gets the factor with which the cost terms come closest to all of the tim
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,10 +81,10 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> Hard
     sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
-    run = _runner(part, dtype)
-    pulses = [pulse_s(dtype)]
-    # In rounds, so that a moment in which the machine is slow does not decide about one of them.
-    rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
+    with _runner(part, dtype) as run:
+        pulses = [pulse_s(dtype)]
+        # In rounds, so that a moment in which the machine is slow does not decide about one of them.
+        rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
     times = np.median(rounds, axis=0)
     factors = fit(np.array([terms[i] for i in affordable]), times).tolist()
     scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
@@ -182,7 +183,8 @@ def _setting(profile: HardwareProfile, model: ModelConfig, dtype: str, workload:
     return next(iter(settings(problem)))[0]
 
 
-def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
+@contextlib.contextmanager
+def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float]]:
     """run(sweep) -> seconds, the median of several runs on memory that was used before."""
     import torch
 
@@ -206,7 +208,8 @@ def _runner(model: ModelConfig, dtype: str) -> Callable[[_Sweep], float]:
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
-    return run
+    with contextlib.closing(executor):
+        yield run
 
 
 def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:

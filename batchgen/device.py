@@ -47,6 +47,20 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@cache
+def compute_capability() -> tuple[int, int]:
+    """Of the current CUDA device, (major, minor)."""
+    import torch
+
+    return torch.cuda.get_device_capability()
+
+
+def sixteen_bits(capability: tuple[int, int]) -> str:
+    """The 16-bit dtype that a card of this compute capability multiplies fast: before Ampere (8.0) tensor cores know no
+    bfloat16."""
+    return "bfloat16" if capability >= (8, 0) else "float16"
+
+
 def parse_device(text: str) -> Device:
     """The device of a `--device` flag; "auto" is the CPU, as long as "cuda" has not run on a GPU. Raises InputError."""
     if text in ("auto", "cpu"):

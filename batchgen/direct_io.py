@@ -24,10 +24,10 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_buffer(num_bytes: int) -> mmap.mmap:
+def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
     """Fresh memory that direct I/O can use, private to this process, its size rounded up; pages are taken on first
     use, huge ones where the kernel has them."""
-    buffer = mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = kind(-1, max(ALIGNMENT, aligned(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer

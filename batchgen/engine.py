@@ -75,7 +75,7 @@ class Engine:
 
     model: a local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
     dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
-        "float32", "bfloat16" or "float16".
+        "float32", "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
     device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
     cpu_memory: budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
     gpu_memory: budget of the GPU: a larger card behaves as one of this size. None: all of it.

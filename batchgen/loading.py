@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammars
 from batchgen.convert import store_path
-from batchgen.device import Device
+from batchgen.device import Device, compute_capability, sixteen_bits
 from batchgen.engine_parts import EngineParts
 from batchgen.errors import BatchgenError, InputError
 from batchgen.formats import FORMAT_BYTES, INT4
@@ -30,11 +30,12 @@ from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
-from batchgen.policy import TIERS, Policy, spread_layers
+from batchgen.policy import TIERS, MemoryPlan, Policy, spread_layers
 from batchgen.request import SamplingParams
 from batchgen.units import size_bytes
 
 if TYPE_CHECKING:
+    from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.store import WeightStore
     from batchgen.runtime.weights import WeightHomes
@@ -57,7 +58,9 @@ def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
     if dtype == "auto":
         if config.dtype == "float32":
             return "float32"
-        return "bfloat16" if device.kind == "cuda" or has_fast_bfloat16() else "float32"
+        if device.kind == "cuda":
+            return sixteen_bits(compute_capability())
+        return "bfloat16" if has_fast_bfloat16() else "float32"
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported: use auto, {', '.join(DTYPES)}")
     return dtype
@@ -297,7 +300,7 @@ def load_parts(
             grammar.result()  # refused before weights are read
         weights = Weights(
             config,
-            weight_homes(policy, config),
+            weight_homes(policy, config, memory.embedding_tier),
             torch_dtype,
             checkpoint=None if store else open_checkpoint(files),
             store=store,
@@ -327,19 +330,24 @@ def load_parts(
             shared_cores=device.kind == "emulated",
             on_step=on_step,
         )
-        undo.pop_all()
-    return EngineParts(
-        config=config,
-        tokenizer=tokenizer,
-        executor=executor,
-        split=splitter(policy, memory, compute_home),
-        pack=partial(
+        undo.callback(executor.close)
+        split = splitter(policy, memory, compute_home)
+        pack = partial(
             pack,
             block_size=policy.kv_block_size,
             key_bytes=config.num_kv_heads * config.head_dim * torch_dtype.itemsize,
             windows=frozenset(config.windows),
             compute_home=compute_home,
-        ),
+        )
+        if driver is not None:
+            warm_up(executor, policy, memory, compute_home, split, pack, sampling or SamplingParams())
+        undo.pop_all()
+    return EngineParts(
+        config=config,
+        tokenizer=tokenizer,
+        executor=executor,
+        split=split,
+        pack=pack,
         sample=sample,
         scorer=Scorer,
         policy=replace(policy, kv_blocks=memory.kv_blocks),
@@ -353,10 +361,40 @@ def load_parts(
     )
 
 
-def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
-    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
+def warm_up(
+    executor: Executor,
+    policy: Policy,
+    memory: MemoryPlan,
+    compute_home: str,
+    split: Callable,
+    pack: Callable,
+    sampling: SamplingParams,
+) -> None:
+    """Has a device do once what it is going to do, with rows such as the policy is for. sampling: of most rows."""
+    from batchgen.runtime.sampler import sample
+    from batchgen.runtime.scheduler import Scheduler
+    from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits
+    from batchgen.runtime.warm_up import dummy_sweeps
+
+    sweeps = dummy_sweeps(
+        Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_home)),
+        split,
+        pack,
+        max_num_seqs=policy.max_num_seqs,
+        max_num_batched_tokens=policy.max_num_batched_tokens,
+        longest=min(policy.max_model_len, longest_sequence(policy, memory, compute_home)),
+        vocab_size=executor.config.vocab_size,
+        sampling=sampling,
+        sampled_token=executor.sampled_token,
+    )
+    executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]).token_ids)
+
+
+def weight_homes(policy: Policy, config: ModelConfig, embedding_tier: str = "cpu") -> WeightHomes:
+    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers. embedding_tier: of the input
+    embeddings, where they are tensors of their own."""
     from batchgen.runtime.weights import WeightHomes
 
     spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
     layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
-    return WeightHomes(layers, policy.head_tier, policy.weight_format)
+    return WeightHomes(layers, policy.head_tier, policy.weight_format, embedding_tier)

@@ -101,23 +101,22 @@ def _requests(count: int, output_tokens: int) -> list[Request]:
 def _sweep_s(device: str, layers: int, sequences: int) -> float:
     """Median seconds of a decode sweep."""
     times: list[float] = []
-    engine = _engine(device, layers)
-    for _ in engine.generate(
-        _requests(sequences, _OUTPUT_TOKENS), on_sweep=lambda stats: times.append(time.perf_counter())
-    ):
-        pass
+    requests = _requests(sequences, _OUTPUT_TOKENS)
+    with _engine(device, layers) as engine:
+        for _ in engine.generate(requests, on_sweep=lambda stats: times.append(time.perf_counter())):
+            pass
     decoding = times[2:]  # the first sweep prefills
     return statistics.median(b - a for a, b in itertools.pairwise(decoding))
 
 
 def _row_s(device: str) -> float:
     """Seconds a row adds when it generates a single token: the whole way less the sweep it is in."""
-    engine = _engine(device, 1)
     count = 2048
-    started = time.perf_counter()
-    for _ in engine.generate(_requests(count, 1)):
-        pass
-    return (time.perf_counter() - started) / count
+    with _engine(device, 1) as engine:
+        started = time.perf_counter()
+        for _ in engine.generate(_requests(count, 1)):
+            pass
+        return (time.perf_counter() - started) / count
 
 
 def _sampling_logits_per_s(device: str) -> float:
@@ -159,10 +158,12 @@ def _load_bytes_per_s() -> float:
         )
         checkpoint = open_checkpoint(resolve_model(folder))
         homes = WeightHomes.in_memory(checkpoint.config, "bfloat16")
-        Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)
+        Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint).close()
         started = time.perf_counter()
         weights = Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)
-        return weights.num_bytes / (time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        weights.close()
+        return weights.num_bytes / seconds
 
 
 def _gguf_load_bytes_per_s() -> float:

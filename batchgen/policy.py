@@ -82,7 +82,7 @@ class MemoryPlan:
 
     kv_blocks: KV blocks of each tier's pool. staging_blocks: of each buffer through which KV passes on its way to the
     compute device. batch_tokens: the most tokens of one GPU batch. logit_rows: rows of logits that are made together; None:
-    all of a GPU batch.
+    all of a GPU batch. embedding_tier: home of the input embeddings, where these are not the output matrix too.
     """
 
     budgets: Mapping[str, int]
@@ -91,6 +91,7 @@ class MemoryPlan:
     staging_blocks: int
     batch_tokens: int
     logit_rows: int | None = None
+    embedding_tier: str = "cpu"
 
     def to_json(self) -> dict:
         return asdict(self)

@@ -101,6 +101,7 @@ def main() -> None:
         print(
             f"turn {turn + 1}: batchgen {walls['batchgen'][-1]:.1f} s, transformers {walls['transformers'][-1]:.1f} s"
         )
+    engine.close()
     best = {name: min(times) for name, times in walls.items()}
     result = {
         "benchmark": "azure_vs_transformers",

@@ -74,8 +74,9 @@ def load(files: ModelFiles, weight_format: str, kv_format: str, window: int, chu
 def measure(parts: EngineParts, windows: list[list[int]]) -> dict:
     """Every window by itself, its first token left out."""
     started = time.perf_counter()
-    found = Engine.from_parts(parts).score(ScoreRequest(window[:1], (window[1:],)) for window in windows)
-    log_p = np.concatenate([[t.chosen.logprob for t in scored.scores[0].tokens] for scored in found])
+    with Engine.from_parts(parts) as engine:
+        found = engine.score(ScoreRequest(window[:1], (window[1:],)) for window in windows)
+        log_p = np.concatenate([[t.chosen.logprob for t in scored.scores[0].tokens] for scored in found])
     cache = parts.executor.kv_cache.shape
     return {
         "perplexity": math.exp(-log_p.mean()),

@@ -5,14 +5,16 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from batchgen import Engine, Request, SamplingParams
+from batchgen import Engine, Request, SamplingParams, loading
+from batchgen.device import Device
 from batchgen.errors import InputError
-from batchgen.model_files import DEMO_MEMBER, cache_dir
+from batchgen.model_files import DEMO_MEMBER, cache_dir, read_config, resolve_model
 
 ROOT = Path(__file__).parents[1]
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -95,6 +97,16 @@ def test_more_memory_than_the_card_has_is_refused(tiny_models):
 def test_gpu_memory_without_a_gpu_is_refused(tiny_models):
     with pytest.raises(InputError, match="--gpu-memory is given, but there is no GPU"):
         Engine(str(tiny_models("llama")[0]), device="cpu", gpu_memory="1GiB")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_auto_is_the_16_bits_that_the_card_multiplies(tiny_models, monkeypatch, capability, expected):
+    """bfloat16 is emulated on a T4."""
+    monkeypatch.setattr(loading, "compute_capability", lambda: capability)
+    stored = read_config(resolve_model(str(tiny_models("llama")[0])))
+    assert loading.resolve_dtype(replace(stored, dtype="bfloat16"), "auto", Device("cuda")) == expected
+    assert loading.resolve_dtype(stored, "auto", Device("cuda")) == "float32"
+    assert loading.resolve_dtype(stored, "bfloat16", Device("cuda")) == "bfloat16"
 
 
 LACKING = ("pulp", "highspy", "datasets", "gguf", "accelerate", "tomli")

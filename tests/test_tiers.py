@@ -24,7 +24,7 @@ from tiered import (
 )
 from tiny_models import FAMILIES, MODELS
 
-from batchgen import ops
+from batchgen import loading, ops
 from batchgen.device import Device
 from batchgen.engine import Engine
 from batchgen.request import Request, SamplingParams
@@ -204,6 +204,29 @@ def test_any_policy_on_a_device_with_streams(rng, reference, stores):
         patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
         device = FakeDevice(*ORDERS[case.seed % len(ORDERS)])
         check(case, reference, stores, prepare=lambda parts: run_on(parts, device, patch))
+
+
+@pytest.mark.parametrize("on_streams", [False, True])
+def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_streams):
+    """Neither in KV, nor in buffers, nor in what is counted."""
+    path = tiny_models("mistral", sliding_window=20)[0]
+    policy, prompts = everything_moves(path, weight_format=FP32), [list(range(5, 5 + n)) for n in (20, 3, 17, 30, 9)]
+    found = []
+    for warm in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)
+            parts = make_parts(path, EMULATED, policy, stores, longest_tokens=CONTEXT)
+            if on_streams:
+                run_on(parts, FakeDevice(*ORDERS[0]), patch)
+            if warm:
+                loading.warm_up(parts.executor, policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+                executor = parts.executor
+                counted = (*executor.bytes_moved.values(), *executor.busy_s.values(), *executor.stalled_s.values())
+                assert not any(counted)
+                assert not any(pool.any() for pools in executor.kv_cache.pools.values() for pool in pools)
+            found.append(run(parts, prompts, [6] * 5))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].sweeps == found[1][1].sweeps
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
@@ -76,6 +77,7 @@ class LiveEngine:
 
         if self._engine is None:
             self._engine = Engine(**self._options)
+            weakref.finalize(self, self._engine.close)
         results = {}
         to_generate = [
             Request(row.prompt, SamplingParams(**row.sampling, logprobs=0, seed=self._seed), row.id)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import math
+import mmap
+import sys
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from batchgen import ops
+from batchgen.direct_io import aligned_buffer
 from batchgen.errors import BatchgenError, InputError
 from batchgen.runtime.schedule import LANES
 from batchgen.runtime.streams import STREAMS
-from batchgen.runtime.transfer import untouched
+from batchgen.runtime.transfer import tensor_over
 from batchgen.units import format_bytes
 
 _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
@@ -98,8 +104,9 @@ _MARGIN_FRAC = 0.03
 
 def usable_memory(card_bytes: int | None) -> int:
     """What tensors may take of a card of this size; None: of the current device as it is. Raises InputError."""
+    gc.collect()  # an engine that nobody has any more is still in the card's memory
     free, total = torch.cuda.mem_get_info()
-    usable = free + torch.cuda.memory_reserved()
+    usable = free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if card_bytes is not None:
         if card_bytes > total:
             raise InputError(f"--gpu-memory {format_bytes(card_bytes)}: this GPU has {format_bytes(total)}; give less")
@@ -108,9 +115,10 @@ def usable_memory(card_bytes: int | None) -> int:
 
 
 def cap_memory(num_bytes: int) -> None:
-    """Has torch refuse to take more of the GPU's memory than this, however much there is."""
+    """Has torch refuse to take more of the GPU's memory than this beside what it holds, however much there is."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / (1 - _MARGIN_FRAC) / total))
+    most = torch.cuda.memory_allocated() + num_bytes / (1 - _MARGIN_FRAC)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
 
 
 class GpuMemory:
@@ -125,18 +133,45 @@ class GpuMemory:
     def close(self) -> None: ...
 
 
+class _PinnedPages(mmap.mmap):
+    """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last. Memory that is
+    mapped at the same address later could not be registered, or would be taken for these pages."""
+
+    address: int | None = None  # where they are registered; None: they are not
+
+    def pin(self, address: int) -> None:
+        """Raises BatchgenError."""
+        error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        if error:
+            raise BatchgenError(
+                f"cannot pin {format_bytes(len(self))} of host memory (CUDA error {error}): give less --cpu-memory"
+            )
+        self.address = address
+
+    def unpin(self) -> None:
+        address, self.address = self.address, None
+        if address is not None:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def __del__(self) -> None:
+        # Before the memory is unmapped: a callback of a weak reference would come after it.
+        if not sys.is_finalizing():
+            self.unpin()
+
+
 class PinnedMemory:
     """Memory of the host that the GPU copies from and to by itself, for an `Arena`. torch's own pinned memory comes in powers
     of two, of which a model of 70 GB would take 128."""
 
     def __init__(self) -> None:
-        self._pinned: list[Tensor] = []
+        self._pinned: weakref.WeakSet[_PinnedPages] = weakref.WeakSet()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = untouched(shape, dtype)
+        pages = aligned_buffer(math.prod(shape) * dtype.itemsize, _PinnedPages)
+        tensor = tensor_over(pages, shape, dtype)
         if tensor.nbytes:
-            _check_pinning(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0), tensor.nbytes)
-            self._pinned.append(tensor)
+            pages.pin(tensor.data_ptr())
+            self._pinned.add(pages)
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -145,17 +180,15 @@ class PinnedMemory:
         return self.zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def close(self) -> None:
-        """Ends the pinning: nothing may be under way."""
-        for tensor in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._pinned.clear()
+        """Ends the pinning: nothing may be under way. Tensors stay, as memory like any other."""
+        for pages in list(self._pinned):
+            pages.unpin()
 
 
-def _check_pinning(error, num_bytes: int) -> None:
-    if int(error):
-        raise BatchgenError(
-            f"cannot pin {format_bytes(num_bytes)} of host memory (CUDA error {int(error)}): give less --cpu-memory"
-        )
+# A copy is cut into pieces: a copy engine takes turns between streams, but finishes what it has begun, and a few KB that compute
+# waits for would wait for a whole matrix, up to 50 ms of it. A piece takes 0.6 ms at 25 GB/s, and launching it some 4
+# microseconds; the largest layers there are (3.6 GB) make two hundred, of the thousand that a stream's queue takes.
+COPY_BYTES = 16 << 20
 
 
 class CudaLink:
@@ -169,8 +202,13 @@ class CudaLink:
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
         """target[...] = source; each row of them is contiguous."""
         self._count(source)
-        if target.is_contiguous() and source.is_contiguous():
+        if target.is_contiguous() and source.is_contiguous() and source.nbytes <= COPY_BYTES:
             return target.copy_(source, non_blocking=True)
+        if target.is_contiguous() and source.is_contiguous():
+            step = max(1, COPY_BYTES // source.element_size())
+            for part, piece in zip(target.view(-1).split(step), source.view(-1).split(step), strict=True):
+                part.copy_(piece, non_blocking=True)
+            return target
         for part, row in zip(target, source, strict=True):  # torch would copy it to and fro at once
             part.copy_(row, non_blocking=True)
         return target
@@ -206,6 +244,9 @@ class CudaLink:
         self.borrow(source)
         self.borrow(index)
         ops.scatter_rows(target, index, source)
+
+    def reset_counts(self) -> None:
+        self.moved_bytes = 0
 
     def _count(self, moved: Tensor) -> None:
         self.moved_bytes += moved.numel() * moved.element_size()

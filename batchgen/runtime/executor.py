@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,20 +21,26 @@ from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
 from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
+from batchgen.request import SamplingParams
 from batchgen.runtime import layers
-from batchgen.runtime.batch import PackedBatch
+from batchgen.runtime.batch import PackedBatch, pack
+from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep
+from batchgen.runtime.sampler import sample
 from batchgen.runtime.schedule import Step, Sweeps
-from batchgen.runtime.sequence import Asked
+from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.sequence import PENDING, Asked
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.token_table import TokenTable
 from batchgen.runtime.transfer import Arena, Link
+from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
+_BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 # (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
 # int64 [asked], if any are.
 OnLogits = Callable[[Sequence[Asked], Tensor, int], Tensor | None]
@@ -67,10 +76,15 @@ class Executor:
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links = links
         options = {"serial": serial, "on_step": on_step, "on_thread": _prepare_thread}
+        perform = weakref.WeakMethod(
+            self._perform
+        )  # lanes' threads do not keep an engine alive that nobody has any more
         if driver is None:
-            self.lanes = Lanes(self._perform, shared_cores=shared_cores, **options)
+            self.lanes = Lanes(lambda step: perform()(step), shared_cores=shared_cores, **options)
         else:
-            self.lanes = StreamLanes(self._perform, driver, **options)
+            self.lanes = StreamLanes(lambda step: perform()(step), driver, **options)
+        # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
+        weakref.finalize(self, self.lanes.close).atexit = False
         self._device = device
         self._sweeps = Sweeps(weights.homes.streams(compute_home))
         self._compute_home = compute_home
@@ -87,8 +101,8 @@ class Executor:
         self._on_logits: OnLogits = lambda asked, logits, start: None
         self._in_pieces = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
-        on_device = weights.embeddings["embed.weight"].device.type == device.type
-        self._tokens = TokenTable(device) if driver is not None and not serial and on_device else None
+        ahead = driver is not None and not serial and weights.embeds_on_device
+        self._tokens = TokenTable(device) if ahead else None
 
     @torch.inference_mode()
     def run(
@@ -106,8 +120,60 @@ class Executor:
             return None
         return wait
 
+    @torch.inference_mode()
+    def warm_up(self, sweeps: Iterable[Sequence[PackedBatch]], on_logits: OnLogits) -> None:
+        """Runs sweeps for nothing but what a first use of each operation brings with it: kernels are compiled and loaded, libraries
+        take their work space, memory on the device and pinned memory of the host come to their size. All of that may wait for
+        everything on the device, which would not end while something there waits for the host; so here every Step is done before
+        the next one is launched.
+
+        Of the model's layers those are run that differ, in where their weights are and what they attend to. KV that is written is
+        set to zero again, and nothing is counted. To be called before the first `run`.
+        """
+        chosen = self._unlike_layers()
+        made = Sweeps(self.weights.homes.of_layers(chosen).streams(self._compute_home))
+        self._on_logits, self._in_pieces = on_logits, False
+        with self.lanes.one_by_one(), _kernels_alone():
+            for batches in sweeps:
+                prepared: list[_Batch] = []
+                self.lanes.prepare(lambda: prepared.extend(self._prepare_all(batches)))  # noqa: B023
+                self.lanes.execute(self._warm_up_steps(made, prepared, chosen))
+                self.lanes.drain()
+                self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
+        for counted in (self.weights, self.kv_cache, *(self.links or ())):
+            counted.reset_counts()
+
+    def _unlike_layers(self) -> list[int]:
+        """One layer of each kind, and the last one, which is told apart."""
+        kinds: dict[tuple, int] = {}
+        for layer, homes in enumerate(self.weights.homes.layers):
+            kinds.setdefault((self.config.windows[layer], *sorted(homes.items())), layer)
+        return sorted({*kinds.values(), self.config.num_layers - 1})
+
+    def _warm_up_steps(self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int]) -> Iterator[Step]:
+        """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
+        for step in made.steps([b.packed.flow(b.on_host) for b in batches]):
+            of_head = step.kind in ("head", "load_head")
+            step = step._replace(
+                id=step.id - _BEFORE,
+                sweep=step.sweep - _BEFORE,
+                layer=step.layer if of_head else layers[step.layer],
+                after=tuple(earlier - _BEFORE for earlier in step.after),
+            )
+            self._batch_of[step.id] = batches[step.batch]
+            yield step
+
+    def _forget_kv(self, packed: PackedBatch, layers: Sequence[int]) -> None:
+        """Zeros in the blocks of memory that the batch's new KV went to."""
+        for segment in packed.segments:
+            resident = segment.place == "resident"
+            slots = packed.staging.host_slots if segment.place == "staged" else segment.slots
+            blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+            for layer in layers if len(blocks) else ():
+                pool = self.kv_cache.pools[self._compute_home if resident else "cpu"][layer]
+                pool.index_fill_(0, blocks.to(pool.device), 0)
+
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> Callable[[], None] | None:
-        first_on_host = len(batches) - self._batches_on_host
         prepared: list[_Batch] = []
 
         def prepare() -> None:
@@ -115,11 +181,16 @@ class Executor:
             if frame is not None:
                 prepared.append(self._framed(batches[0], frame))
             else:
-                prepared.extend(self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches))
+                prepared.extend(self._prepare_all(batches))
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
         return self.lanes.execute(self._bound_to(prepared))
+
+    @property
+    def sampled_token(self) -> int:
+        """What stands for a token that a sweep has sampled, in the next one: PENDING, where that may be run ahead."""
+        return 0 if self._tokens is None else PENDING
 
     @property
     def bytes_moved(self) -> dict[str, int]:
@@ -153,6 +224,10 @@ class Executor:
         for arena in self.weights.arenas.values():
             arena.memory.close()
 
+    def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[_Batch]:
+        first_on_host = len(batches) - self._batches_on_host
+        return [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
+
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
         """What all layers need of a batch, as tensors."""
         parts = {}
@@ -162,16 +237,16 @@ class Executor:
             rows = None
             if segment.place == "delegated":
                 shape = self.kv_cache.shape
-                keys = ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).to(self._device)
+                keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
                 rows = keys, keys + shape.kv_heads * shape.block_size
-            tokens, slots = slice(segment.start, segment.stop), torch.from_numpy(segment.slots).to(self._device)
+            tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
             parts[segment.place] = _Part(tokens, slots, rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
-        positions = torch.from_numpy(packed.positions)
+        positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         asked = None  # all rows, in their order
         if len(packed.asked) < packed.num_tokens:
-            asked = torch.from_numpy(packed.asked_rows).to(self._device)
-        return _Batch(packed, positions, positions.to(self._device), asked, parts, moves, on_host)
+            asked = upload(packed.asked_rows, self._device)
+        return _Batch(packed, *positions, asked, parts, moves, on_host)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device)
@@ -200,8 +275,8 @@ class Executor:
         )
 
     def _framed(self, packed: PackedBatch, frame: Frame) -> _Batch:
-        positions = torch.from_numpy(packed.positions)
-        return _Batch(packed, positions, positions.to(self._device), None, {}, None, False, frame=frame)
+        positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
+        return _Batch(packed, *positions, None, {}, None, False, frame=frame)
 
     def _layers(self, step: Step, b: _Batch) -> None:
         b.hidden = self._graphs.run(b.frame, b.hidden)
@@ -253,13 +328,16 @@ class Executor:
     # Activations.
 
     def _embed(self, step: Step, b: _Batch) -> None:
-        table = self.weights.embeddings["embed.weight"]
-        token_ids = upload(b.packed.token_ids, table.device)
+        on_device = self.weights.embeds_on_device
+        token_ids, positions = torch.from_numpy(b.packed.token_ids), b.host_positions
+        if on_device:
+            token_ids, positions = upload(b.packed.token_ids, self._device), b.positions
         if len(b.packed.pending_rows):
             self._tokens.fill(token_ids, b.packed.pending_rows, b.packed.pending_slots)
-        positions = b.positions if table.device == self._device else b.host_positions
         hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
-        b.hidden = self.links[0].bring(hidden) if self.links and not b.on_host else hidden
+        if self.links and on_device == b.on_host:  # made on one side, and awaited on the other
+            hidden = self.links[1 if on_device else 0].bring(hidden)
+        b.hidden = hidden
 
     def _load_hidden(self, step: Step, b: _Batch) -> None:
         b.hidden = self.links[0].bring(b.hidden)
@@ -281,7 +359,9 @@ class Executor:
             if place == "delegated":
                 continue
             resident = place == "resident"
-            kv = self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
+            kv = (
+                self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
+            )
             options = self._rotary(step, b, part.tokens)
             q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
             b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
@@ -461,7 +541,25 @@ def in_memory(
     kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, links=links, **options)
     if driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    return Executor(
+    executor = Executor(
         config, weights, kv_cache, config.max_position, compute_home=home, links=links, device=device, driver=driver,
         captured_tokens=captured_tokens,
     )  # fmt: skip
+    if driver:
+        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
+        limits = SchedulerLimits(rows, tokens, class_seqs={home: rows}, compute_home=home)
+        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
+        shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
+        sweeps = dummy_sweeps(
+            Scheduler({home: BlockManager(num_blocks, block_size)}, limits),
+            lambda sweep: [sweep],
+            partial(pack, **shape, compute_home=home),
+            max_num_seqs=rows,
+            max_num_batched_tokens=tokens,
+            longest=min(config.max_position, tokens),
+            vocab_size=config.vocab_size,
+            sampling=SamplingParams(),
+            sampled_token=executor.sampled_token,
+        )
+        executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]).token_ids)
+    return executor

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from batchgen.attention_plan import AttentionPlan
+from batchgen.host_copy import upload
 from batchgen.runtime.batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ class DecodeGraphs:
                 frame.plans[window].fill(cut)
         self._frames.move_to_end(size)
         count = packed.num_tokens
-        frame.positions[:count].copy_(torch.from_numpy(packed.positions))
-        frame.slots[:count].copy_(torch.from_numpy(segment.slots))
+        frame.positions[:count].copy_(upload(packed.positions, self._device))
+        frame.slots[:count].copy_(upload(segment.slots, self._device))
         frame.slots[count:].fill_(NOT_STORED)
         return frame
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from batchgen import ops
 from batchgen.direct_io import DirectFile, aligned
 from batchgen.errors import BatchgenError
 from batchgen.formats import INT4
+from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
 from batchgen.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
@@ -135,14 +137,14 @@ class KVCache:
         """Size of the file."""
         return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
 
-    def prepare(self, staging: Staging, device: torch.device | str = "cpu") -> Moves:
+    def prepare(self, staging: Staging, device: torch.device = ops.CPU) -> Moves:
         """device: what computes, and copies rows that are not neighbours."""
         shape = self.shape
         behind = shape.kv_heads * shape.block_size  # V's rows lie this far behind K's
 
         def rows(slots) -> Tensor:
             keys = ops.kv_rows(slots, shape.kv_heads, shape.block_size)
-            return torch.cat((keys, keys + behind)).to(device)
+            return upload(torch.cat((keys, keys + behind)).numpy(), device)
 
         dirty, writes = [], []
         for run in staging.writes:
@@ -150,10 +152,10 @@ class KVCache:
             dirty += range(run.staged, run.staged + run.count)
         return Moves(
             staging,
-            torch.from_numpy(staging.host_blocks).to(device),
+            upload(staging.host_blocks, device),
             rows(staging.new_slots),
             rows(staging.host_slots),
-            torch.tensor(dirty, dtype=torch.int64).to(device),
+            upload(np.array(dirty, dtype=np.int64), device),
             tuple(writes),
         )
 
@@ -205,6 +207,9 @@ class KVCache:
         """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
         if pool := self.pools.get(self._compute_home):
             self._prefault = Prefault(pool, most_bytes)
+
+    def reset_counts(self) -> None:
+        self.disk_bytes_read = self.disk_bytes_written = 0
 
     def close(self) -> None:
         if self._prefault:

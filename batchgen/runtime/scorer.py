@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen import ops
+from batchgen.host_copy import upload
 from batchgen.runtime.sequence import Asked, ScoredPosition
 
 
@@ -45,9 +47,11 @@ class _Group:
     def __init__(self, asked: Sized[Asked], device: torch.device) -> None:
         self._asked = asked
         self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in asked]
-        counts = torch.tensor([len(targets) for targets in self._targets])
-        self._rows = torch.arange(len(asked)).repeat_interleave(counts).to(device)
-        self._tokens = torch.tensor([token for targets in self._targets for token in targets]).to(device)
+        counts = [len(targets) for targets in self._targets]
+        self._rows = upload(np.repeat(np.arange(len(asked)), counts), device)
+        self._tokens = upload(
+            np.array([token for targets in self._targets for token in targets], dtype=np.int64), device
+        )
         self._chosen = torch.zeros(len(self._tokens), device=device)
         self._num_top = max(a.sequence.sampling.logprobs or 0 for a in asked)
         self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse

@@ -28,7 +28,11 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
     """
-    memory = aligned_buffer(math.prod(shape) * dtype.itemsize)
+    return tensor_over(aligned_buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
+
+
+def tensor_over(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor at the start of the memory, which lives as long as the tensor or any view of it."""
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
@@ -151,6 +155,9 @@ class Link:
         """target[index[i]] = source[i], along the first dimension."""
         with self._paced(source):
             target.index_copy_(0, index, source)
+
+    def reset_counts(self) -> None:
+        self.moved_bytes = 0
 
     @contextlib.contextmanager
     def _paced(self, moved: Tensor):

@@ -8,7 +8,7 @@ computes. 4-bit matrices are expanded once per layer and sweep.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,16 +34,23 @@ OUTPUT_MATRIX = "lm_head.weight"
 
 @dataclass(frozen=True)
 class WeightHomes:
-    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4"."""
+    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4".
+    embeddings: tier of the input embeddings, where these are not the output matrix too."""
 
     layers: tuple[Mapping[str, str], ...]
     head: str
     weight_format: str
+    embeddings: str = "cpu"
 
     @classmethod
     def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightHomes:
         """Everything in one tier."""
-        return cls(tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers)), tier, dtype)
+        layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
+        return cls(layers, tier, dtype, embeddings=tier)
+
+    def of_layers(self, layers: Sequence[int]) -> WeightHomes:
+        """Of a model that has only these layers."""
+        return replace(self, layers=tuple(self.layers[j] for j in layers))
 
     def streams(self, compute_home: str) -> Streams:
         away = [{tier for tier in groups.values() if tier != compute_home} for groups in self.layers]
@@ -115,6 +122,11 @@ class Weights:
             self.head = _packed(self.head)
 
     @property
+    def embeds_on_device(self) -> bool:
+        """Whether the input embeddings are in the compute device's memory."""
+        return self._embeddings_home == self._compute_home
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held in memory, all tiers together, without buffers."""
         parts = [self.embeddings, *self._resident, *self._on_host, self.head]
@@ -171,6 +183,9 @@ class Weights:
         start = piece * self._piece_rows
         stop = min(start + self._piece_rows, self.config.vocab_size)
         return start, self._head_slots[slot][: max(0, stop - start)]
+
+    def reset_counts(self) -> None:
+        self.disk_bytes_read = 0
 
     def close(self) -> None:
         for file in self._files.values():
@@ -275,8 +290,8 @@ class Weights:
         else:
             ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
         embeddings, head = ends
-        tied = self.config.tied_embeddings
-        embeddings = self.arenas[self.homes.head if tied else "cpu"].keep(embeddings, "the embeddings")
+        self._embeddings_home = self.homes.head if self.config.tied_embeddings else self.homes.embeddings
+        embeddings = self.arenas[self._embeddings_home].keep(embeddings, "the embeddings")
         self.arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
         for name, tensor in head.items():  # what is small, where it is used
             home = self.homes.head if name == OUTPUT_MATRIX else self._compute_home

@@ -110,7 +110,8 @@ def rotary_launch(
     return Launch(_rotary_store, (triton.cdiv(len(qkv), tokens), heads + 2 * kv_heads), args, constants, warps)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+# Positions are those of some of a batch's tokens, from any one on: no variant of the kernel for every other one.
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])
 def _rotary_store(
     qkv,
     q,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 from runner import Generate, Job, Row, main
 
 import batchgen
@@ -9,6 +11,7 @@ import batchgen
 
 def load(job: Job) -> tuple[Generate, dict]:
     engine = batchgen.Engine(job.model, dtype="bfloat16", share_prefixes=job.share_prefixes, **job.settings)
+    atexit.register(engine.close)
 
     def generate(rows: list[Row]) -> list[list[int]]:
         requests = [

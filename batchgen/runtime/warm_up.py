@@ -1,0 +1,62 @@
+"""Sweeps of dummy rows for a device that has not computed anything yet (`Executor.warm_up`). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+
+from batchgen.request import SamplingParams
+from batchgen.runtime.batch import PackedBatch
+from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
+from batchgen.runtime.sequence import Sequence
+
+# Keys of a context that is long enough to be attended to in parts.
+_LONG = 640
+# Of each row: by the sweep that prefills, and by the one that decodes.
+_TOKENS = 2
+
+
+def dummy_sweeps(
+    scheduler: Scheduler,
+    split: Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]],
+    pack: Callable[[list[ScheduledSequence]], PackedBatch],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    longest: int,
+    vocab_size: int,
+    sampling: SamplingParams,
+    sampled_token: int,
+) -> Iterator[list[PackedBatch]]:
+    """The GPU batches of a few sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
+    which sequences of all KV classes take part in as far as they are admitted; and a single long row, for which attention is
+    cut into parts.
+
+    scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
+    sampled_token: what stands for tokens that are sampled, in the next sweep."""
+    numbers = count()
+
+    def rows(num: int, length: int) -> list[Sequence]:
+        length = max(1, min(length, longest - _TOKENS))
+        own = replace(sampling, max_tokens=max(1, min(_TOKENS, longest - length)))
+        return [
+            Sequence(i, i, 0, [(7919 * i + j) % vocab_size for j in range(length)], own)
+            for i in (next(numbers) for _ in range(num))
+        ]
+
+    for group in (
+        rows(max_num_seqs, max_num_batched_tokens // max_num_seqs),
+        rows(1, min(_LONG, 4 * max_num_batched_tokens)),
+    ):
+        for sequence in group:
+            scheduler.add(sequence)
+        while sweep := scheduler.schedule():
+            yield [pack(batch) for batch in split(sweep)]
+            scheduler.waiting.clear()  # those that there is no place for
+            sampled = [s.sequence for s in sweep if s.samples]
+            scheduler.commit(sweep)
+            for sequence in sampled:
+                sequence.tokens.append(sampled_token)
+                if sequence.num_generated == sequence.sampling.max_tokens:
+                    scheduler.finish(sequence)

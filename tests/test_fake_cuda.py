@@ -1,0 +1,202 @@
+"""All that an engine does on a CUDA card, without one: every tensor is where it must be, host memory is pinned as long as it is
+there and no longer."""
+
+import gc
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_cuda import CARD, fake_card
+from planner_cases import llama_8b
+from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
+from tiny_models import FAMILIES, MODELS
+
+from batchgen.device import Device
+from batchgen.engine import Engine
+from batchgen.errors import BatchgenError
+from batchgen.runtime import cuda, executor, graphs
+from batchgen.runtime.checkpoint import dummy_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CUDA = Device("cuda")
+LAYERS = {"num_hidden_layers": 2}
+_random = random.Random(3)
+PROMPTS = [[_random.randrange(4, 500) for _ in range(n)] for n in (5, 20, 17, 1)]
+LENGTHS = [2, 2, 2, 2]
+
+
+_COMPUTED = {"embed", "pre", "attention", "post", "head"}
+_MOVED = {
+    "read_weight", "load_weight", "read_cache", "load_cache", "store_cache", "write_cache", "load_hidden", "store_hidden",
+    "send_qkv", "cpu_attention", "load_attention",
+}  # fmt: skip
+STEPS = {
+    "resident": _COMPUTED | {"layers"},  # captured sweeps, and the first one
+    "everything moves": _COMPUTED | _MOVED | {"load_head"},
+    "4 bits": _COMPUTED | _MOVED | {"expand_weight"},
+}
+
+
+@pytest.fixture
+def card():
+    with fake_card() as card:
+        yield card
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """Engines do not warm up."""
+    monkeypatch.setattr(executor.Executor, "warm_up", lambda self, *_: None)
+
+
+def policies(path):
+    small = {
+        "weight_layers": {"qkv": (1, 1, 0), "out": (0, 1, 1), "up": (0, 0, 2), "down": (1, 1, 0)},
+        "gpu_batch_size": 2, "kv_seqs": {"gpu": 1, "cpu": 1, "streamed": 1, "disk": 1},
+    }  # fmt: skip
+    return {
+        "resident": make_policy(path, CUDA),
+        "everything moves": everything_moves(path, weight_format="float32", **small),
+        "4 bits": everything_moves(path, kv_format="int4", head_tier="gpu", activation_batches=(1, 1), **small),
+    }  # fmt: skip
+
+
+def engine_on_card(path, folder, kind, **options):
+    return Engine.from_parts(make_parts(path, CUDA, policies(path)[kind], folder, longest_tokens=64, **options))
+
+
+def run(engine):
+    done = list(engine.generate(make_requests(PROMPTS, LENGTHS)))
+    assert [c.error for c in done] == [None] * len(PROMPTS)
+
+
+# Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of policy.
+VARIANTS = [(family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (False, True)]
+VARIANTS += [variant for variant in MODELS.values() if variant[1] and "tie_word_embeddings" not in variant[1]]
+CASES = [
+    (*variant, kind)
+    for i, variant in enumerate(VARIANTS)
+    for kind in ("resident", ("everything moves", "4 bits", "4 bits", "everything moves")[i % 4])
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "kind"), CASES)
+def test_every_operation_finds_its_tensors_on_one_device(
+    tiny_models, tmp_path, monkeypatch, card, cold, family, overrides, kind
+):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    path = tiny_models(family, **overrides | LAYERS)[0]
+    with engine_on_card(path, tmp_path, kind) as engine:
+        kinds = set()
+        before_each_step(engine.parts, lambda step: kinds.add(step.kind))
+        run(engine)
+    assert kinds == STEPS[kind]
+    assert {"_attend", "_norm", "_rotary_store"} <= {name for name, *_ in card.launched}
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_engines_one_after_the_other(tiny_models, tmp_path, card, cold, closed):
+    """One that is not closed is given up with its pinned memory, before another is mapped there."""
+    path = tiny_models("llama", **LAYERS)[0]
+    for _ in range(2):
+        engine = engine_on_card(path, tmp_path, "everything moves")
+        run(engine)
+        if closed:
+            engine.close()
+        del engine
+        gc.collect()
+        gc.collect()  # what finalizers have let go of
+        assert not card.runtime.registered
+        torch.zeros(1 << 22)  # the addresses are somebody else's
+        card.runtime.check()
+
+
+def test_engines_at_once(tiny_models, tmp_path, card, cold):
+    path = tiny_models("llama", **LAYERS)[0]
+    with engine_on_card(path, tmp_path, "4 bits") as first, engine_on_card(path, tmp_path, "4 bits") as second:
+        run(first)
+        run(second)
+    card.runtime.check()
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 12])
+def test_loading_that_fails_half_way_leaves_nothing_pinned(tiny_models, tmp_path, card, cold, after):
+    path = tiny_models("llama", **LAYERS)[0]
+    card.runtime.fails_after = after
+    with pytest.raises(BatchgenError, match=r"cannot pin .* of host memory \(CUDA error 2\): give less --cpu-memory"):
+        engine_on_card(path, tmp_path, "everything moves")
+    assert card.runtime.fails_after < 0
+    gc.collect()
+    assert not card.runtime.registered
+    card.runtime.fails_after = None
+    engine_on_card(path, tmp_path, "everything moves").close()
+
+
+def test_pinned_memory_belongs_to_its_tensors(card):
+    memory = cuda.PinnedMemory()
+    first, second = (memory.zeros((300, 7), torch.float32) for _ in range(2))
+    view = second[10:].view(-1)
+    del memory, second
+    gc.collect()
+    assert card.is_pinned(first) and card.is_pinned(view)
+    del view
+    assert len(card.runtime.registered) == 1
+    memory = cuda.PinnedMemory()
+    third = memory.keep(torch.arange(5))
+    assert memory.keep(third) is third
+    memory.close()
+    memory.close()
+    assert card.is_pinned(first) and not card.is_pinned(third)
+    assert third.tolist() == [0, 1, 2, 3, 4]
+    card.runtime.check()
+
+
+def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monkeypatch):
+    """So that another stream's small ones come between."""
+    monkeypatch.setattr(cuda, "COPY_BYTES", 1000)
+    link, source = cuda.CudaLink(None, to_gpu=True), torch.arange(3000.0).view(30, 100)
+    assert torch.equal(link.copy(torch.zeros(30, 100), source), source)
+    assert link.moved_bytes == 12_000
+    with engine_on_card(tiny_models("llama", **LAYERS)[0], tmp_path, "everything moves") as engine:
+        card.copies.clear()
+        run(engine)
+        moved = engine.parts.executor.bytes_moved
+    to_card = [size for size, to_card in card.copies if to_card]
+    assert max(to_card) == 1000 and moved["h2d"] > 100_000
+    assert max(size for size, _ in card.copies) <= 1000
+
+
+def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch):
+    """Every kind of Step has been run and every variant of a kernel launched, and nothing has waited for the host meanwhile."""
+    path = tiny_models("llama", **LAYERS)[0]
+    steps, seen, waited = [], set(), []
+    real = cuda.CudaDriver.wait_for_host
+    monkeypatch.setattr(cuda.CudaDriver, "wait_for_host", lambda *args: waited.append(args) or real(*args))
+    perform = executor.Executor._perform
+    monkeypatch.setattr(executor.Executor, "_perform", lambda self, step: seen.add(step.kind) or perform(self, step))
+    for kind in ("everything moves", "4 bits"):
+        seen.clear()
+        card.launched.clear()
+        engine = engine_on_card(path, tmp_path, kind, on_step=lambda *step: steps.append(step))
+        with engine:
+            assert seen == STEPS[kind] and not waited and not steps
+            known = set(card.launched)
+            assert "_merge" in {name for name, *_ in known}, "no context was long enough"
+            made = engine.parts.executor
+            assert not any(made.bytes_moved.values()) and not any(made.busy_s.values())
+            assert not any(pool.any() for pool in made.kv_cache.pools["cpu"])
+            run(engine)
+            assert waited and steps and made.bytes_moved["h2d"]
+        assert set(card.launched) == known  # those of warming up are among them
+        waited.clear()
+        steps.clear()
+
+
+def test_an_engine_made_of_dummy_weights_warms_up(card):
+    config = llama_8b()
+    config = replace(config, num_layers=1, windows=(None,), max_position=64, vocab_size=100, hidden_size=256)
+    made = executor.in_memory(config, dummy_checkpoint(config), torch.float16, 8, 16, CARD, captured_tokens=4)
+    assert {"_attend", "_norm", "_rotary_store"} <= {name for name, *_ in card.launched}
+    made.close()
