@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Bound:
-    """seconds: the bound. by: what decides it. The rest are its terms, in bytes and FLOPs; passes and cpu_kv_frac: P and x at
+    """seconds: the bound. by: what decides it (of the CPU, only its share tells). The rest are its terms, in bytes and FLOPs; passes and cpu_kv_frac: P and x at
     the bound."""
 
     seconds: float
@@ -127,7 +127,6 @@ def bound(config: ModelConfig, job: Job, rates: Rates) -> Bound:
             "GPU products": flops / rates.gpu_flops_per_s,
             "GPU memory": (times * weights + on_gpu) / rates.gpu_read_bytes_per_s,
             "link": max(0.0, times * (weights - job.gpu_bytes) + on_gpu) / rates.h2d_bytes_per_s,
-            "CPU memory": cpu_share(seconds) * kv / rates.cpu_read_bytes_per_s,
         }
 
     low, high = 0.0, sum(needed(0.0).values())

@@ -38,6 +38,7 @@ BUILD = ROOT / "build" / "gpu-check"
 KERNELS = ROOT / "batchgen" / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 PLANNER = ("pulp", "highspy")
 CALL_SECONDS = 530.0
+_LEAST_S = 5.0  # a part with less time than this is not begun
 _TOLD = 20_000  # characters of what a test has to say that are kept
 _TEST_LOG = "BATCHGEN_GPU_CHECK_TESTS"  # names the file that `pytest_runtest_logreport` adds to
 
@@ -155,7 +156,7 @@ class Check:
         return part
 
     def _outcome(self, commands: list[list[str]], left: float, log) -> str:
-        if left < 5:
+        if left < _LEAST_S:
             return "not run: the time was over"
         ends = time.monotonic() + left
         for command in commands:

@@ -148,6 +148,13 @@ def in_child(command: list[str], output: Path) -> int:
         os._exit(status)
 
 
+def uncollected(calls: Path) -> str | None:
+    """What is wrong with `pytest -m gpu --collect-only`, or None."""
+    log = calls.with_name("log")
+    status = in_child(["-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"], log)
+    return None if status == 0 else f"exit status {status}: {log.read_text()[-1500:]}"
+
+
 def rehearse(name: str, calls: Path, every_test: bool) -> str | None:
     """Runs a part up to its first CUDA call; what is wrong with it, or None."""
     import gpu_check
@@ -178,7 +185,8 @@ def rehearse(name: str, calls: Path, every_test: bool) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="all tests of each part")
-    parser.add_argument("--parts", nargs="+")
+    parser.add_argument("--parts", nargs="+", help="only these")
+    parser.add_argument("--collect", action="store_true", help="and with --parts, collect all tests marked gpu as well")
     args = parser.parse_args()
     os.chdir(HERE.parent)
     with rehearsing() as calls:
@@ -188,6 +196,9 @@ def main() -> None:
         import transformers  # noqa: F401
 
         wrong = 0
+        if args.collect or not args.parts:
+            wrong += (problem := uncollected(calls)) is not None
+            print(f"collection of all tests marked gpu: {problem or 'ok'}", flush=True)
         names = args.parts or [n for n, part in gpu_check.PARTS.items() if part.command]
         for name in names:
             problem = rehearse(name, calls, args.all)

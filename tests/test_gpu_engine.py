@@ -1,6 +1,7 @@
 """Whole engines on a CUDA card, where there is one: tokens are those of the CPU, memory is no more than asked for."""
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_greedy_tokens_are_those_of_the_cpu(tiny_models, family, admission):
 @pytest.mark.gpu
 @on_card
 @pytest.mark.skipif(not (cache_dir() / Path(DEMO_MEMBER).name).exists(), reason="the demo model is not here")
+@pytest.mark.skipif(find_spec("gguf") is None, reason="the demo model is read with gguf")
 def test_greedy_tokens_of_the_demo_model_are_those_of_the_cpu():
     prompts = rows(64, 40_000)
     expected = token_ids(completions("demo", prompts, device="cpu", dtype="float32"))
