@@ -90,11 +90,11 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) \
 		$(GPU_CHECK_OPTIONS)
 
-# The planner and what reads weight stores and GGUFs, as wheels for that machine's Python; 20 MB.
+# The planner and what reads weight stores and GGUFs, as wheels for that machine's Python.
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) pulp highspy xxhash gguf
+		--dest $(GPU_WHEELS) 'pulp<4' highspy xxhash gguf
 
 clean:
 	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info

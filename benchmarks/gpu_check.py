@@ -131,6 +131,8 @@ class Check:
     def environment(self) -> dict[str, str]:
         paths = [ROOT, HERE, self.site, os.environ.get("PYTHONPATH", "")]
         return os.environ | {
+            # cmake and ninja are this Python's, whether or not its environment is the shell's.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),
             "TRITON_CACHE_DIR": str(BUILD / "triton"),
             _TEST_LOG: str(BUILD / "tests.jsonl"),
