@@ -31,9 +31,9 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """`-m gpu` looks only at files with such tests: a machine with a GPU may lack what others import."""
-    if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
-        return True
-    return None
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "\n@pytest.mark.gpu" not in collection_path.read_text() else None
 
 
 @pytest.fixture(scope="module", autouse=True)
