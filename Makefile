@@ -1,9 +1,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 HELM_VENV ?= .venv-helm
+GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench gpu-check helm-check sanitize neon clean
+.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench gpu-check gpu-wheels helm-check sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -82,9 +84,17 @@ bench: install
 	$(BIN)/python benchmarks/prefix_sharing.py
 	$(BIN)/python benchmarks/plan_accuracy.py
 
-# On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks in nine minutes.
+# On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks. CALL=1 (to 5) runs a part
+# of it that takes less than nine minutes; GPU_WHEELS names a folder of wheels for what is not installed there.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py
+	$(PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) \
+		$(GPU_CHECK_OPTIONS)
+
+# The planner and what reads weight stores and GGUFs, as wheels for that machine's Python.
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+		--dest $(GPU_WHEELS) 'pulp<4' highspy xxhash gguf
 
 clean:
 	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info

@@ -166,11 +166,16 @@ def _load_bytes_per_s() -> float:
         return weights.num_bytes / seconds
 
 
-def _gguf_load_bytes_per_s() -> float:
-    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights."""
+def _gguf_load_bytes_per_s() -> float | None:
+    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights. None without `gguf`: then
+    no GGUF can be loaded either."""
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
+
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        return None
 
     kind = GGMLQuantizationType.Q4_1
     per_block, block_bytes = GGML_QUANT_SIZES[kind]

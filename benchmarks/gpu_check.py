@@ -1,194 +1,365 @@
-"""Everything that needs a CUDA GPU, in one go of less than nine minutes: kernels built, the tests marked `gpu`, the profile, short
-benchmarks. Writes one JSON and one Markdown table.
+"""Everything that needs a CUDA GPU: kernels built, the tests marked `gpu`, the profile, short benchmarks. Writes one JSON, one
+Markdown table and one log.
 
-    make gpu-check        # or: python benchmarks/gpu_check.py --seconds 520
+    make gpu-check                                    # all of it, one part after the other
+    make gpu-check CALL=1                             # the first of several calls, each of less than nine minutes
+    python benchmarks/gpu_check.py --parts machine,tests-engine --output out/gpu_check.json
+    python benchmarks/gpu_check.py --merge a.json b.json    # what calls on different machines have written, as one
 
-Needs no network and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11, pytest,
-hypothesis, cmake and ninja; what is missing beside (PuLP for plans, say) is told in the result. Each part is a process of its
-own with a time limit, and the result is written after each: what was cut off is missing, and nothing else.
+Needs no network and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11, cmake,
+ninja, pytest and hypothesis. What else there is is made use of: a planner (PuLP and highspy) for the planned jobs, xxhash for
+weights on disk. For a machine without a network, `make gpu-wheels` gets them as wheels; --wheels names the folder.
+
+Each part is a process of its own with a time limit; parts of the same name from earlier calls are replaced. Results are
+written after each part, and those of tests after each test, so that what is cut off is missing and nothing else. Kernels that
+Triton has compiled are kept in one directory for all parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import contextlib
+import importlib.machinery
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 SHAPES = ROOT / "recipes" / "throughput" / "shapes"
 BUILD = ROOT / "build" / "gpu-check"
-OPTIONAL = ("pulp", "highspy", "datasets", "gguf", "accelerate", "xdist")
+KERNELS = ROOT / "batchgen" / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+PLANNER = ("pulp", "highspy")
+CALL_SECONDS = 530.0
+_LEAST_S = 5.0  # a part with less time than this is not begun
+_TOLD = 20_000  # characters of what a test has to say that are kept
+_TEST_LOG = "BATCHGEN_GPU_CHECK_TESTS"  # names the file that `pytest_runtest_logreport` adds to
 
-# name -> (arguments of gpu_case.py, seconds at most)
-CASES = {
-    "llama-8b, KV on the GPU": (
-        ["llama-3.1-8b", "--gpu-memory", "24GiB", "--num-prompts", "96", "--input-len", "1024", "--output-len", "64",
-         "--kv-classes", "gpu"], 90),
-    "llama-8b, any KV": (
-        ["llama-3.1-8b", "--gpu-memory", "24GiB", "--num-prompts", "96", "--input-len", "1024", "--output-len", "64"], 90),
-    "opt-30b in 16 GiB": (
-        ["opt-30b", "--gpu-memory", "16GiB", "--num-prompts", "48", "--input-len", "512", "--output-len", "8"], 150),
-}  # fmt: skip
+RATES, PROFILE = BUILD / "rates.json", BUILD / "profile.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """command: after `python`. most_s: seconds it may take. writes: JSON that it leaves; needs: packages it has no use without."""
+
+    command: tuple[str, ...]
+    most_s: float
+    writes: Path | None = None
+    needs: tuple[str, ...] = ()
+
+
+def _tests(most_s: float, *which: str) -> Part:
+    return Part(("-m", "pytest", "-m", "gpu", "-p", "gpu_check", "-p", "no:cacheprovider", "--tb=short", *which), most_s)
+
+
+def _case(shape: str, policy: str, most_s: float, *rest: str) -> Part:
+    path = BUILD / "case.json"
+    script, needs = str(HERE / "gpu_case.py"), PLANNER if policy == "planned" else ()
+    command = (script, str(SHAPES / shape), "--policy", policy, *rest, "--output", str(path))
+    return Part(command, most_s, path, needs)
+
+
+def _llama(policy: str, *rest: str) -> Part:
+    job = ("--num-prompts", "96", "--input-len", "1024", "--output-len", "32", "--dtype", "bfloat16")
+    return _case("llama-3.1-8b", policy, 70, *job, *rest)
+
+
+def _opt(policy: str, *rest: str) -> Part:
+    job = ("--gpu-memory", "16GiB", "--num-prompts", "48", "--input-len", "512", "--output-len", "8", "--dtype", "float16")
+    return _case("opt-30b", policy, 160, *job, *rest)
+
+
+PARTS: dict[str, Part] = {
+    "machine": Part((str(HERE / "gpu_rates.py"), "--output", str(RATES)), 40, RATES),
+    "build": Part((), 90),
+    "tests-kernels": _tests(390, "tests/test_triton_kernels.py"),
+    "tests-engine": _tests(120, "tests/test_gpu_engine.py"),
+    "tests-policies": _tests(280, "tests/test_tiers.py"),
+    "tests-scores": _tests(180, "tests/test_score_tiers.py"),
+    "profile": Part((str(HERE / "gpu_profile.py"), "--output", str(PROFILE)), 80, PROFILE),
+    # Everything on the GPU: decode sweeps are captured graphs.
+    "llama-8b, all on the GPU": _llama("resident", "--gpu-memory", "48GiB"),
+    "llama-8b, KV with CPU attention": _llama("cpu", "--gpu-memory", "24GiB", "--num-gpu-batches", "2"),
+    "llama-8b, KV streamed": _llama("streamed", "--gpu-memory", "24GiB", "--num-gpu-batches", "2"),
+    "llama-8b, planned": _llama("planned", "--gpu-memory", "24GiB"),
+    "opt-30b, KV with CPU attention": _opt("cpu", "--num-gpu-batches", "2"),
+    "opt-30b, KV streamed": _opt("streamed", "--num-gpu-batches", "2"),
+    "opt-30b, planned": _opt("planned"),
+}
+# Tests before benchmarks. The limits of a call's parts, and of a build where there is none yet, add up to CALL_SECONDS at most.
+CALLS: tuple[tuple[str, ...], ...] = (
+    ("machine", "build", "tests-kernels"),
+    ("machine", "tests-engine", "tests-policies"),
+    ("machine", "tests-scores", "profile", "llama-8b, all on the GPU", "llama-8b, KV with CPU attention"),
+    ("machine", "profile", "llama-8b, KV streamed", "llama-8b, planned", "opt-30b, KV with CPU attention"),
+    ("machine", "profile", "opt-30b, KV streamed", "opt-30b, planned"),
+)
+
+
+def pytest_runtest_logreport(report) -> None:
+    """Of pytest, to which parts of tests give this module as a plugin: a line for each test that has ended."""
+    path = os.environ.get(_TEST_LOG)
+    if path is None or "PYTEST_XDIST_WORKER" in os.environ:  # xdist reports to the process that started it
+        return
+    if report.when == "call" or report.outcome != "passed":
+        why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else report.longreprtext
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why[-_TOLD:]}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Check:
-    """The parts done so far. Invariant: what is written holds every part that has ended."""
+    """The parts done so far, in this call and in earlier ones. Invariant: what is written holds every part that has ended."""
 
-    def __init__(self, seconds: float, output: Path) -> None:
-        self._ends = time.monotonic() + seconds
-        self._output = output
-        self._environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    def __init__(self, output: Path, seconds: float | None = None) -> None:
+        self._ends = None if seconds is None else time.monotonic() + seconds
+        self._output, self._log = output, output.with_suffix(".log")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        self.site: Path | None = None  # of packages that are not installed
         self.result: dict = {"parts": {}}
+        if output.exists():
+            self.result = json.loads(output.read_text())
 
-    def run(self, name: str, command: list, most_s: float, **environment: str) -> subprocess.CompletedProcess | None:
-        """Runs a part; None where there is no time left, or it took too long."""
-        left = min(most_s, self._ends - time.monotonic())
-        part: dict = {"command": " ".join(map(str, command)).replace(str(ROOT), ".")}
-        done = None
+    def environment(self) -> dict[str, str]:
+        paths = [ROOT, HERE, self.site, os.environ.get("PYTHONPATH", "")]
+        return os.environ | {
+            # cmake and ninja are this Python's, whether or not its environment is the shell's.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),
+            "TRITON_CACHE_DIR": str(BUILD / "triton"),
+            _TEST_LOG: str(BUILD / "tests.jsonl"),
+        }
+
+    def run(self, name: str, commands: list[list[str]], most_s: float) -> dict:
+        """Runs a part's commands one after the other, until one fails; what became of it."""
+        left = most_s if self._ends is None else min(most_s, self._ends - time.monotonic())
+        part: dict = {"command": "; ".join(" ".join(command) for command in commands).replace(str(ROOT), ".")}
+        self.result["parts"][name] = part
         print(f"== {name}", flush=True)
         started = time.monotonic()
-        if left < 5:
-            part["outcome"] = "not run: the time was over"
-        else:
-            try:
-                done = subprocess.run(
-                    list(map(str, command)), cwd=ROOT, env=self._environment | environment, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=left,
-                )  # fmt: skip
-                part["outcome"] = "ok" if done.returncode == 0 else f"failed ({done.returncode})"
-                if done.returncode:
-                    part["told"] = done.stdout[-4000:]
-            except subprocess.TimeoutExpired as error:
-                part["outcome"] = f"stopped after {left:.0f} s"
-                part["told"] = (error.stdout or b"")[-2000:].decode(errors="replace")
+        with self._log.open("a+b") as log:
+            log.write(f"== {name}\n".encode())
+            log.flush()
+            begins = log.tell()
+            part["outcome"] = self._outcome(commands, left, log)
+            log.seek(begins)
+            told = log.read().decode(errors="replace")
         part["seconds"] = round(time.monotonic() - started, 1)
-        self.result["parts"][name] = part
+        if part["outcome"] != "ok":
+            part["told"] = told[-3000:]
+        return part
+
+    def _outcome(self, commands: list[list[str]], left: float, log) -> str:
+        if left < _LEAST_S:
+            return "not run: the time was over"
+        ends = time.monotonic() + left
+        for command in commands:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(max(0.1, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return f"stopped after {left:.0f} s"
+            finally:  # its own processes too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if code:
+                return f"failed ({code})"
+        return "ok"
+
+    def skip(self, name: str, why: str) -> None:
+        self.result["parts"][name] = {"outcome": f"not run: {why}", "seconds": 0.0}
+        self.done(name)
+
+    def done(self, name: str) -> None:
+        part = self.result["parts"][name]
         print(f"   {part['outcome']}, {part['seconds']} s\n{part.get('told', '')}", flush=True)
-        self.write()
-        return done
+        write(self.result, self._output)
 
-    def note(self, name: str, **values: object) -> None:
-        self.result["parts"][name] |= values
-        self.write()
 
-    def write(self) -> None:
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        self._output.with_suffix(".json").write_text(json.dumps(self.result, indent=1) + "\n")
-        self._output.with_suffix(".md").write_text(table(self.result))
+def write(result: dict, output: Path) -> None:
+    for path, text in ((output, json.dumps(result, indent=1) + "\n"), (output.with_suffix(".md"), table(result))):
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text)
+        temporary.replace(path)
+
+
+def merged(results: list[dict]) -> dict:
+    """The parts of all; of those that several have, the last, unless it did not run there."""
+    whole: dict = {"parts": {}}
+    for result in results:
+        whole |= {key: value for key, value in result.items() if key != "parts"}
+        for name, part in result["parts"].items():
+            if name not in whole["parts"] or not part["outcome"].startswith("not run"):
+                whole["parts"][name] = part
+    order = list(PARTS)
+    whole["parts"] = dict(sorted(whole["parts"].items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
+    return whole
 
 
 def table(result: dict) -> str:
     """The result for a person."""
     machine = result.get("machine", {})
     lines = [f"# GPU check: {machine.get('gpu', 'no GPU')}", "", "| part | outcome | seconds | |", "|---|---|---|---|"]
-    for name, part in result["parts"].items():
-        case = part.get("case")
-        found = part.get("tests") or part.get("rates") or ""
-        if case:
-            said = case["predicted_generation_s"]
-            found = f"{case['generated_tokens_per_s']:,.0f} generated tokens/s, GPU busy {case['gpu_busy_frac']:.0%}"
-            found += f", {case['of_bound']:.0%} of the bound" if "of_bound" in case else ""
-            found += f", {case['generation_s']:.1f} s (predicted {said:.1f})" if said else ", not planned"
-        lines.append(f"| {name} | {part['outcome']} | {part['seconds']} | {found} |")
+    lines += [f"| {name} | {part['outcome']} | {part['seconds']} | {_found(part)} |" for name, part in result["parts"].items()]
     return "\n".join(lines) + "\n"
 
 
-def machine() -> dict:
-    import torch
-
-    found = {"torch": torch.__version__, "python": sys.version.split()[0], "cores": os.cpu_count()}
-    found["missing"] = [name for name in OPTIONAL if find_spec(name) is None]
-    found["triton"] = importlib.metadata.version("triton") if find_spec("triton") else None
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-        found["compute_capability"] = f"{properties.major}.{properties.minor}"
-    return found
+def _found(part: dict) -> str:
+    if "tests" in part:
+        counts = part["tests"]
+        return ", ".join(f"{counts[what]} {what}" for what in ("passed", "failed", "skipped") if counts[what])
+    case = part.get("case")
+    if not case:
+        return part.get("rates", "")
+    found = f"{case['generated_tokens_per_s']:,.0f} generated tokens/s, block of {case['block']}"
+    found += f", GPU busy {case['gpu_busy_frac']:.0%}"
+    if "of_bound" in case:
+        found += f", {case['of_bound']:.0%} of the bound ({case['bound']['by']})"
+    said = case["predicted_generation_s"]
+    return found + f", {case['generation_s']:.1f} s" + (f" (predicted {said:.1f})" if said else ", not planned")
 
 
 def build(check: Check) -> None:
     """The C++ kernels, into the package's own folder."""
-    configure = ["cmake", "-S", "csrc", "-B", BUILD, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
-    folder = subprocess.run([sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True).stdout
-    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={folder.strip()}"]
-    check.run("configure", configure, 60)
-    check.run("build", ["cmake", "--build", BUILD, "--parallel"], 200)
-    for made in BUILD.glob("_kernels*.so"):
-        (ROOT / "batchgen" / made.name).write_bytes(made.read_bytes())
+    asked = subprocess.run([sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True)
+    configure = ["cmake", "-S", "csrc", "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={asked.stdout.strip()}"]
+    part = check.run("build", [configure, ["cmake", "--build", str(BUILD), "--parallel"]], PARTS["build"].most_s)
+    made = BUILD / KERNELS.name
+    if part["outcome"] == "ok" and made.exists():
+        KERNELS.write_bytes(made.read_bytes())
+    elif part["outcome"] == "ok":
+        part["outcome"] = f"failed: it left no {made.name}"
+    check.done("build")
 
 
-def tests(check: Check, most_s: float) -> None:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb", "short", "--timeout", "0"]
-    if find_spec("pytest_timeout") is None:
-        command = command[:-2]
-    done = check.run("tests", [*command, "tests"], most_s)
-    if done is not None:
-        counts = re.findall(r"(\d+) (passed|failed|skipped|error\w*)", done.stdout)
-        check.note("tests", tests=", ".join(f"{n} {what}" for n, what in counts))
-        print(done.stdout[-3000:])
-
-
-def profile(check: Check, most_s: float) -> None:
-    path = BUILD / "profile.json"
-    path.unlink(missing_ok=True)
-    program = (
-        "import sys, json, pathlib\n"
-        "from batchgen.overheads import measure_overheads\n"
-        "from batchgen.planner.profile_cache import load_or_measure\n"
-        "from batchgen.model_files import cache_dir\n"
-        "p = load_or_measure(cache_dir(), device='cuda', offload_dir=cache_dir(), dtypes=('bfloat16',), refresh=True,"
-        " measure_overheads=measure_overheads, notify=print)\n"
-        f"pathlib.Path({str(path)!r}).write_text(json.dumps(p.to_json(), indent=1))\n"
-    )
-    if check.run("profile", [sys.executable, "-c", program], most_s) is None or not path.exists():
+def run_part(check: Check, name: str) -> None:
+    part, tests = PARTS[name], BUILD / "tests.jsonl"
+    if missing := [n for n in part.needs if find_spec(n) is None and not (check.site and (check.site / n).exists())]:
+        check.skip(name, f"{' and '.join(missing)} not installed (--wheels)")
         return
-    rates = json.loads(path.read_text())
-    check.result["profile"] = rates
-    said = f"host to GPU {rates['h2d_bytes_per_s'] / 1e9:.1f} GB/s, back {rates['d2h_bytes_per_s'] / 1e9:.1f}, launching a layer"
-    said += f" {rates['gpu']['launch_overhead_s'] * 1e6:.0f} us"
-    check.note("profile", rates=said)
+    for path in (part.writes, tests):
+        if path is not None:
+            path.unlink(missing_ok=True)
+    found = check.run(name, [[sys.executable, *_with_options(part)]], part.most_s)
+    if "pytest" in part.command:
+        found |= _tests_found(tests, found["outcome"])
+    if part.writes is not None and part.writes.exists():
+        _take(check, name, json.loads(part.writes.read_text()))
+    check.done(name)
 
 
-def case(check: Check, name: str, arguments: list[str], most_s: float) -> None:
-    path = BUILD / "case.json"
-    path.unlink(missing_ok=True)
-    shape, *rest = arguments
-    command = [sys.executable, ROOT / "benchmarks" / "gpu_case.py", SHAPES / shape, *rest, "--output", path]
-    check.run(name, command, most_s)
-    if path.exists():
-        check.note(name, case=json.loads(path.read_text()))
+def _with_options(part: Part) -> tuple[str, ...]:
+    """The command, with what only some machines have: several processes for tests; what earlier parts have measured."""
+    command = part.command
+    if "pytest" in command:
+        command += ("-n", "4", "--dist", "worksteal") if find_spec("xdist") else ()
+        command += ("--timeout", "240") if find_spec("pytest_timeout") else ()
+    if command[0].endswith("gpu_case.py"):
+        command += ("--rates", str(RATES)) if RATES.exists() else ()
+        command += ("--hardware", str(PROFILE)) if PROFILE.exists() else ()
+    return command
+
+
+def _tests_found(path: Path, outcome: str) -> dict:
+    """Counts by outcome, what failed, why tests were skipped. Where nothing passed, nothing was checked."""
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    counts = Counter(test["outcome"] for test in done)
+    found: dict = {
+        "tests": {what: counts[what] for what in ("passed", "failed", "skipped")},
+        "failures": [test for test in done if test["outcome"] == "failed"],
+        "skipped": dict(Counter(test["why"] for test in done if test["outcome"] == "skipped")),
+        "slowest": {t["test"]: t["seconds"] for t in sorted(done, key=lambda t: -t["seconds"])[:5]},
+    }
+    if outcome == "ok" and not counts["passed"]:
+        found["outcome"] = "failed: no test ran"
+    return found
+
+
+def _take(check: Check, name: str, values: dict) -> None:
+    """What a part has written, into the result."""
+    part = check.result["parts"][name]
+    if name == "machine":
+        check.result |= values
+        rates = values["rates"]
+        part["rates"] = f"host to GPU {rates['h2d_bytes_per_s'] / 1e9:.1f} GB/s, {rates['gpu_flops_per_s'] / 1e12:.0f} TFLOP/s"
+    elif name == "profile":
+        check.result["profile"] = values
+        part["rates"] = f"launching a layer {values['gpu']['launch_overhead_s'] * 1e6:.0f} us"
+    else:
+        part["case"] = values
+
+
+def use_wheels(check: Check, wheels: Path) -> None:
+    """Has all parts find the packages of a folder of wheels."""
+    site = BUILD / "site"
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        sys.exit(f"gpu-check: --wheels {wheels}: no wheels there; make gpu-wheels gets them")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
+    part = check.run("wheels", [[*pip, *files]], 60)
+    check.done("wheels")
+    if part["outcome"] != "ok":
+        sys.exit("gpu-check: the wheels cannot be installed")
+    check.site = site
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parts", type=lambda text: _named(text.split(","), parser), metavar="NAME,NAME", help="only these")
+    which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of one call")
+    which.add_argument("--merge", type=Path, nargs="+", help="run nothing: put these results into --output")
+    which.add_argument("--list", action="store_true", help="the parts, and which call they belong to")
+    parser.add_argument("--seconds", type=float, help=f"for all of it; with --call {CALL_SECONDS:.0f}")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels with packages that are not installed")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu_check.json")
+    return parser.parse_args(argv)
+
+
+def _named(names: list[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Parts by their names, or by how those begin: names of jobs have commas and blanks."""
+    found = tuple(part for part in PARTS if any(part == n or part.startswith(n.strip()) for n in names if n.strip()))
+    if not found:
+        parser.error(f"--parts: none of {', '.join(names)} is a part: see --list")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_check.json")
-    parser.add_argument("--skip", nargs="*", default=[], choices=["build", "tests", "profile", "cases"])
-    args = parser.parse_args()
-    check = Check(args.seconds, args.output)
-    check.result["machine"] = machine()
-    BUILD.mkdir(parents=True, exist_ok=True)
-    if "build" not in args.skip:
+    args = arguments()
+    if args.list:
+        for name, part in PARTS.items():
+            calls = ", ".join(str(i) for i, call in enumerate(CALLS, 1) if name in call)
+            print(f"call {calls}: {name} (at most {part.most_s:.0f} s)")
+        return
+    if args.merge:
+        write(merged([json.loads(path.read_text()) for path in args.merge]), args.output)
+        return
+    names = args.parts or (CALLS[args.call - 1] if args.call else tuple(PARTS))
+    seconds = args.seconds or (CALL_SECONDS if args.call else None)
+    check = Check(args.output, seconds)
+    if args.wheels:
+        use_wheels(check, args.wheels)
+    if "build" in names or not KERNELS.exists():
         build(check)
-    if "gpu" not in check.result["machine"]:
-        check.write()
-        sys.exit("gpu-check: torch finds no CUDA device here")
-    if "profile" not in args.skip:
-        profile(check, 90)
-    if "cases" not in args.skip:
-        for name, (arguments, most_s) in CASES.items():
-            case(check, name, arguments, most_s)
-    if "tests" not in args.skip:  # last, with all the time that is left
-        tests(check, args.seconds)
+    for name in names:
+        if name != "build":
+            run_part(check, name)
+        if name == "machine" and check.result["parts"][name]["outcome"] != "ok":
+            sys.exit("gpu-check: no CUDA device to be used here, or no time for it")
     print(table(check.result))
-    failed = [name for name, part in check.result["parts"].items() if part["outcome"] != "ok"]
+    failed = [n for n in names if not check.result["parts"][n]["outcome"].startswith(("ok", "not run"))]
     sys.exit(f"gpu-check: not ok: {', '.join(failed)}" if failed else 0)
 
 

@@ -24,6 +24,18 @@ if "BATCHGEN_KERNELS" in os.environ:  # kernels built otherwise than those insta
     spec.loader.exec_module(sys.modules["batchgen._kernels"])
 
 
+def pytest_configure(config):
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): has no effect without pytest-timeout")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` looks only at files with such tests: a machine with a GPU may lack what others import."""
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "\n@pytest.mark.gpu" not in collection_path.read_text() else None
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect():
     """Engines collect garbage when they are made: a quarter of a second each, with all that tests have imported."""

@@ -9,8 +9,10 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from batchgen.hardware import HardwareProfile, Rates, read_profile
 from batchgen.machine import available_memory_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.planner import profile as profile_module
-from batchgen.planner import profile_compute, profile_transfer
+from batchgen.planner import profile_compute, profile_timing, profile_transfer
 from batchgen.planner.profile import Overheads, add_dtypes, add_int4, measure
 from batchgen.planner.profile_cache import load_or_measure, profile_path
 from batchgen.planner.profile_timing import Device, Effort, Trial, last_level_cache_bytes, pieces
@@ -55,9 +57,9 @@ def quiet(line):
     pass
 
 
-def tiny_measure(offload_dir, dtypes=("float32",), notify=quiet):
+def tiny_measure(offload_dir, dtypes=("float32",), notify=quiet, effort=TINY):
     return measure(
-        device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, notify=notify, effort=TINY
+        device="cpu", offload_dir=offload_dir, dtypes=dtypes, overheads=OVERHEADS, notify=notify, effort=effort
     )
 
 
@@ -159,17 +161,83 @@ class TestMeasure:
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
-    @pytest.mark.slow
-    def test_full_measurement_is_done_within_a_minute(self, tmp_path):
-        started = time.perf_counter()
+    @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])
+    def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):
+        """Told by the clock of a machine that does `per_s` bytes or FLOPs a second, at most one call a microsecond."""
+        clock = simulated(per_s, disk_bytes_per_s=per_s / 50)
         profile = measure(device="cpu", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, notify=quiet)
-        assert time.perf_counter() - started < 60
-        # More tokens make better use of weights that come from memory.
-        gemm = profile.cpu.gemm_flops_per_s["float32"]
-        assert gemm.at(width=2048, tokens=256) > 2 * gemm.at(width=2048, tokens=1)
-        # One token reads 4 bytes for every 2 FLOPs: half of that is a margin for noise.
-        assert profile.dram_bytes_per_s > gemm.at(width=2048, tokens=1)
-        assert list(tmp_path.iterdir()) == []
+        assert 5 < clock.seconds < 60
+        assert profile.dram_bytes_per_s == pytest.approx(per_s, rel=0.01)
+        assert len(leaves(profile.cpu.decode_attention_bytes_per_s["float32"].points)) == 36
+
+    def test_more_tokens_make_better_use_of_weights(self):
+        """Measured, not simulated: a layer of 12 million weights is read once for 256 tokens as for one."""
+        effort = dataclasses.replace(TINY, tokens=(1, 256), pool_bytes=64 << 20, call_s=60.0)
+        device, model = Device("cpu"), profile_compute._llama(width=1024, heads=16, kv_heads=16, head_dim=64)
+        gemm = profile_compute.gemm_rates(device, device.pool(torch.float32, effort), [model], effort)
+        assert gemm.at(width=1024, tokens=256) > 2 * gemm.at(width=1024, tokens=1)
+
+    def test_weights_of_products_rotate_through_the_whole_pool(self, monkeypatch):
+        """Else they would still be in the caches when they are used again."""
+        used = []
+        monkeypatch.setattr(profile_compute.ops, "linear", lambda x, weight, **_: used.append(weight))
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: [trial.run(i) for i in range(99)] and 1.0)
+        model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16)
+        pool = torch.zeros((4 << 20) // 4)
+        profile_compute.gemm_rates(Device("cpu"), pool, [model], dataclasses.replace(TINY, tokens=(1,)))
+        again = next(i for i in range(1, len(used)) if used[i].data_ptr() == used[0].data_ptr())
+        assert sum(weight.nbytes for weight in used[:again]) > 0.9 * pool.nbytes
+
+
+class Clock:
+    """Seconds that a simulated machine has been at work."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, seconds):
+        with self._lock:
+            self.seconds += seconds
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """simulated(work per second, disk_bytes_per_s=...) -> the clock by which `measure` times everything: nothing is computed."""
+
+    def simulate(per_s, disk_bytes_per_s):
+        clock = Clock()
+        fake_time = SimpleNamespace(perf_counter=lambda: clock.seconds, process_time=lambda: 0.0)
+        for module in (profile_timing, profile_transfer, profile_module):
+            monkeypatch.setattr(module, "time", fake_time)
+        current = []
+        real_rate = Device.rate
+
+        def rate(self, trial, effort):
+            current[:] = [trial]
+            return real_rate(self, trial, effort)
+
+        def seconds(self, run, first, count):
+            started = clock.seconds
+            clock.take(count * max(1e-6, current[0].work / per_s))
+            return clock.seconds - started
+
+        def transfer(self, worker, offset, num_bytes=profile_transfer._REQUEST_BYTES):
+            clock.take(num_bytes / disk_bytes_per_s)
+
+        monkeypatch.setattr(Device, "rate", rate)
+        monkeypatch.setattr(Device, "seconds", seconds)
+        monkeypatch.setattr(Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta"))
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(profile_compute.ops, "prepare_attention", lambda *_, **__: None)
+        monkeypatch.setattr(profile_compute, "plan_attention", lambda *_, **__: None)
+        monkeypatch.setattr(profile_module, "first_touch_rate", lambda effort: clock.take(effort.touch_bytes / per_s) or per_s)
+        for name in ("read", "write"):
+            monkeypatch.setattr(profile_transfer._File, name, transfer)
+        return clock
+
+    return simulate
 
 
 class TestTiming:

@@ -6,7 +6,11 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from batchgen.convert import find_or_convert
 from batchgen.device import Device
@@ -68,6 +72,8 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
     files = resolve_model(str(model))
     store = options.pop("store", None)
     if store is None and needs_store(policy):
+        policy = policy if find_spec("xxhash") else without_store(policy)
+    if store is None and needs_store(policy):
         store = find_or_convert(files, offload_dir, "float32", "int4" if policy.weight_format == "int4" else "none")
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
@@ -75,6 +81,14 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
         files, lambda: load_tokenizer(files), policy=policy, dtype="float32", device=device, offload_dir=offload_dir,
         store=store, **options,
     )  # fmt: skip
+
+
+def without_store(policy: Policy) -> Policy:
+    """For machines without xxhash, as those with a GPU may be: weights that were to be on disk are in the host's memory."""
+    if policy.weight_format == "int4":
+        pytest.skip("4-bit weights come from a store, which needs xxhash")
+    layers = {group: (gpu, cpu + disk, 0) for group, (gpu, cpu, disk) in policy.weight_layers.items()}
+    return replace(policy, weight_layers=layers)
 
 
 def make_requests(prompts: Iterable[list[int]], output_lens: Iterable[int]) -> list[Request]:

@@ -9,21 +9,14 @@ import json
 import tempfile
 import time
 
-import torch
-from flexgen.compression import CompressionConfig
-from flexgen.flex_opt import OptLM, Policy
-from flexgen.opt_config import get_opt_config
-from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
-from flexgen.timer import timers
-from flexgen.utils import ExecutionEnv
-
 _GROUPS = {"num_bits": 4, "group_size": 64, "symmetric": False}
 
 
-def main() -> None:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="facebook/opt-30b")
-    parser.add_argument("--gpu-memory-bytes", type=int, required=True, help="what tensors may take of the card")
+    parser.add_argument("--gpu-memory-bytes", type=int, required=True, help="what torch may take of the card")
+    parser.add_argument("--host-memory-bytes", type=int, required=True, help="what the policy was made for")
     parser.add_argument("--gpu-batch-size", type=int, required=True)
     parser.add_argument("--num-gpu-batches", type=int, required=True)
     parser.add_argument(
@@ -33,9 +26,24 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, required=True)
     parser.add_argument("--gen-len", type=int, required=True)
     parser.add_argument("--output", required=True)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    import torch
+    from flexgen.compression import CompressionConfig
+    from flexgen.flex_opt import OptLM, Policy
+    from flexgen.opt_config import get_opt_config
+    from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
+    from flexgen.timer import timers
+    from flexgen.utils import ExecutionEnv
+
+    args = arguments()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, args.gpu_memory_bytes / total))
+    limits = {
+        "gpu_bytes": min(total, args.gpu_memory_bytes), "host_bytes": args.host_memory_bytes, "dtype": "float16",
+    }  # fmt: skip
     gpu, cpu = TorchDevice("cuda:0"), TorchDevice("cpu")
     with tempfile.TemporaryDirectory() as folder:
         disk = TorchDisk(folder)
@@ -59,6 +67,8 @@ def main() -> None:
             env.close_copy_threads()
         costs = timers("generate").costs
     result = {
+        "limits": limits,  # its weights and KV are fp16 whatever the model's own
+        "block": rows,
         "load_s": loaded - started,
         "generation_s": wall_s,
         "prefill_s": costs[0],

@@ -1,0 +1,38 @@
+"""Measures this machine's hardware profile with its GPU, for models of any size, and writes it as JSON: `--hardware FILE` of
+plans.
+
+    python benchmarks/gpu_profile.py --output profile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from batchgen.errors import InputError
+from batchgen.overheads import measure_overheads
+from batchgen.planner.profile import check_measurable, measure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        check_measurable("cuda", (args.dtype,))
+        with tempfile.TemporaryDirectory() as folder:
+            profile = measure(
+                device="cuda", offload_dir=Path(folder), dtypes=(args.dtype,), overheads=measure_overheads("cuda"),
+                notify=lambda line: print(line, flush=True),
+            )  # fmt: skip
+    except InputError as error:
+        sys.exit(f"gpu_profile: {error}")
+    args.output.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
