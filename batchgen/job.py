@@ -20,6 +20,7 @@ from batchgen.device import parse_device
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
+from batchgen.interrupts import keep
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
@@ -115,6 +116,7 @@ def run_job(options: JobOptions) -> dict:
             retry_failed=options.retry_failed,
             errors_file=source.is_openai,
         ) as state:
+            keep(lambda: _kept(state))
             for notice in state.notices:
                 progress.say(notice)
             total_rows = source.dataset.num_rows
@@ -141,6 +143,15 @@ def run_job(options: JobOptions) -> dict:
                 format_row=source.format_row,
             )
             return _close(options, make_report(options, source, state, engine, plan, started_s, "complete"))
+
+
+def _kept(state: Run) -> str:
+    """Saves the rows that are finished; says how many these are."""
+    rows, name = state.save(), state.output_path.name
+    if not rows:
+        return f"no rows of {name} are finished yet"
+    finished = "1 row" if rows == 1 else f"{rows:,} rows"
+    return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
 def _cached_output(fingerprint: dict[str, Any]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -13,7 +14,12 @@ _CONTEXT.set_forkserver_preload(["torch", "transformers", "batchgen.job", "batch
 
 def start_batchgen(arguments: list, log: Path) -> multiprocessing.Process:
     """The command `batchgen *arguments` in a process of its own; what it says goes to `log`."""
-    process = _CONTEXT.Process(target=_main, args=([str(a) for a in arguments], str(log)))
+    return start_in_process(_batchgen, [[str(a) for a in arguments]], log)
+
+
+def start_in_process(function: Callable, arguments: list, log: Path) -> multiprocessing.Process:
+    """A function in a process of its own; what it prints goes to `log`."""
+    process = _CONTEXT.Process(target=_main, args=(function, arguments, str(log)))
     process.start()
     return process
 
@@ -25,12 +31,16 @@ def batchgen(arguments: list, log: Path) -> int:
     return process.exitcode
 
 
-def _main(arguments: list[str], log: str) -> None:
-    from batchgen import cli
-
+def _main(function: Callable, arguments: list, log: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    function(*arguments)
+
+
+def _batchgen(arguments: list[str]) -> None:
+    from batchgen import cli
+
     sys.argv = ["batchgen", *arguments]
     cli.main()

@@ -104,6 +104,7 @@ class Run:
         self._targets = targets
         self._manifest = Manifest(fingerprint)
         self._lock: int | None = lock
+        self._writer: PartWriter | None = None
 
     @property
     def complete(self) -> bool:
@@ -111,7 +112,17 @@ class Run:
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
-        return PartWriter(self.parts_dir, self.done_rows, **limits)
+        self._writer = PartWriter(self.parts_dir, self.done_rows, **limits)
+        return self._writer
+
+    def save(self) -> int:
+        """Put all rows that the writer was given on stable storage, and take no more; return how many rows are finished.
+
+        Any thread may call it, as the last thing before the process ends.
+        """
+        if self._writer is not None:
+            self._writer.stop()
+        return self.totals["rows"] if self.totals else len(self.done_rows)
 
     def finish(
         self,
