@@ -21,6 +21,7 @@ from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
 from batchgen.interrupts import keep
+from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
@@ -77,10 +78,13 @@ def run_job(options: JobOptions) -> dict:
     """
     started_s = time.monotonic()
     check_options(options)
+    check_files(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
         source = open_source(options)
+        if source.is_openai:
+            check_files(options, errors_file=True)
         files = resolve_model(options.model, notify=progress.say)
         config = read_config(files)
         dtype = resolve_dtype(config, options.dtype, parse_device(options.device))
@@ -108,6 +112,7 @@ def run_job(options: JobOptions) -> dict:
             fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
         if options.output is None:
             options = replace(options, output=_cached_output(fingerprint))
+            check_files(options)
         with open_run(
             options.output,
             fingerprint,
