@@ -243,7 +243,7 @@ class Campaign:
                 raise SystemExit(f"{tier.name}: exit code {code} after {signal.Signals(how).name}: {said}")
             hits += 1
             came_to = place if progress.finishing_s else min(place, progress.sweeps / span)
-            account.moments[int(came_to * _BINS)] += 1
+            account.moments[min(int(came_to * _BINS), _BINS - 1)] += 1
             account.hits_in_output += progress.finishing_s > 0
             account.rows_run_again += max(0, before + progress.rows - saved_rows(output))
         if code != 0:
@@ -280,6 +280,7 @@ def _make_input(folder: Path, rows: int, draw: random.Random) -> None:
 
     make_tiny_model("llama", folder / "model")
     prompts = [" ".join(draw.choices(_WORDS, k=draw.randrange(1, 30))) for _ in range(rows)]
+    prompts[rows // 3] = None  # it fails
     sampling = [{"temperature": 0.8 * (i % 2), "top_p": 0.95} for i in range(rows)]
     pq.write_table(pa.table({"prompt": prompts, "sampling": sampling}), folder / "in.parquet", row_group_size=100)
 
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--interrupts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--rows", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchgen-kills-") as folder:
