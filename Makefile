@@ -5,7 +5,7 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench gpu-check gpu-wheels helm-check sanitize neon clean
+.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -83,6 +83,10 @@ bench: install
 	$(BIN)/python benchmarks/azure_vs_transformers.py
 	$(BIN)/python benchmarks/prefix_sharing.py
 	$(BIN)/python benchmarks/plan_accuracy.py
+
+# Jobs killed and interrupted at random moments of generation, in memory, on disk and in 4 bits; writes benchmarks/results/kills.json.
+kill-check: install
+	$(BIN)/python benchmarks/kills.py --kills 200 --interrupts 200
 
 # On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks. CALL=1 (to 5) runs a part
 # of it that takes less than nine minutes; GPU_WHEELS names a folder of wheels for what is not installed there.

@@ -12,22 +12,22 @@
 from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
-from batchgen.errors import BatchgenError, InputError, JobStopped
-from batchgen.request import (
-    Completion,
-    ContinuationScore,
-    PositionLogprobs,
-    Request,
-    Sample,
-    SamplingParams,
-    Scored,
-    ScoreRequest,
-    TokenLogprob,
-)
 
 if TYPE_CHECKING:
     from batchgen.engine import Engine
+    from batchgen.errors import BatchgenError, InputError, JobStopped
     from batchgen.job import run
+    from batchgen.request import (
+        Completion,
+        ContinuationScore,
+        PositionLogprobs,
+        Request,
+        Sample,
+        SamplingParams,
+        Scored,
+        ScoreRequest,
+        TokenLogprob,
+    )
     from batchgen.with_datasets import MapFunction, run_dataset
 
 __all__ = [
@@ -50,13 +50,19 @@ __all__ = [
     "run_dataset",
 ]
 
-# Imported when first asked for: the command line's --help must not wait for them.
-_LAZY = {
-    "Engine": "batchgen.engine",
-    "MapFunction": "batchgen.with_datasets",
-    "run": "batchgen.job",
-    "run_dataset": "batchgen.with_datasets",
-}
+# Where names are from. They are imported when first asked for: the command line must be able to take a Ctrl-C before, and --help
+# must not wait for them.
+_HOMES = {
+    "batchgen.engine": ("Engine",),
+    "batchgen.errors": ("BatchgenError", "InputError", "JobStopped"),
+    "batchgen.job": ("run",),
+    "batchgen.request": (
+        "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
+        "TokenLogprob",
+    ),
+    "batchgen.with_datasets": ("MapFunction", "run_dataset"),
+}  # fmt: skip
+_LAZY = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str):

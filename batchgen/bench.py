@@ -12,6 +12,7 @@ from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
 from batchgen.job import load_engine, tracing
+from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options
 from batchgen.loading import resolve_context, resolve_dtype
 from batchgen.model_files import ModelFiles, read_config, resolve_model, without_weights
@@ -47,6 +48,7 @@ def run_bench(options: BenchOptions) -> dict:
     started_s = time.monotonic()
     job = options.job
     check_options(job)
+    check_files(job)
     with Progress(job.progress) as progress:
         files = _model(options, progress)
         config = read_config(files)

@@ -82,8 +82,7 @@ def convert(
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
     if quantization not in QUANTIZATIONS:
         raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-    if target.resolve() == files.path.resolve():
-        raise InputError(f"{target} is the model itself: give another directory for the store")
+    _check_apart(files, target)
     checkpoint = open_checkpoint(files)
     weight_format = dtype if quantization == "none" else quantization
     header = {
@@ -107,6 +106,17 @@ def convert(
             action = f"convert into {target} ({missing:,} bytes, {format_bytes(missing)}, are still to be written)"
             raise storage_error(error, action) from error
     return open_store(target)
+
+
+def _check_apart(files: ModelFiles, target: Path) -> None:
+    """Raises InputError where the store would lie in what it is made of, or the other way round: files of its names are replaced."""
+    model, place = files.path.resolve(), target.resolve()
+    if place == model or (target.exists() and target.samefile(model)):
+        raise InputError(f"{target} is the model itself: give another directory for the store")
+    if place.is_relative_to(model) and files.kind == "store":
+        raise InputError(f"{target} lies in the weight store {files.path}: give another directory")
+    if model.is_relative_to(place) and files.kind != "gguf":
+        raise InputError(f"{target} has the model {files.path} in it: give another directory for the store")
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str) -> Path:

@@ -20,6 +20,8 @@ from batchgen.device import parse_device
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
 from batchgen.errors import BatchgenError, InputError
+from batchgen.interrupts import keep
+from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
@@ -76,10 +78,13 @@ def run_job(options: JobOptions) -> dict:
     """
     started_s = time.monotonic()
     check_options(options)
+    check_files(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
         source = open_source(options)
+        if source.is_openai:
+            check_files(options, errors_file=True)
         files = resolve_model(options.model, notify=progress.say)
         config = read_config(files)
         dtype = resolve_dtype(config, options.dtype, parse_device(options.device))
@@ -107,6 +112,7 @@ def run_job(options: JobOptions) -> dict:
             fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
         if options.output is None:
             options = replace(options, output=_cached_output(fingerprint))
+            check_files(options)
         with open_run(
             options.output,
             fingerprint,
@@ -115,6 +121,7 @@ def run_job(options: JobOptions) -> dict:
             retry_failed=options.retry_failed,
             errors_file=source.is_openai,
         ) as state:
+            keep(lambda: _kept(state))
             for notice in state.notices:
                 progress.say(notice)
             total_rows = source.dataset.num_rows
@@ -141,6 +148,15 @@ def run_job(options: JobOptions) -> dict:
                 format_row=source.format_row,
             )
             return _close(options, make_report(options, source, state, engine, plan, started_s, "complete"))
+
+
+def _kept(state: Run) -> str:
+    """Saves the rows that are finished; says how many these are."""
+    rows, name = state.save(), state.output_path.name
+    if not rows:
+        return f"no rows of {name} are finished yet"
+    finished = "1 row" if rows == 1 else f"{rows:,} rows"
+    return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
 def _cached_output(fingerprint: dict[str, Any]) -> Path:

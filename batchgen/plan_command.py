@@ -11,6 +11,7 @@ from batchgen.device import Device, has_cuda, parse_device
 from batchgen.emulated_profile import emulated_profile
 from batchgen.errors import InputError
 from batchgen.hardware import HardwareProfile
+from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
 from batchgen.loading import resolve_context, resolve_dtype, store_bytes
@@ -70,6 +71,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     started_s = time.monotonic()
     job = options.job
     check_options(job)
+    check_files(job, plan_file=options.plan_file)
     if options.as_json and (options.what_if or options.frontier):
         raise InputError(
             "--json gives the plan alone: leave out --what-if and --frontier, or plan for each case by itself"

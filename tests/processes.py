@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "batchgen.job", "batchgen.runtime.executor"])
+# Also what they import on their way only: pyarrow when it writes a file, transformers when it loads a tokenizer.
+_CONTEXT.set_forkserver_preload([
+    "batchgen.commands", "batchgen.job", "batchgen.runtime.executor", "batchgen.runtime.sampler", "batchgen.dataset.prompts", "pandas",
+    "transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama", "transformers.integrations.mistral",
+    "transformers.models.encoder_decoder.configuration_encoder_decoder", "transformers.generation", "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.modeling_auto", "transformers.generation.continuous_batching",
+])  # fmt: skip
 
 
 def start_batchgen(arguments: list, log: Path) -> multiprocessing.Process:
     """The command `batchgen *arguments` in a process of its own; what it says goes to `log`."""
-    process = _CONTEXT.Process(target=_main, args=([str(a) for a in arguments], str(log)))
+    return start_in_process(_batchgen, [[str(a) for a in arguments]], log)
+
+
+def start_in_process(function: Callable, arguments: list, log: Path) -> multiprocessing.Process:
+    """A function in a process of its own; what it prints goes to `log`."""
+    process = _CONTEXT.Process(target=_main, args=(function, arguments, str(log)))
     process.start()
     return process
 
@@ -25,12 +38,17 @@ def batchgen(arguments: list, log: Path) -> int:
     return process.exitcode
 
 
-def _main(arguments: list[str], log: str) -> None:
-    from batchgen import cli
-
+def _main(function: Callable, arguments: list, log: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # jobs collect garbage: all that was imported is none
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    function(*arguments)
+
+
+def _batchgen(arguments: list[str]) -> None:
+    from batchgen import cli
+
     sys.argv = ["batchgen", *arguments]
     cli.main()

@@ -36,7 +36,7 @@ def test_planner_and_runtime_do_not_know_each_other():
 
 
 def test_the_rooms_below_do_not_know_the_front_doors():
-    doors = ("batchgen.cli", "batchgen.job", "batchgen.engine", "batchgen.loading", "batchgen.report", "batchgen.helm")
+    doors = ("batchgen.cli", "batchgen.commands", "batchgen.job", "batchgen.engine", "batchgen.loading", "batchgen.report", "batchgen.helm")
     for folder in ("planner", "runtime", "dataset", "output"):
         assert users(folder, doors) == set()
     assert users("dataset", "batchgen.output") == users("output", "batchgen.dataset") == set()
@@ -60,7 +60,7 @@ def test_triton_is_imported_where_a_card_is_used_and_nowhere_else():
 def test_llguidance_is_imported_where_there_is_a_grammar_and_nowhere_else():
     users = {p.name for p in PACKAGE.rglob("*.py") if "import llguidance" in p.read_text()}
     assert users == {"constraint.py"}
-    code = "import sys, batchgen.engine, batchgen.runtime.sampler, batchgen.cli\nsys.exit('llguidance' in sys.modules)"
+    code = "import sys, batchgen.engine, batchgen.runtime.sampler, batchgen.commands\nsys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -77,7 +77,7 @@ def test_only_what_helm_itself_loads_needs_helm():
 
 def test_planning_and_scheduling_need_no_torch():
     code = (
-        "import sys, batchgen, batchgen.cli, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
+        "import sys, batchgen, batchgen.commands, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchgen.bench import BenchOptions, run_bench
-from batchgen.cli import cli
+from batchgen.commands import cli
 from batchgen.errors import InputError
 from batchgen.job_options import JobOptions
 from batchgen.model_files import model_identity, read_config, without_weights

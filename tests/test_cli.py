@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import cli
+from batchgen import commands
 from batchgen.errors import BatchgenError
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
@@ -35,7 +35,7 @@ def table(tmp_path):
 
 def invoke(*args):
     """(exit code, stdout, message of the error that main() would print)."""
-    result = CliRunner().invoke(cli.cli, [str(a) for a in args])
+    result = CliRunner().invoke(commands.cli, [str(a) for a in args])
     if isinstance(result.exception, BatchgenError):
         return result.exception.exit_code, result.stdout, str(result.exception)
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -190,7 +190,7 @@ def test_files_beside_a_config_file_are_found_from_anywhere(model, table, tmp_pa
     assert pq.read_table(elsewhere / "out.parquet").num_rows == 2
     (elsewhere / "here.jinja").write_text("Here {{ q }}")  # not beside it: where the command is run
     config.write_text(config.read_text().replace("say.jinja", "here.jinja"))
-    result = CliRunner().invoke(cli.cli, ["run", "--config", str(config), "-o", "o.parquet", "--dry-run"])
+    result = CliRunner().invoke(commands.cli, ["run", "--config", str(config), "-o", "o.parquet", "--dry-run"])
     assert result.exit_code == 0 and "Here The ferry" in result.stderr
     code, _, message = invoke("run", "--config", config, "-i", "rows.parquet", "-o", "o.parquet", "--limit", 2)
     assert code == 2 and "rows.parquet" in message  # a flag's path has nothing to do with the file
@@ -198,7 +198,7 @@ def test_files_beside_a_config_file_are_found_from_anywhere(model, table, tmp_pa
 
 def test_dry_run_shows_the_prompt_and_writes_nothing(model, table, tmp_path):
     result = CliRunner().invoke(
-        cli.cli, ["run", "-m", model, "-i", table, "-o", str(tmp_path / "x.parquet"), "--prompt-template",
+        commands.cli, ["run", "-m", model, "-i", table, "-o", str(tmp_path / "x.parquet"), "--prompt-template",
                   "Say {{ q }}", "--dry-run"]
     )  # fmt: skip
     assert result.exit_code == 0 and "Say The ferry left at 0" in result.stderr

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
-from batchgen import cli
+from batchgen import commands
 from batchgen.convert import convert, find_or_convert, store_path
 from batchgen.errors import BatchgenError, InputError
 from batchgen.model_files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
@@ -401,7 +401,7 @@ def test_find_or_convert(llama, tmp_path):
 
 def test_the_command(llama, reference, tmp_path):
     def invoke(*args):
-        return CliRunner().invoke(cli.cli, ["convert", *map(str, args)])
+        return CliRunner().invoke(commands.cli, ["convert", *map(str, args)])
 
     done = invoke("-m", llama.path, "-o", tmp_path / "a" / "store", "--dtype", "float32")
     assert done.exit_code == 0, done.exception

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen.cli import cli
+from batchgen.commands import cli
 from batchgen.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.jobs import FILES, Jobs
 from batchgen.helm.live import LiveEngine, live_engine

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import cli, planning
+from batchgen import commands, planning
 from batchgen.errors import BatchgenError
 from batchgen.planning import read_plan
 from batchgen.policy import Plan
@@ -29,7 +29,7 @@ def program(*args, cwd):
 
 def invoke(*args):
     """(exit code, stdout, stderr or the message of the error that main() would print)."""
-    result = CliRunner().invoke(cli.cli, [str(a) for a in args])
+    result = CliRunner().invoke(commands.cli, [str(a) for a in args])
     if isinstance(result.exception, BatchgenError):
         return result.exception.exit_code, result.stdout, str(result.exception)
     if result.exception and not isinstance(result.exception, SystemExit):

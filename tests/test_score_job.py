@@ -15,7 +15,7 @@ from processes import start_batchgen
 from transformers import AutoTokenizer
 
 import batchgen
-from batchgen import InputError, cli
+from batchgen import InputError, commands
 from batchgen.errors import BatchgenError
 
 CLOSE = 1e-4
@@ -312,7 +312,7 @@ def test_mistakes_get_one_clear_line(model, tmp_path, args, words):
     pq.write_table(pa.table(table), tmp_path / "in.parquet")
     column = [] if "--prompt-column" in args else ["--prompt-column", "q"]
     line = ["run", "-m", model[0], "-i", tmp_path / "in.parquet", "-o", tmp_path / "out.parquet", *column, *args]
-    result = CliRunner().invoke(cli.cli, [str(a) for a in line])
+    result = CliRunner().invoke(commands.cli, [str(a) for a in line])
     assert isinstance(result.exception, BatchgenError) and result.exception.exit_code == 2, result.output
     message = str(result.exception)
     assert "\n" not in message and all(word in message for word in words), message
@@ -323,7 +323,7 @@ def test_dry_run_shows_what_is_scored(model, tmp_path):
     pq.write_table(pa.table({"q": ["The ferry left"]}), tmp_path / "in.parquet")
     line = ["run", "-m", model[0], "-i", tmp_path / "in.parquet", "-o", tmp_path / "o.parquet", "--prompt-column", "q"]
     line += ["--task", "score", "--choices", " late", "--choices", " early", "--dry-run"]
-    result = CliRunner().invoke(cli.cli, [str(a) for a in line])
+    result = CliRunner().invoke(commands.cli, [str(a) for a in line])
     assert result.exit_code == 0
     assert "The ferry left\n-> late\n-> early" in result.stderr.replace("->  ", "-> ")
     assert not (tmp_path / "o.parquet.batchgen").exists()

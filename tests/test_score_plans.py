@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from planner_cases import cpu_box, gpu_box, opt
 
-from batchgen import cli
+from batchgen import commands
 from batchgen.errors import InputError
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
@@ -145,7 +145,7 @@ def test_whole_texts_are_as_many_sequences_as_windows(tokenizer, tmp_path):
 
 
 def invoke(*args):
-    result = CliRunner().invoke(cli.cli, ["plan", *map(str, args), "--progress", "none"])
+    result = CliRunner().invoke(commands.cli, ["plan", *map(str, args), "--progress", "none"])
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
 

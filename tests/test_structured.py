@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 import batchgen
-from batchgen.cli import cli
+from batchgen.commands import cli
 from batchgen.constraint import Grammars
 from batchgen.errors import InputError
 from batchgen.output.run_directory import errors_path

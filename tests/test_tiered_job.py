@@ -3,18 +3,14 @@
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from processes import batchgen, start_batchgen
-from thorough import quick_or
+from processes import batchgen
 from tiny_models import make_tiny_model
 
 from batchgen.convert import find_or_convert
@@ -68,48 +64,12 @@ def read(path: Path) -> str:
     return path.read_text().strip()
 
 
-def timed(job, folder) -> float:
-    started = time.monotonic()
-    assert batchgen(job(folder / "timed.parquet"), folder / "log") == 0, read(folder / "log")
-    return time.monotonic() - started
-
-
 def test_the_job_is_what_it_is_in_memory(job, whole, folder):
     report = folder / "report.json"
     assert batchgen([*job(folder / "same.parquet"), "--report", report], folder / "log") == 0, read(folder / "log")
     assert pq.read_table(folder / "same.parquet").equals(whole)
     moved = json.loads(report.read_text())["bytes_moved"]
     assert moved["disk_read"] > 0 and moved["disk_write"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
-def test_stopped_at_any_moment_it_goes_on(job, whole, folder, tmp_path, how):
-    draw = random.Random(int(how))
-    seconds = timed(job, tmp_path)
-    output = tmp_path / "out.parquet"
-    seen = set()
-    for _ in range(quick_or(3, 5)):
-        process = start_batchgen(job(output), tmp_path / "log")
-        process.join(0.2 + draw.uniform(0.0, 0.7) * seconds)
-        if process.is_alive():
-            os.kill(process.pid, how)
-            process.join(30)
-            assert not process.is_alive(), "it hangs"
-        said = read(tmp_path / "log")
-        seen.add(process.exitcode)
-        if process.exitcode == 130:
-            assert "the same command goes on" in said and "Traceback" not in said, said
-        elif process.exitcode == 0:  # from the start again
-            assert pq.read_table(output).equals(whole)
-            output.unlink()
-            shutil.rmtree(tmp_path / "out.parquet.batchgen")
-        else:
-            assert how == signal.SIGKILL and process.exitcode == -how, said
-    assert seen - {0}, "no stop came while it ran"
-    assert batchgen(job(output), tmp_path / "log") == 0, read(tmp_path / "log")
-    assert pq.read_table(output).equals(whole)
-    assert [p.name for p in (folder / "offload").iterdir()] == ["stores"], "something was left on the disk"
 
 
 @pytest.fixture

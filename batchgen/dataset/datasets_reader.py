@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,20 @@ def datasets_source(dataset: Any, name: str, split: str | None, limit: int | Non
     if isinstance(dataset, datasets.IterableDataset):
         return _iterable_source(dataset, name, limit)
     raise InputError(f"input must be a path or a `datasets` dataset, not {type(dataset).__name__}")
+
+
+def files_behind(dataset: Any) -> list[str]:
+    """The files that a `datasets` object reads, as far as the library lets one know: what a function makes has none."""
+    if isinstance(dataset, str):
+        return [dataset] if os.path.isfile(dataset) else []
+    if isinstance(dataset, dict):
+        return files_behind(list(dataset.values()))
+    if isinstance(dataset, list | tuple):
+        return [file for each in dataset for file in files_behind(each)]
+    if hasattr(dataset, "cache_files"):  # a Dataset
+        return [entry["filename"] for entry in dataset.cache_files]
+    inside = ("_ex_iterable", "ex_iterable", "ex_iterables", "kwargs")  # of a stream, whose steps lie around each other
+    return [file for name in inside if hasattr(dataset, name) for file in files_behind(getattr(dataset, name))]
 
 
 def _table_source(dataset: Any) -> Source:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
-from batchgen.errors import BatchgenError
+from batchgen.interrupts import guarded, keep
 
 
 def main() -> None:
     """Runs `lm_eval` with the model `batchgen` registered; one line and an exit code where batchgen cannot go on."""
+    with guarded():
+        _evaluate()
+
+
+def _evaluate() -> None:
+    from batchgen.errors import BatchgenError
+
     try:
         import lm_eval.models  # noqa: F401 - lm_eval registers its own only where there are none yet
         from lm_eval.__main__ import cli_evaluate
@@ -18,13 +24,11 @@ def main() -> None:
         _end(f"{error}: pip install 'batchgen[lmeval]'", 2)
     if "batchgen" not in model_registry:  # a later lm_eval may find the entry point
         model_registry.register("batchgen", target="batchgen.lmeval.model:BatchgenLM")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves finished rows just as Ctrl-C does
+    keep(lambda: "finished rows are saved, the same command goes on from there")
     try:
         cli_evaluate()
     except BatchgenError as error:
         _end(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _end("interrupted; finished rows are saved, the same command goes on from there", 130)
 
 
 def _end(line: str, exit_code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ class _Barrier(NamedTuple):
 class PartWriter:
     """Takes finished rows and flushes them as parts: after `flush_interval_s`, `flush_rows` or `flush_bytes`.
 
-    add(), flush() and close() belong to one thread. What goes wrong in the writing (a full disk) is raised
+    add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is raised
     there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
     they are on stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere
     close() can still write what was added.
@@ -84,6 +85,15 @@ class PartWriter:
             self._farewell.get()
         if not self._failure_raised:
             self._raise_failure()
+
+    def stop(self) -> None:
+        """Flush and end the thread, called by any thread. What goes wrong is not raised, and add() raises from now on: this is
+        for a process that is about to end."""
+        answer: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox.put(_Barrier(answer, last=True))
+        while not self._ended:  # another thread's barrier may be the one that is answered
+            with contextlib.suppress(queue.Empty):
+                answer.get(timeout=0.02)
 
     def __enter__(self) -> PartWriter:
         return self

@@ -30,10 +30,23 @@ from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, part_output_lens, part_paths, scan_part, set_aside
 from batchgen.output.row_map import DoneRows
 
+# A file of each kind that a run directory has.
+RUN_FILES = ("lock", "manifest.json", "manifest.json.tmp", "joined-0.tmp", "parts/part-000000.parquet", "parts/part-000000.parquet.tmp")
+
 
 def errors_path(output_path: Path) -> Path:
     """Where a job in OpenAI batch format puts its failed rows: `out.errors.jsonl` for `out.jsonl`."""
     return output_path.with_name(f"{output_path.stem}.errors.jsonl")
+
+
+def run_directory(output_path: Path) -> Path:
+    """Where a job keeps what it has done."""
+    return output_path.with_name(output_path.name + ".batchgen")
+
+
+def target_path(output_path: Path) -> Path:
+    """The file that is written: what a link points to, and the link is kept."""
+    return Path(os.path.realpath(output_path)) if output_path.is_symlink() else output_path
 
 
 def open_run(
@@ -56,13 +69,11 @@ def open_run(
     Raises InputError where the output cannot be written or is something else's, BatchgenError where another
     process holds it.
     """
-    output_path = Path(output_path)
-    if output_path.is_symlink():  # write what it points to, and keep the link
-        output_path = Path(os.path.realpath(output_path))
+    output_path = target_path(Path(output_path))
     if output_format(output_path) != ".jsonl" and errors_file:
         raise InputError(f"an OpenAI batch is answered in JSON lines: {output_path.name} must end in .jsonl")
     targets = (output_path, errors_path(output_path)) if errors_file else (output_path,)
-    directory = output_path.with_name(output_path.name + ".batchgen")
+    directory = run_directory(output_path)
     try:
         _check_targets(targets)
         if not directory.exists() and not overwrite:
@@ -104,6 +115,7 @@ class Run:
         self._targets = targets
         self._manifest = Manifest(fingerprint)
         self._lock: int | None = lock
+        self._writer: PartWriter | None = None
 
     @property
     def complete(self) -> bool:
@@ -111,7 +123,17 @@ class Run:
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
-        return PartWriter(self.parts_dir, self.done_rows, **limits)
+        self._writer = PartWriter(self.parts_dir, self.done_rows, **limits)
+        return self._writer
+
+    def save(self) -> int:
+        """Put all rows that the writer was given on stable storage, and take no more; return how many rows are finished.
+
+        Any thread may call it, as the last thing before the process ends.
+        """
+        if self._writer is not None:
+            self._writer.stop()
+        return self.totals["rows"] if self.totals else len(self.done_rows)
 
     def finish(
         self,

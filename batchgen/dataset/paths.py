@@ -1,0 +1,91 @@
+"""Where an input lies on disk, and whether a file that is written somewhere would be a part of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.dataset.datasets_reader import files_behind
+
+
+@dataclass(frozen=True)
+class InputPaths:
+    """files: those that are read. folder, pattern: the name that was given, if it is one of these; what comes to lie there later
+    is read by the next run."""
+
+    files: tuple[str, ...] = ()
+    folder: str | None = None
+    pattern: str | None = None
+
+    @classmethod
+    def of(cls, source: Any) -> InputPaths:
+        """Of an input as `open_dataset` takes it. An input that is not on disk, or not there, has none."""
+        if not isinstance(source, (str, os.PathLike)):
+            return cls(tuple(files_behind(source)))
+        name = os.path.expanduser(os.fspath(source))
+        if os.path.isdir(name):
+            return cls(folder=name)
+        if os.path.isfile(name):
+            return cls((name,))
+        if glob.has_magic(name):
+            found = glob.glob(name, recursive=True)
+            return cls(tuple(path for path in found if os.path.isfile(path)), pattern=name)
+        return cls()
+
+    def includes(self, path: str | os.PathLike) -> str | None:
+        """How a file at `path`, which need not be there, would be a part of the input, as the end of a sentence; else None."""
+        if any(same_file(path, file) for file in self.files):
+            return "is a file of the input"
+        if self.folder is not None and is_in(path, self.folder):
+            return f"lies in the input {self.folder}"
+        if self.pattern is not None and _matches(os.path.realpath(path), self.pattern):
+            return f"matches the input {self.pattern}"
+        return None
+
+
+def same_file(a: str | os.PathLike, b: str | os.PathLike) -> bool:
+    """Whether two paths lead to one file or folder: through links of either kind, and before it is there."""
+    if os.path.realpath(a) == os.path.realpath(b):
+        return True
+    return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+
+
+def is_in(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
+    """Whether a path is a folder or leads into it, at any depth."""
+    path = os.path.realpath(path)
+    while True:
+        if same_file(path, folder):
+            return True
+        path, below = os.path.dirname(path), path
+        if path == below:
+            return False
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether `glob` would find a file at a real path if it were there. Of the pattern's components some are tried on the disk,
+    as there may be links among the folders, and the rest on the names, as folders of the path may not be there yet."""
+    parts = [part for part in os.path.join(os.getcwd(), pattern).split("/") if part not in ("", ".")]
+    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    for cut in range(first, len(parts)):
+        rest = parts[cut - (cut > first and parts[cut - 1] == "**") :]
+        for head in glob.glob("/" + "/".join([*parts[:cut], ""]), recursive=True):
+            root = os.path.realpath(head).rstrip("/") + "/"
+            if path.startswith(root) and _names_match(path[len(root) :].split("/"), rest):
+                return True
+    return False
+
+
+def _names_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    if patterns[0] == "**" and _names_match(names, patterns[1:]):
+        return True
+    if not names or (names[0].startswith(".") and not patterns[0].startswith(".")):
+        return False
+    if patterns[0] == "**":
+        return _names_match(names[1:], patterns)
+    return fnmatch.fnmatchcase(names[0], patterns[0]) and _names_match(names[1:], patterns[1:])

@@ -1,0 +1,147 @@
+"""Ctrl-C and SIGTERM, for a whole process: it ends within a second, with a line that says what is kept.
+
+The signal raises KeyboardInterrupt in the main thread, as it always does. But while that thread is in a long C call, or waits
+for another thread, nothing comes of it. So a thread that the signal wakes by itself (`signal.set_wakeup_fd`) ends the process
+where the main one does not. That harms nothing, as a job may be killed at any moment; what is to be done first is to save
+finished rows, which needs no main thread (`keep`). A second signal ends the process at once.
+
+Imports next to nothing, so that it is there before anything that takes long.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GRACE_S = 0.5  # for the main thread to end the process itself
+_SAME_S = 0.1  # one Ctrl-C may come twice: from the terminal, and from a program that passes it on
+
+
+def keep(save: Callable[[], str]) -> None:
+    """From now on `save` saves what there is to save and returns what is true then, as the rest of a line; or "".
+
+    It is called when the process is about to end, from any thread, whatever the others are at. Does nothing where no
+    process is `guarded`.
+    """
+    if _guard is not None:
+        _guard.save = save
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """The main thread's work: if it is interrupted the process ends with exit code 130, and does not return from here."""
+    global _guard
+    guard = _guard = _Guard()
+    try:
+        guard.start()
+        yield
+    except BaseException:
+        if guard.interrupted:  # whatever became of it on the way here
+            guard.save_and_end()
+        raise
+    finally:
+        _guard = None
+        guard.close()
+
+
+class _Guard:
+    """Handlers, and a thread that is woken by signals too. interrupted: the main thread has been told."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.save: Callable[[], str] = lambda: "nothing was done yet"
+        self._ending = threading.Lock()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handlers_before: dict[int, object] = {}
+        self._wakeup_before = -1
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # what a shell starts in the background is deaf to Ctrl-C
+                self._handlers_before[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Signals go where they went before."""
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+
+    def close(self) -> None:
+        self.restore()
+        os.close(self._write)  # the thread reads the end of the file, and ends
+
+    def save_and_end(self) -> NoReturn:
+        self._end(self.save())
+
+    def _end(self, kept: str) -> NoReturn:
+        """Ends the process; of several threads that want to, the first."""
+        self._ending.acquire()
+        line = "batchgen: interrupted" + (f"; {kept}" if kept else "") + "\n"
+        with suppress(OSError, ValueError):
+            clear = "\r\x1b[K" if os.isatty(2) else ""  # a progress bar may stand there
+            if select.select([], [2], [], _GRACE_S)[1]:  # nobody may be reading
+                os.write(2, (clear + line).encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    def _handle(self, *_: object) -> None:
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        with suppress(EOFError):
+            self._wait(None)
+            time.sleep(_SAME_S)
+            self._wait(0)
+            if not self._wait(_GRACE_S - _SAME_S):
+                threading.Thread(target=self.save_and_end, name="last-save", daemon=True).start()
+                self._wait(None)
+            self._end("ended at once; what was saved before is kept")
+        os.close(self._read)
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Whether a signal comes before the time is over. Raises EOFError where the guard is closed."""
+        while select.select([self._read], [], [], timeout_s)[0]:
+            numbers = os.read(self._read, 64)
+            if not numbers:
+                raise EOFError
+            if any(number in _SIGNALS for number in numbers):
+                return True
+        return False
+
+
+_guard: _Guard | None = None
+
+
+def _before_fork() -> None:
+    global _mask_before
+    _mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before)
+
+
+def _leave_to_parent() -> None:
+    """A forked process has none of the threads, and its signals are not its parent's: nor is one that is sent to it right away."""
+    global _guard
+    if _guard is not None:
+        with suppress(ValueError):  # forked by another thread than the main one
+            _guard.restore()
+        _guard = None
+    _after_fork()
+
+
+_mask_before: set[signal.Signals] = set()
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_leave_to_parent)
