@@ -14,12 +14,12 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from fake_memory import HOST, FakeMemory
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from batchgen import ops, quant, reference
 from batchgen.engine_parts import EngineParts
@@ -63,6 +63,7 @@ class FakeDevice:
         self._loads = dict.fromkeys(STREAMS, 0)
         self._gates = {}
         self._changed = threading.Condition(threading.RLock())
+        self._awaited = set()  # events that host lanes wait for
         self._known = set()
         self._failed = False  # what has failed computes no more
         self._stuck = 0  # launching threads that wait for streams or host lanes
@@ -88,6 +89,8 @@ class FakeDevice:
 
         def reach():
             event.done, event.at = True, self.now
+            if event in self._awaited:  # a thread that wakes takes the interpreter from the others
+                self._changed.notify_all()
 
         self._put(lane, _Entry(reach, cost=1))
         self._pump()
@@ -111,12 +114,16 @@ class FakeDevice:
         with self._changed:
             while not event.done:
                 self.memory.reclaim()
-                if not (is_host_lane and not self._stuck) and self._run_one(self._holding_up(event)):
+                if (self._stuck or not is_host_lane) and self._run_one(self._holding_up(event)):
                     continue
-                with contextlib.nullcontext() if is_host_lane else self.stuck():
-                    self._wait_for_others(event)
-                hung = not is_host_lane and time.monotonic() - began > _HUNG_S
-                assert not hung, "the device waits for something that does not come"
+                if is_host_lane:
+                    self._awaited.add(event)
+                    self._changed.wait()
+                    continue
+                with self.stuck():
+                    self._wait_for_host(event)
+                assert time.monotonic() - began < _HUNG_S, "a host lane is at a Step that does not end"
+            self._awaited.discard(event)
 
     def is_done(self, event):
         return event.done
@@ -173,7 +180,7 @@ class FakeDevice:
         """Returns when the launching thread cannot go on by itself, or when or_else() is true."""
         with self._changed:
             while not self._stuck and not or_else():
-                self._changed.wait(0.05)
+                self._changed.wait(0.05)  # or_else() comes without notice
 
     # Streams.
 
@@ -186,7 +193,6 @@ class FakeDevice:
                 assert self._run_one(holder), f"a launch into the full queue of {lane}, which waits for {holder}'s gate"
             self._queues[lane].append(entry)
             self._loads[lane] += entry.cost
-            self._changed.notify_all()
 
     def _pump(self):
         with self._changed:
@@ -217,29 +223,29 @@ class FakeDevice:
                 entry.run()
             self._failed = False
         self.now += 1
-        self._changed.notify_all()
         return True
 
-    def _wait_for_others(self, event):
-        """Waits, with the lock held, until another thread may have done something. Fails where the event waits for a gate that
+    def _wait_for_host(self, event):
+        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a gate that
         nobody is to open."""
         gate = self._queues[self._holding_up(event)][0].gate
-        if gate and not self._is_open(gate) and self.lanes is not None:
+        if self.lanes is not None:
             self._changed.release()
             try:
                 comes = self.lanes.has_to_open(gate[0])
             finally:
                 self._changed.acquire()
             assert comes or self._is_open(gate), f"the device waits at a gate of {gate[0]} that nobody is to open"
-        if not event.done and not (gate and self._is_open(gate)):
-            self._changed.wait(0.02)
+        if not self._is_open(gate):
+            self._changed.wait(0.05)  # a lane may have failed
 
     def _first_use(self, what):
+        if what in self._known:
+            return
+        self._known.add(what)
         with self._changed:
-            closed = [e.gate for queue in self._queues.values() for e in queue if not self._is_open(e.gate)]
-            new = what not in self._known
-            self._known.add(what)
-        assert not (self.warm and new and closed), f"{what}: used for the first time while a stream waits at a gate"
+            closed = any(not self._is_open(entry.gate) for queue in self._queues.values() for entry in queue)
+        assert not (self.warm and closed), f"{what}: used for the first time while a stream waits at a gate"
 
 
 class _Deferred(TorchDispatchMode):
@@ -249,19 +255,20 @@ class _Deferred(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # what is made of other operations is looked at in parts
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if func not in _elementary:  # what is made of other operations is looked at in parts
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+            _elementary.add(func)
+        tensors = list(_tensors((args, kwargs.values())))
         name, memory = func.name(), self._memory
         to_device = kwargs.get("device") == DEVICE
         on_device = to_device or any(map(memory.is_on_device, tensors))
         if func.is_view or not on_device or name.startswith(("aten::detach", "aten::lift_fresh")):
             return func(*args, **kwargs)
         if name.startswith(("aten::empty", "aten::new_empty")):
-            like = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-            return memory.empty(like.shape, like.dtype, self._lane, like.stride())
+            return self._made(func, args, kwargs)[0]
         self._device._first_use(name)
         if to_device:  # from the host's pageable memory, which is read at once
             value = func(*args, **kwargs)
@@ -269,36 +276,62 @@ class _Deferred(TorchDispatchMode):
             place = memory.unheld(made)
             self._put(lambda: place.copy_(value))
             return made
-        args_then, kwargs_then = tree_map(self._unheld, args), tree_map(self._unheld, kwargs)
+        args_then, kwargs_then = _changed(memory.unheld, args), _changed(memory.unheld, kwargs)
         if func._schema.is_mutable:
             if name.startswith("aten::copy_"):  # torch itself keeps pinned memory until its copies are done
                 for tensor in filter(memory.is_pinned, tensors):
                     memory.borrow(tensor, self._lane)
             self._put(lambda: func(*args_then, **kwargs_then))
             return kwargs.get("out", args[0])
-        shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-        results, _ = tree_flatten(shapes)
-        made = [memory.empty(r.shape, r.dtype, self._lane, r.stride()) for r in results]
+        made = self._made(func, args, kwargs)
         places = [memory.unheld(m) for m in made]
 
         def run():
-            for place, result in zip(places, tree_flatten(func(*args_then, **kwargs_then))[0], strict=True):
+            for place, result in zip(places, _tensors(func(*args_then, **kwargs_then)), strict=True):
                 place.copy_(result)
 
         self._put(run)
-        return made[0] if isinstance(shapes, torch.Tensor) else type(shapes)(made)
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+
+    def _made(self, func, args, kwargs):
+        """Memory for the results."""
+        return [self._memory.empty(*shape, self._lane, stride) for *shape, stride in _results(func, args, kwargs)]
 
     def _put(self, run):
         self._device._put(self._lane, _Entry(run, computes=True))
 
-    def _unheld(self, x):
-        return self._memory.unheld(x) if isinstance(x, torch.Tensor) else x
+
+_elementary = set()  # operations that are not made of others
+_shapes = {}
 
 
-def _as_meta(x):
+def _results(func, args, kwargs):
+    """Shape, dtype and strides of each result."""
+    key = func, str(_changed(lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)))
+    if key not in _shapes:
+        args, kwargs = _changed(
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), (args, kwargs)
+        )
+        kwargs |= {"device": "meta"} if "device" in kwargs else {}
+        _shapes[key] = [(r.shape, r.dtype, r.stride()) for r in _tensors(func(*args, **kwargs))]
+    return _shapes[key]
+
+
+def _changed(change, x):
+    """With every tensor in tuples, lists and dicts changed."""
     if isinstance(x, torch.Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return torch.device("meta") if isinstance(x, torch.device) else x
+        return change(x)
+    if isinstance(x, dict):
+        return {key: _changed(change, value) for key, value in x.items()}
+    return type(x)([_changed(change, value) for value in x]) if type(x) in (tuple, list) else x
+
+
+def _tensors(x):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif not isinstance(x, str) and isinstance(x, Iterable):
+        for part in x:
+            yield from _tensors(part)
 
 
 class PlayedLanes(StreamLanes):
