@@ -164,6 +164,14 @@ class FakeDevice:
                     pass
             self.now += ticks
 
+    def take(self, lane, ticks):
+        """What is launched here takes some time."""
+
+        def pass_by():
+            self.now += ticks
+
+        self._put(lane, _Entry(pass_by))
+
     @contextlib.contextmanager
     def stuck(self):
         """Meanwhile streams and host lanes go on, however lazy they are."""
@@ -264,7 +272,9 @@ class _Deferred(TorchDispatchMode):
         tensors = list(_tensors((args, kwargs.values())))
         name, memory = func.name(), self._memory
         to_device = kwargs.get("device") == DEVICE
-        on_device = to_device or any(map(memory.is_on_device, tensors))
+        # The device's tensors say that they are the CPU's: memory made for a result beside them is the device's.
+        is_new = not tensors and name.startswith("aten::empty")
+        on_device = to_device or is_new or any(map(memory.is_on_device, tensors))
         if func.is_view or not on_device or name.startswith(("aten::detach", "aten::lift_fresh")):
             return func(*args, **kwargs)
         if name.startswith(("aten::empty", "aten::new_empty")):
@@ -336,11 +346,11 @@ def _tensors(x):
 
 class PlayedLanes(StreamLanes):
     """Lanes of a played device. Host lanes that are late act when nothing else can go on; the launching thread gives the
-    others the time to do what they can."""
+    others the time to do what they can, if it is patient."""
 
-    def __init__(self, perform, device, *, late=(), **options):
+    def __init__(self, perform, device, *, late=(), patient=True, **options):
         super().__init__(perform, device, **options)
-        self._late, self._host_steps = late, []
+        self._late, self._patient, self._host_steps = late, patient, []
         device.lanes = self
 
     def has_to_open(self, host_lane):
@@ -362,7 +372,7 @@ class PlayedLanes(StreamLanes):
         super()._issue(step)
 
     def _launch(self, step):
-        while self._a_prompt_step_can_run():
+        while self._patient and self._a_prompt_step_can_run():
             time.sleep(1e-4)
         super()._launch(step)
 
