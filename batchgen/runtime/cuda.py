@@ -73,6 +73,23 @@ class CudaDriver:
             work()
         return graph.replay
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+
+    def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self.streams[lane] if lane else torch.cuda.current_stream())
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        for part, row in zip(target, source, strict=True):
+            part.copy_(row, non_blocking=True)
+
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
@@ -193,7 +210,7 @@ COPY_BYTES = 16 << 20
 
 class CudaLink:
     """Copies from one memory to another on the current stream, as `transfer.Link`, but behind the caller's back: what is
-    copied must not change until an event of the stream has come."""
+    copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then."""
 
     def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:
         self._driver, self._to_gpu = driver, to_gpu
@@ -209,37 +226,35 @@ class CudaLink:
             for part, piece in zip(target.view(-1).split(step), source.view(-1).split(step), strict=True):
                 part.copy_(piece, non_blocking=True)
             return target
-        for part, row in zip(target, source, strict=True):  # torch would copy it to and fro at once
-            part.copy_(row, non_blocking=True)
+        self._driver.copy_rows(target, source)  # torch would copy all of it to and fro at once
         return target
 
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""
         if not self._to_gpu:
             self.borrow(source)
-            return self.copy(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source)
-        if not source.is_pinned():
-            source = source.pin_memory()
-        target = self.copy(torch.empty(source.shape, dtype=source.dtype, device="cuda"), source)
-        target.record_stream(self._driver.streams["compute"])
+            return self.copy(self._driver.empty_pinned(source.shape, source.dtype), source)
+        target = self.copy(self._driver.empty(source.shape, source.dtype), self._driver.pinned(source))
+        self._driver.borrow(target, "compute")
         return target
 
     def borrow(self, tensor: Tensor) -> None:
         """Work on the current stream reads a tensor that belongs to another: its memory is not given out again before."""
-        tensor.record_stream(torch.cuda.current_stream())
+        self._driver.borrow(tensor)
 
     def room(self, like: Tensor) -> Tensor:
-        """For something of this kind that goes back."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=not like.is_cuda, device=like.device)
+        """Memory of the host, for something of this kind that goes back."""
+        return self._driver.empty_pinned(like.shape, like.dtype)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
-        """target[i] = source[index[i]], along the first dimension; index on the GPU."""
+        """target[i] = source[index[i]], along the first dimension; index on the GPU. The host's side must outlive the link:
+        torch does not know that a kernel uses it."""
         self._count(target)
         self.borrow(index)
         ops.gather_rows(target, source, index)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
-        """target[index[i]] = source[i], along the first dimension; index on the GPU."""
+        """target[index[i]] = source[i], along the first dimension; index on the GPU. As `gather`."""
         self._count(source)
         self.borrow(source)
         self.borrow(index)
