@@ -37,7 +37,7 @@ def check_draws(got, logits, given):
             given._replace(
                 top_p=given.top_p * (1 + p),
                 min_p=given.min_p * (1 + m),
-                uniform=np.clip(given.uniform + u, 0, 1 - 1e-9),
+                uniform=np.clip(given.uniform + u, 0, 1),  # at 1 the last token that can be drawn
             ),
         )
         for u in (-slack, slack)

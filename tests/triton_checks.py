@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thorough import quick_or
 from triton_device import DEVICE
@@ -679,6 +679,7 @@ def test_rows_beyond_the_reach_of_32_bits():
 
 @settings(max_examples=int(16 * MORE), deadline=None)
 @given(st.one_of(st.integers(1, 600), st.integers(4097, 8000)), st.booleans(), st.integers(0, 2**20))
+@example(195, False, 57401)  # the last token's weight is lost in the sum, and the draw is the largest there is
 def test_draws_are_those_of_the_reference(columns, ties, seed):
     """Every row with its own parameters, among rows that are not drawn from."""
     rng = np.random.default_rng(seed)
