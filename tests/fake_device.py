@@ -1,32 +1,42 @@
 """A device with streams, played on the CPU: what is launched there is done later, in an order that nothing but its waits
 restrains, so that a missing one shows in the result.
 
-Operations of torch are intercepted while a Step is launched: views are made at once, everything else is put off, and what it
-will fill is poisoned until then. Memory is the host's, as if all of it were pinned: who reads it too early reads poison.
+Operations of torch on the device's memory are intercepted while a Step is launched: views are made at once, everything else is put
+off, and what it will fill is poisoned until then. Memory is `fake_memory`'s: given out again as soon as torch might. Operations
+on the host's memory alone are done at once, as they are beside a real device. Nothing here depends on how fast the machine is:
+streams and host lanes go on when the launching thread lets them, or when it cannot go on without them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+from fake_memory import HOST, FakeMemory
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from batchgen import ops, quant, reference
 from batchgen.engine_parts import EngineParts
+from batchgen.host_copy import upload
 from batchgen.runtime import executor as executors
+from batchgen.runtime import kv_cache, token_table
+from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.streams import STREAMS, StreamLanes
+from batchgen.runtime.weights import OUTPUT_MATRIX
 
 # Equal to no other device, and its tensors are the CPU's.
 DEVICE = torch.device("cpu", 0)
 # Which stream goes first, and how many of them run ahead of what is waited for.
 ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permutations(STREAMS)][5:]
-# Of host lanes: to run what is due, and to be behind.
-_PROMPT_S, LATE_S = 0.001, 0.05
+# Operations that may wait in a stream, and those that a Step is taken to launch.
+QUEUE, LAUNCHES = 1024, 40
+_HUNG_S = 60.0  # a Step of a host lane takes no longer
 
 
 class Event:
@@ -34,60 +44,94 @@ class Event:
         self.lane, self.done, self.at = lane, False, 0
 
 
+class _Entry(NamedTuple):
+    """Of a stream's queue: run is called once the event has come and the gate (host lane, count) is open."""
+
+    run: object = None
+    computes: bool = False
+    event: Event | None = None
+    gate: tuple[str, int] | None = None
+    cost: int = 0
+
+
 class FakeDevice:
     """The Driver of `streams`. Invariant: an entry of a stream is done after those before it there."""
 
-    def __init__(self, order=STREAMS, eager=0):
-        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must."""
-        self._order, self._eager = order, eager
+    def __init__(self, order=STREAMS, eager=0, warm=False):
+        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: whether
+        it is an error to use something for the first time while a stream waits at a gate."""
+        self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
+        self._loads = dict.fromkeys(STREAMS, 0)
         self._gates = {}
         self._changed = threading.Condition(threading.RLock())
-        self._entries_done = 0
+        self._awaited = set()  # events that host lanes wait for
+        self._num_copies = 0
+        self._known = set()
+        self._failed = False  # what has failed computes no more
+        self._stuck = 0  # launching threads that wait for streams or host lanes
+        self.now = 0  # a clock
+        self.lanes = None  # who opens the gates
         self.launching = threading.local()
+        self.memory = FakeMemory(lambda lane, run: self._put(lane, _Entry(run)), self._first_use)
+
+    # Driver.
 
     def launch(self, lane, work):
+        self._put(lane, _Entry(cost=LAUNCHES))
+        before = self._num_copies
         self.launching.lane = lane
         try:
-            with _Deferred(lambda run: self._put(lane, run)):
+            with _Deferred(self, lane):
                 work()
         finally:
             self.launching.lane = None
-        self._pump(self._order[: self._eager])
+        self._pump()
+        return self._num_copies - before
+
+    def note_copy(self):
+        self._num_copies += 1
+        self._put(self.launching.lane, _Entry(cost=1))
 
     def record(self, lane):
         event = Event(lane)
 
         def reach():
-            event.done, event.at = True, self._entries_done
+            event.done, event.at = True, self.now
+            if event in self._awaited:  # a thread that wakes takes the interpreter from the others
+                self._changed.notify_all()
 
-        self._put(lane, reach)
+        self._put(lane, _Entry(reach, cost=1))
+        self._pump()
         return event
 
     def wait(self, lane, event):
-        self._put(lane, None, lambda: event.done, event)
+        self._put(lane, _Entry(event=event, cost=1))
 
     def wait_for_host(self, lane, host_lane, count):
-        self._put(lane, None, lambda: self._gates.get(host_lane, 0) >= count)
+        self._put(lane, _Entry(gate=(host_lane, count), cost=1))
 
     def open_gate(self, host_lane, count):
         with self._changed:
-            self._gates[host_lane] = count
+            self._gates[host_lane] = count  # as told: who lowers it has a stream wait forever
             self._changed.notify_all()
 
     def synchronize(self, event):
+        is_host_lane = threading.current_thread().name.startswith("batchgen-")
+        began = time.monotonic()
         with self._changed:
             while not event.done:
-                if not self._run_one(self._holding_up(event)):
-                    assert self._changed.wait(20), "the device waits for something that does not come"
-
-    def _holding_up(self, event):
-        """The stream that has to go on for the event to come: nothing else is done for it."""
-        while True:
-            _, ready, awaited = self._queues[event.lane][0]
-            if awaited is None or ready():
-                return event.lane
-            event = awaited
+                self.memory.reclaim()
+                if (self._stuck or not is_host_lane) and self._run_one(self._holding_up(event)):
+                    continue
+                if is_host_lane:
+                    self._awaited.add(event)
+                    self._changed.wait()
+                    continue
+                with self.stuck():
+                    self._wait_for_host(event)
+                assert time.monotonic() - began < _HUNG_S, "a host lane is at a Step that does not end"
+            self._awaited.discard(event)
 
     def is_done(self, event):
         return event.done
@@ -99,99 +143,271 @@ class FakeDevice:
         for lane in STREAMS:
             self.synchronize(self.record(lane))
 
-    def _put(self, lane, run, ready=lambda: True, awaited=None):
-        with self._changed:
-            self._queues[lane].append((run, ready, awaited))
-            self._changed.notify_all()
+    def empty(self, shape, dtype):
+        return self.memory.empty(shape, dtype, self.launching.lane)
 
-    def _pump(self, lanes):
+    def empty_pinned(self, shape, dtype):
+        return self.memory.empty(shape, dtype, HOST)
+
+    def pinned(self, tensor):
+        assert not self.memory.is_on_device(tensor), "the host reads what is the device's"
+        if self.memory.is_pinned(tensor):
+            return tensor
+        with _disable_current_modes():
+            return self.empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def borrow(self, tensor, lane=None):
+        self.memory.borrow(tensor, lane or self.launching.lane)
+
+    def uploaded(self, array):
+        """As `host_copy.upload`."""
+        return self.empty(array.shape, torch.from_numpy(array).dtype).copy_(self.pinned(torch.from_numpy(array)))
+
+    # For tests.
+
+    def idle(self, ticks):
+        """Time goes by in which nothing is launched."""
         with self._changed:
-            while any(self._run_one(lane) for lane in lanes):
+            for lane in STREAMS:
+                while self._run_one(lane):
+                    pass
+            self.now += ticks
+
+    def take(self, lane, ticks):
+        """What is launched here takes some time."""
+
+        def pass_by():
+            self.now += ticks
+
+        self._put(lane, _Entry(pass_by))
+
+    @contextlib.contextmanager
+    def stuck(self):
+        """Meanwhile streams and host lanes go on, however lazy they are."""
+        with self._changed:
+            self._stuck += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stuck -= 1
+
+    def await_stuck(self, or_else):
+        """Returns when the launching thread cannot go on by itself, or when or_else() is true."""
+        with self._changed:
+            while not self._stuck and not or_else():
+                self._changed.wait(0.05)  # or_else() comes without notice
+
+    # Streams.
+
+    def _put(self, lane, entry):
+        with self._changed:
+            self.memory.reclaim()
+            while entry.cost and self._loads[lane] + entry.cost > QUEUE:
+                holder = self._holding_up(lane)
+                # Who launches holds the interpreter's lock: no other thread runs before there is room.
+                assert self._run_one(holder), f"a launch into the full queue of {lane}, which waits for {holder}'s gate"
+            self._queues[lane].append(entry)
+            self._loads[lane] += entry.cost
+
+    def _pump(self):
+        with self._changed:
+            while any(self._run_one(lane) for lane in self._order[: self._eager]):
                 pass
+
+    def _holding_up(self, what):
+        """The stream that has to go on for a stream, or an event, to do so: nothing else is done for it."""
+        lane = what.lane if isinstance(what, Event) else what
+        while True:
+            entry = self._queues[lane][0]
+            if entry.event is None or entry.event.done:
+                return lane
+            lane = entry.event.lane
+
+    def _is_open(self, gate):
+        return gate is None or self._gates.get(gate[0], 0) >= gate[1]
 
     def _run_one(self, lane):
         queue = self._queues[lane]
-        if not queue or not queue[0][1]():
+        if not queue or not self._is_open(queue[0].gate) or (queue[0].event and not queue[0].event.done):
             return False
-        run, _, _ = queue.popleft()
-        if run:
+        entry = queue.popleft()
+        self._loads[lane] -= entry.cost
+        if entry.run and not (entry.computes and self._failed):
+            self._failed = True
             with torch.inference_mode(), _disable_current_modes():
-                run()
-        self._entries_done += 1
-        self._changed.notify_all()
+                entry.run()
+            self._failed = False
+        self.now += 1
         return True
+
+    def _wait_for_host(self, event):
+        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a gate that
+        nobody is to open."""
+        gate = self._queues[self._holding_up(event)][0].gate
+        if self.lanes is not None:
+            self._changed.release()
+            try:
+                comes = self.lanes.has_to_open(gate[0])
+            finally:
+                self._changed.acquire()
+            assert comes or self._is_open(gate), f"the device waits at a gate of {gate[0]} that nobody is to open"
+        if not self._is_open(gate):
+            self._changed.wait(0.05)  # a lane may have failed
+
+    def _first_use(self, what):
+        if what in self._known:
+            return
+        self._known.add(what)
+        with self._changed:
+            closed = any(not self._is_open(entry.gate) for queue in self._queues.values() for entry in queue)
+        assert not (self.warm and closed), f"{what}: used for the first time while a stream waits at a gate"
 
 
 class _Deferred(TorchDispatchMode):
-    def __init__(self, put):
+    def __init__(self, device, lane):
         super().__init__()
-        self._put = put
+        self._device, self._memory, self._lane = device, device.memory, lane
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # what is made of other operations is looked at in parts
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        name = func.name()
-        if func.is_view or not tensors or name.startswith(("aten::detach", "aten::lift_fresh")):
+        if func not in _elementary:  # what is made of other operations is looked at in parts
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+            _elementary.add(func)
+        tensors = list(_tensors((args, kwargs.values())))
+        name, memory = func.name(), self._memory
+        to_device = kwargs.get("device") == DEVICE
+        # The device's tensors say that they are the CPU's: memory made for a result beside them is the device's.
+        is_new = not tensors and name.startswith("aten::empty")
+        on_device = to_device or is_new or any(map(memory.is_on_device, tensors))
+        if func.is_view or not on_device or name.startswith(("aten::detach", "aten::lift_fresh")):
             return func(*args, **kwargs)
-        if name.startswith(("aten::empty_like", "aten::new_empty")):
-            return _poisoned(func(*args, **kwargs))
+        if name.startswith(("aten::empty", "aten::new_empty")):
+            return self._made(func, args, kwargs)[0]
+        self._device._first_use(name)
+        if to_device:  # from the host's pageable memory, which is read at once
+            value = func(*args, **kwargs)
+            made = memory.empty(value.shape, value.dtype, self._lane)
+            place = memory.unheld(made)
+            self._put(lambda: place.copy_(value))
+            return made
+        args_then, kwargs_then = _changed(memory.unheld, args), _changed(memory.unheld, kwargs)
         if func._schema.is_mutable:
-            self._put(lambda: func(*args, **kwargs))
+            if name.startswith("aten::copy_"):  # torch itself keeps pinned memory until its copies are done
+                for tensor in filter(memory.is_pinned, tensors):
+                    memory.borrow(tensor, self._lane)
+            self._put(lambda: func(*args_then, **kwargs_then))
             return kwargs.get("out", args[0])
-        shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-        results, _ = tree_flatten(shapes)
-        made = [_poisoned(torch.empty_strided(r.shape, r.stride(), dtype=r.dtype)) for r in results]
+        made = self._made(func, args, kwargs)
+        places = [memory.unheld(m) for m in made]
 
         def run():
-            for place, result in zip(made, tree_flatten(func(*args, **kwargs))[0], strict=True):
+            for place, result in zip(places, _tensors(func(*args_then, **kwargs_then)), strict=True):
                 place.copy_(result)
 
         self._put(run)
-        return made[0] if isinstance(shapes, torch.Tensor) else type(shapes)(made)
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+
+    def _made(self, func, args, kwargs):
+        """Memory for the results."""
+        return [self._memory.empty(*shape, self._lane, stride) for *shape, stride in _results(func, args, kwargs)]
+
+    def _put(self, run):
+        self._device._put(self._lane, _Entry(run, computes=True))
 
 
-def _as_meta(x):
+_elementary = set()  # operations that are not made of others
+_shapes = {}
+
+
+def _results(func, args, kwargs):
+    """Shape, dtype and strides of each result."""
+    key = func, str(_changed(lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)))
+    if key not in _shapes:
+        args, kwargs = _changed(
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), (args, kwargs)
+        )
+        kwargs |= {"device": "meta"} if "device" in kwargs else {}
+        _shapes[key] = [(r.shape, r.dtype, r.stride()) for r in _tensors(func(*args, **kwargs))]
+    return _shapes[key]
+
+
+def _changed(change, x):
+    """With every tensor in tuples, lists and dicts changed."""
     if isinstance(x, torch.Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return torch.device("meta") if isinstance(x, torch.device) else x
+        return change(x)
+    if isinstance(x, dict):
+        return {key: _changed(change, value) for key, value in x.items()}
+    return type(x)([_changed(change, value) for value in x]) if type(x) in (tuple, list) else x
 
 
-def _poisoned(tensor):
-    return tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+def _tensors(x):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif not isinstance(x, str) and isinstance(x, Iterable):
+        for part in x:
+            yield from _tensors(part)
 
 
-class _LateLanes(StreamLanes):
-    """Host lanes that take a while to look at what they wait for; the others are given the time to run first."""
+class PlayedLanes(StreamLanes):
+    """Lanes of a played device. Host lanes that are late act when nothing else can go on; the launching thread gives the
+    others the time to do what they can, if it is patient."""
 
-    def __init__(self, *args, late, late_s, **options):
-        super().__init__(*args, **options)
-        self._late, self._late_s = late, late_s
+    def __init__(self, perform, device, *, late=(), patient=True, **options):
+        super().__init__(perform, device, **options)
+        self._late, self._patient, self._host_steps = late, patient, []
+        device.lanes = self
+
+    def has_to_open(self, host_lane):
+        """Whether a Step of this lane is still to end."""
+        with self._lock:
+            ends = self._failure is not None or self._closed or host_lane in self._pending.values()
+            return ends and any(thread.is_alive() for thread in self._threads.values())
+
+    def drain(self):
+        with self._driver.stuck():
+            super().drain()
+
+    def close(self):
+        with self._driver.stuck():
+            super().close()
+
+    def _issue(self, step):
+        self._host_steps.append(step)
+        super()._issue(step)
 
     def _launch(self, step):
-        if self._late:
-            time.sleep(_PROMPT_S)
+        while self._patient and self._a_prompt_step_can_run():
+            time.sleep(1e-4)
         super()._launch(step)
+
+    def _a_prompt_step_can_run(self):
+        if self._failure is not None:
+            return False
+        with self._lock:
+            self._host_steps = [s for s in self._host_steps if s.id in self._pending]
+            first = {s.lane: s for s in reversed(self._host_steps) if s.lane not in self._late}
+            return any(map(self._can_run, first.values()))
+
+    def _can_run(self, step):
+        return all(i not in self._pending and (i not in self._events or self._events[i][1].done) for i in step.after)
 
     def _await(self, step, thread):
         if step.lane in self._late:
-            time.sleep(self._late_s)
+            self._driver.await_stuck(lambda: self._failure is not None or self._closed)
         super()._await(step, thread)
 
 
-def run_on(
-    parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), late_s: float = LATE_S
-) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow,
-    late_s: by how much."""
+def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = ()) -> EngineParts:
+    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow."""
     executor = parts.executor
-    executor.lanes = _LateLanes(
-        executor._perform, device, on_thread=executors._prepare_thread, late=late, late_s=late_s
-    )
+    executor.lanes = PlayedLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
     executor._device = DEVICE
+    _give_memory(executor, device)
 
     def on_device(name, function):
         """While a Step is launched, the function instead of the CPU's kernel."""
@@ -204,6 +420,10 @@ def run_on(
         on_device(name, getattr(reference, name))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
+    for module in (executors, kv_cache, token_table):
+        monkeypatch.setattr(
+            module, "upload", lambda array, to: device.uploaded(array) if to == DEVICE else upload(array, to)
+        )
     real_has_kernels = ops._has_kernels
     monkeypatch.setattr(
         ops, "_has_kernels", lambda *a: getattr(device.launching, "lane", None) is None and real_has_kernels(*a)
@@ -233,3 +453,17 @@ def run_on(
 
     executor.run = run_and_look
     return parts
+
+
+def _give_memory(executor, device):
+    """What an accelerator holds from beginning to end is the device's, and the links are a real device's."""
+    weights, cache = executor.weights, executor.kv_cache
+    held = [*cache.pools.get("gpu", ()), *cache._staging, *weights._head_slots, *(executor._rope or ())]
+    tensors = [*weights._resident, *weights._slots, *weights._expanded]
+    tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.homes.head == "gpu"})
+    if weights.embeds_on_device:
+        tensors.append(weights.embeddings)
+    device.memory.keep([*held, *(t for named in tensors for t in named.values())])
+    links = CudaLink(device, to_gpu=True), CudaLink(device, to_gpu=False)
+    executor.links = cache._links = links
+    weights._h2d = links[0]

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from fake_device import LATE_S, ORDERS, FakeDevice, run_on
+from fake_device import ORDERS, FakeDevice, run_on
 from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
@@ -78,32 +78,94 @@ NEEDED = {
 LATE = [("disk_write", "cpu_attention"), ("disk_read",), ()]
 
 
+def is_noticed(make, monkeypatch, name, spoil):
+    """Whether in some order other tokens come out, or none. spoil(parts, device): what is done before they run."""
+    expected = generate(make(name), PROMPTS, LENGTHS)
+    for late, (order, eager) in itertools.product(LATE, ORDERS[::3]):
+        with monkeypatch.context() as patch:
+            device = FakeDevice(order, eager)
+            parts = run_on(make(name), device, patch, late)
+            spoil(parts, device)
+            try:
+                if generate(parts, PROMPTS, LENGTHS) != expected:
+                    return True
+            except Exception:  # poison may also lead to what cannot go on
+                return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "earlier"), [(name, *pair) for name, pairs in NEEDED.items() for pair in pairs]
 )
 def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier):
-    expected = generate(make(name), PROMPTS, LENGTHS)
     seen = 0
-    # On a machine that does other things at the same time, late is later.
-    for late_s, late, (order, eager) in itertools.product((LATE_S, 10 * LATE_S), LATE, ORDERS[::3]):
-        with monkeypatch.context() as patch:
-            parts = run_on(make(name), FakeDevice(order, eager), patch, late, late_s)
-            steps, kinds = parts.executor._sweeps.steps, {}
 
-            def without(batches, steps=steps, kinds=kinds):
-                nonlocal seen
-                for step in steps(batches):
-                    kinds[step.id] = step.kind
-                    kept = tuple(i for i in step.after if (step.kind, kinds[i]) != (kind, earlier))
-                    seen += kept != step.after
-                    yield step._replace(after=kept)
+    def spoil(parts, device):
+        steps, kinds = parts.executor._sweeps.steps, {}
 
-            parts.executor._sweeps.steps = without
-            try:
-                if generate(parts, PROMPTS, LENGTHS) != expected:
-                    break
-            except Exception:  # poison may also lead to what cannot go on
-                break
-    else:
-        pytest.fail("the same tokens in every order")
+        def without(batches):
+            nonlocal seen
+            for step in steps(batches):
+                kinds[step.id] = step.kind
+                kept = tuple(i for i in step.after if (step.kind, kinds[i]) != (kind, earlier))
+                seen += kept != step.after
+                yield step._replace(after=kept)
+
+        parts.executor._sweeps.steps = without
+
+    assert is_noticed(make, monkeypatch, name, spoil), "the same tokens in every order"
     assert seen
+
+
+class Loans:
+    """Memory that is kept for another stream than its own: (kind of Step, which of its blocks). left_out: this one is not."""
+
+    def __init__(self, parts, device, left_out=None):
+        self.found, self._left_out = set(), left_out
+        self._memory, self._borrow = device.memory, device.memory.borrow
+        perform = parts.executor.lanes._perform
+
+        def note(step):
+            self._kind, self._blocks = step.kind, []
+            perform(step)
+
+        parts.executor.lanes._perform = note
+        device.borrow = lambda tensor, lane=None: self._lend(tensor, lane or device.launching.lane)
+
+    def _lend(self, tensor, lane):
+        block = self._memory.block_of(tensor)
+        if block is None or block.owner == lane:
+            return
+        if block not in self._blocks:
+            self._blocks.append(block)
+        loan = self._kind, self._blocks.index(block)
+        self.found.add(loan)
+        if loan != self._left_out:
+            self._borrow(tensor, lane)
+
+
+LOANS = {
+    ("load_hidden", 0): "hidden, for compute",
+    ("store_hidden", 0): "hidden",
+    ("store_cache", 0): "new_rows",
+    ("store_cache", 1): "host_rows",
+}
+# Kept too, though something else does so: compute waits for these copies before it gives up what they read; and the Step that
+# writes to disk holds the numbers of the blocks that it waits for.
+NEEDLESS = {("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2)}
+
+
+@pytest.mark.parametrize("loan", LOANS, ids=LOANS.values())
+def test_memory_that_is_not_kept_for_another_stream_is_noticed(make, monkeypatch, loan):
+    loans = []
+    spoil = lambda parts, device: loans.append(Loans(parts, device, loan))  # noqa: E731
+    assert is_noticed(make, monkeypatch, "everything moves", spoil), "the same tokens in every order"
+    assert loan in loans[-1].found
+
+
+def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
+    device = FakeDevice(*ORDERS[9])
+    parts = run_on(make("everything moves"), device, monkeypatch)
+    loans = Loans(parts, device)
+    generate(parts, PROMPTS, LENGTHS)
+    assert loans.found == LOANS.keys() | NEEDLESS

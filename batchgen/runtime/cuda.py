@@ -34,11 +34,17 @@ class CudaDriver:
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
         self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
+        self._num_copies = 0
         self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
 
-    def launch(self, lane: str, work: Callable[[], None]) -> None:
+    def launch(self, lane: str, work: Callable[[], None]) -> int:
+        before = self._num_copies
         with torch.cuda.stream(self.streams[lane]):
             work()
+        return self._num_copies - before
+
+    def note_copy(self) -> None:
+        self._num_copies += 1
 
     def record(self, lane: str) -> torch.cuda.Event:
         # Blocking: a thread that waits leaves its core to the kernels.
@@ -72,6 +78,19 @@ class CudaDriver:
         ):
             work()
         return graph.replay
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
+
+    def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self.streams[lane] if lane else torch.cuda.current_stream())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -193,53 +212,71 @@ COPY_BYTES = 16 << 20
 
 class CudaLink:
     """Copies from one memory to another on the current stream, as `transfer.Link`, but behind the caller's back: what is
-    copied must not change until an event of the stream has come."""
+    copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then."""
 
     def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:
         self._driver, self._to_gpu = driver, to_gpu
         self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
-        """target[...] = source; each row of them is contiguous."""
+        """target[...] = source. Rows of the host's side may lie apart; to them, what lies between is copied too."""
         self._count(source)
-        if target.is_contiguous() and source.is_contiguous() and source.nbytes <= COPY_BYTES:
-            return target.copy_(source, non_blocking=True)
-        if target.is_contiguous() and source.is_contiguous():
+        if not (target.is_contiguous() and source.is_contiguous()):
+            self._copy_rows(target, source)
+        elif source.nbytes <= COPY_BYTES:
+            self._copy(target, source)
+        else:
             step = max(1, COPY_BYTES // source.element_size())
             for part, piece in zip(target.view(-1).split(step), source.view(-1).split(step), strict=True):
-                part.copy_(piece, non_blocking=True)
-            return target
-        for part, row in zip(target, source, strict=True):  # torch would copy it to and fro at once
-            part.copy_(row, non_blocking=True)
+                self._copy(part, piece)
         return target
+
+    def _copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Of two dimensions. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
+        stream's queue, so the gaps go with the rows, to and from some memory of the device."""
+        host, device = (source, target) if self._to_gpu else (target, source)
+        width, stride = host.shape[1], host.stride(0)
+        whole = host.as_strided((len(host), stride), (stride, 1))
+        step = max(1, COPY_BYTES // (stride * host.element_size()))
+        for rows, own in zip(whole.split(step), device.split(step), strict=True):
+            passing = self._driver.empty(rows.shape, rows.dtype)
+            if self._to_gpu:
+                self._copy(passing, rows)
+                own.copy_(passing[:, :width])
+            else:
+                passing[:, :width] = own
+                self._copy(rows, passing)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        self._driver.note_copy()
 
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""
         if not self._to_gpu:
             self.borrow(source)
-            return self.copy(torch.empty(source.shape, dtype=source.dtype, pin_memory=True), source)
-        if not source.is_pinned():
-            source = source.pin_memory()
-        target = self.copy(torch.empty(source.shape, dtype=source.dtype, device="cuda"), source)
-        target.record_stream(self._driver.streams["compute"])
+            return self.copy(self._driver.empty_pinned(source.shape, source.dtype), source)
+        target = self.copy(self._driver.empty(source.shape, source.dtype), self._driver.pinned(source))
+        self._driver.borrow(target, "compute")
         return target
 
     def borrow(self, tensor: Tensor) -> None:
         """Work on the current stream reads a tensor that belongs to another: its memory is not given out again before."""
-        tensor.record_stream(torch.cuda.current_stream())
+        self._driver.borrow(tensor)
 
     def room(self, like: Tensor) -> Tensor:
-        """For something of this kind that goes back."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=not like.is_cuda, device=like.device)
+        """Memory of the host, for something of this kind that goes back."""
+        return self._driver.empty_pinned(like.shape, like.dtype)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
-        """target[i] = source[index[i]], along the first dimension; index on the GPU."""
+        """target[i] = source[index[i]], along the first dimension; index on the GPU. The host's side must outlive the link:
+        torch does not know that a kernel uses it."""
         self._count(target)
         self.borrow(index)
         ops.gather_rows(target, source, index)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
-        """target[index[i]] = source[i], along the first dimension; index on the GPU."""
+        """target[index[i]] = source[i], along the first dimension; index on the GPU. As `gather`."""
         self._count(source)
         self.borrow(source)
         self.borrow(index)

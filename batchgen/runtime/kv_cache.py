@@ -187,8 +187,10 @@ class KVCache:
         if len(moves.new_rows):
             flat = source.view(-1, self.shape.width)
             home = self.pools["cpu"][layer].view(-1, self.shape.width)
+            d2h.borrow(moves.new_rows)
             d2h.scatter(home, moves.host_rows, flat.index_select(0, moves.new_rows))
         if len(moves.dirty):
+            d2h.borrow(moves.dirty)
             blocks = source.view(torch.uint8).view(len(source), -1).index_select(0, moves.dirty)
             d2h.copy(self._writes[slot][: len(blocks), : self.shape.block_bytes], blocks)
 

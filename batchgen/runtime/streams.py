@@ -3,22 +3,33 @@
 A launch returns long before its work is done. The caller's thread launches all Steps of `compute`, `h2d` and `d2h` in their
 order; the device itself waits, stream for stream, and for the host's lanes at gates: counters in host memory of how many Steps a
 lane has ended. Disk and CPU attention have threads of their own, as in `lanes`, which wait for the device by its events. So the
-launching thread waits for nothing but room: it stays a few layers ahead at most, as what is launched holds memory.
+launching thread waits for nothing but room: it stays a few layers ahead at most, as what is launched holds memory, and a few
+Steps, as streams hold a limited number of operations.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchgen.runtime.lanes import Lanes, OnStep
 from batchgen.runtime.schedule import Step
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 STREAMS = ("compute", "h2d", "d2h")
 # Layers whose computation may be launched and not done.
 LAYERS_AHEAD = 2
+# Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these blocks, perhaps
+# with the interpreter's lock, so that no host lane opens the gate that the stream waits at. This leaves a Step as many again.
+MOST_QUEUED = 512
+# Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has the most.
+STEP_OPERATIONS = 36
+LAUNCH = "launch"  # what compute waits for where the host is late
 
 Event = Any
 
@@ -26,8 +37,12 @@ Event = Any
 class Driver(Protocol):
     """A device. Streams are known by their lane; an Event is a place in one of them."""
 
-    def launch(self, lane: str, work: Callable[[], None]) -> None:
-        """Calls work(), whose operations go to the stream."""
+    def launch(self, lane: str, work: Callable[[], None]) -> int:
+        """Calls work(), whose operations go to the stream. Returns how many copies it made (`note_copy`)."""
+        ...
+
+    def note_copy(self) -> None:
+        """A link has launched a copy: of large tensors it makes many."""
         ...
 
     def record(self, lane: str) -> Event:
@@ -42,11 +57,32 @@ class Driver(Protocol):
         """What is launched there from now on waits until the host lane's gate is at `count`."""
         ...
 
-    def open_gate(self, host_lane: str, count: int) -> None: ...
+    def open_gate(self, host_lane: str, count: int) -> None:
+        """count: never less than before."""
+        ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What work() launches, without its being done: to be run on the current stream as often as called, always on the same
         memory. Called while nothing is under way."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, that belongs to the current stream: once no Python object holds it, it is given out again for
+        what is launched there from then on."""
+        ...
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that the device copies from and to; kept until copies that were launched are done, and not for
+        kernels that use it."""
+        ...
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The host's tensor, or a copy, where the device copies from by itself."""
+        ...
+
+    def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
+        """The tensor's memory is not given out again before all that has been launched on another stream than its own by then is
+        done. lane: that stream; None: the current one."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -64,8 +100,23 @@ class Driver(Protocol):
         ...
 
 
+class _Timed(NamedTuple):
+    """Events of a Step in its stream. before: end of the Step before it there, in the same sweep. reached: the stream has come to
+    what the Step waits for, the last of it in `waited_for`. started: nothing more to wait for."""
+
+    step: Step
+    before: Event | None
+    reached: Event
+    waited_for: str | None
+    started: Event
+    ended: Event
+
+
 class StreamLanes(Lanes):
-    """Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended."""
+    """Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended.
+
+    busy_s is what passes on the device from where a Step has nothing more to wait for until it has ended. stalled_s has LAUNCH
+    too: compute had ended one Step, and the host had not launched the next one of the sweep."""
 
     def __init__(
         self,
@@ -78,13 +129,17 @@ class StreamLanes(Lanes):
     ) -> None:
         """serial: each Step is done before the next one is launched."""
         super().__init__(perform, serial=serial, on_step=on_step, on_thread=on_thread)
+        self.stalled_s[LAUNCH] = 0.0
         self._driver = driver
         self._events: dict[int, tuple[str, Event]] = {}  # launched Step -> its stream, its end
         self._numbers: dict[int, tuple[str, int]] = {}  # Step of the host that has not ended -> its lane's gate then
         self._issued: dict[str, int] = {}  # Steps of each host lane so far
+        self._gates: dict[str, int] = {}  # how far each host lane's is open
         self._layers: deque[tuple[tuple[int, int], Event]] = deque()  # ((sweep, layer), its last end so far)
-        self._timed: list[tuple[Step, Event, Event, str | None, Event | None]] = []
-        self._last: dict[str, Event] = {}  # stream -> end of the last Step there
+        # Launched Steps of each stream that may not be done: end, operations.
+        self._queued: dict[str, deque[tuple[Event, int]]] = {lane: deque() for lane in STREAMS}
+        self._timed: list[_Timed] = []
+        self._last: dict[str, tuple[int, Event]] = {}  # stream -> sweep and end of the last Step there
         self._clock: tuple[Event, float] | None = None  # an event, and the host's time when it came
 
     def execute(self, steps) -> Callable[[], None]:
@@ -93,7 +148,7 @@ class StreamLanes(Lanes):
             self._driver.synchronize(event)
             self._clock = event, time.perf_counter()
         super().execute(steps)
-        last = self._last.get("compute")
+        _, last = self._last.get("compute", (None, None))
 
         def wait() -> None:
             if last is not None:
@@ -132,33 +187,43 @@ class StreamLanes(Lanes):
             self._finish(step)
 
     def _launch(self, step: Step) -> None:
-        if step.lane == "compute":
-            self._await_room(step)
-        before, waited_for = self._last.get(step.lane), None
-        for earlier in step.after:
-            with self._lock:
-                number = self._numbers.get(earlier)
-            if number is not None:
-                self._driver.wait_for_host(step.lane, *number)
-                waited_for = number[0]
-            elif earlier in self._events and self._events[earlier][0] != step.lane:
-                waited_for, event = self._events[earlier]
-                self._driver.wait(step.lane, event)
-        started = before
-        if before is None or waited_for is not None:
-            started = self._driver.record(step.lane)
-        self._driver.launch(step.lane, lambda: self._perform(step))
-        ended = self._driver.record(step.lane)
-        self._events[step.id] = step.lane, ended
-        self._last[step.lane] = ended
-        self._timed.append((step, started, ended, waited_for, before))
-        if step.lane == "compute":
+        lane = step.lane
+        self._await_room(step)
+        sweep, before = self._last.get(lane, (None, None))
+        waits = [(host, wait) for earlier in step.after for host, wait in self._waits(lane, earlier)]
+        reached = started = self._driver.record(lane)
+        for _, wait in waits:
+            wait()
+        if waits:
+            started = self._driver.record(lane)
+        num_copies = self._driver.launch(lane, lambda: self._perform(step))
+        ended = self._driver.record(lane)
+        self._events[step.id] = lane, ended
+        self._last[lane] = step.sweep, ended
+        self._queued[lane].append((ended, STEP_OPERATIONS + len(waits) + num_copies))
+        waited_for = waits[-1][0] if waits else None
+        self._timed.append(_Timed(step, before if sweep == step.sweep else None, reached, waited_for, started, ended))
+        if lane == "compute":
             self._layers[-1] = self._layers[-1][0], ended
 
+    def _waits(self, lane: str, earlier: int) -> Iterator[tuple[str, Callable[[], None]]]:
+        """For a Step: the lane of one that it follows, and what has the stream wait for it; nothing, where that is needless."""
+        with self._lock:
+            number = self._numbers.get(earlier)
+        if number is not None:
+            yield number[0], lambda: self._driver.wait_for_host(lane, *number)
+        elif earlier in self._events and self._events[earlier][0] != lane:
+            other, event = self._events[earlier]
+            yield other, lambda: self._driver.wait(lane, event)
+
     def _await_room(self, step: Step) -> None:
-        """Waits until the device is no more than LAYERS_AHEAD layers behind."""
+        """Waits until the device is no more than LAYERS_AHEAD layers behind, and the stream has no more than MOST_QUEUED."""
+        queued = self._queued[step.lane]
+        while sum(operations for _, operations in queued) > MOST_QUEUED:
+            ended, _ = queued.popleft()
+            self._driver.synchronize(ended)
         layer = step.sweep, step.layer
-        if self._layers and layer <= self._layers[-1][0]:
+        if step.lane != "compute" or (self._layers and layer <= self._layers[-1][0]):
             return
         self._layers.append((layer, None))
         while len(self._layers) > LAYERS_AHEAD + 1:
@@ -173,8 +238,7 @@ class StreamLanes(Lanes):
         super()._await(step, thread)
 
     def _ended(self, step: Step) -> None:
-        lane, number = self._numbers.pop(step.id)
-        self._driver.open_gate(lane, number)
+        self._raise_gate(*self._numbers.pop(step.id))
 
     def _finish(self, step: Step) -> None:
         if step.lane in STREAMS:
@@ -188,26 +252,38 @@ class StreamLanes(Lanes):
 
     def _open_gates(self) -> None:
         """Nothing on the device waits for Steps that will not come; what it computes then is not looked at."""
-        for lane, count in list(self._issued.items()):
+        with self._lock:
+            for lane, count in self._issued.items():
+                self._raise_gate(lane, count)
+
+    def _raise_gate(self, lane: str, count: int) -> None:
+        """With the lock held. A Step may end when its gate is open for later ones: they are not to come, and a stream that waits
+        for them would wait forever if the gate closed again."""
+        if count > self._gates.get(lane, 0):
+            self._gates[lane] = count
             self._driver.open_gate(lane, count)
 
     def _account(self) -> None:
         """Times of the Steps that have ended."""
         event, at_s = self._clock
         left = []
-        for entry in self._timed:
-            step, started, ended, waited_for, before = entry
+        between = self._driver.seconds
+        for timed in self._timed:
+            step, before, reached, waited_for, started, ended = timed
             if not self._driver.is_done(ended):
-                left.append(entry)
+                left.append(timed)
                 continue
-            seconds = self._driver.seconds(started, ended)
+            seconds = between(started, ended)
             self.busy_s[step.lane] += seconds
-            if step.lane == "compute" and waited_for is not None and before is not None:
-                self.stalled_s[waited_for] += self._driver.seconds(before, started)
+            if step.lane == "compute":
+                if before is not None:
+                    self.stalled_s[LAUNCH] += between(before, reached)
+                if waited_for is not None:
+                    self.stalled_s[waited_for] += between(reached, started)
             if self._on_step:
-                start_s = at_s + self._driver.seconds(event, started)
+                start_s = at_s + between(event, started)
                 with self._lock:
                     self._on_step(step, start_s, start_s + seconds)
         self._timed = left
-        under_way = {entry[0].id for entry in left}
+        under_way = {timed.step.id for timed in left}
         self._events = {i: found for i, found in self._events.items() if i in under_way}
