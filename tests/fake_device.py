@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from batchgen import ops, quant, reference
 from batchgen.engine_parts import EngineParts
+from batchgen.host_copy import upload
 from batchgen.runtime import executor as executors
+from batchgen.runtime import kv_cache, token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.streams import STREAMS, StreamLanes
-from batchgen.runtime.token_table import TokenTable
 from batchgen.runtime.weights import OUTPUT_MATRIX
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -34,7 +35,7 @@ DEVICE = torch.device("cpu", 0)
 # Which stream goes first, and how many of them run ahead of what is waited for.
 ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permutations(STREAMS)][5:]
 # Operations that may wait in a stream, and those that a Step is taken to launch.
-QUEUE, LAUNCHES = 1024, 64
+QUEUE, LAUNCHES = 1024, 40
 _HUNG_S = 60.0  # a Step of a host lane takes no longer
 
 
@@ -65,6 +66,7 @@ class FakeDevice:
         self._gates = {}
         self._changed = threading.Condition(threading.RLock())
         self._awaited = set()  # events that host lanes wait for
+        self._num_copies = 0
         self._known = set()
         self._failed = False  # what has failed computes no more
         self._stuck = 0  # launching threads that wait for streams or host lanes
@@ -77,6 +79,7 @@ class FakeDevice:
 
     def launch(self, lane, work):
         self._put(lane, _Entry(cost=LAUNCHES))
+        before = self._num_copies
         self.launching.lane = lane
         try:
             with _Deferred(self, lane):
@@ -84,6 +87,11 @@ class FakeDevice:
         finally:
             self.launching.lane = None
         self._pump()
+        return self._num_copies - before
+
+    def note_copy(self):
+        self._num_copies += 1
+        self._put(self.launching.lane, _Entry(cost=1))
 
     def record(self, lane):
         event = Event(lane)
@@ -105,7 +113,7 @@ class FakeDevice:
 
     def open_gate(self, host_lane, count):
         with self._changed:
-            before, self._gates[host_lane] = self._gates.get(host_lane, 0), count
+            self._gates[host_lane] = count  # as told: who lowers it has a stream wait forever
             self._changed.notify_all()
         assert count >= before, f"the gate of {host_lane} is lowered from {before} to {count}"
 
@@ -149,11 +157,12 @@ class FakeDevice:
         with _disable_current_modes():
             return self.empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def copy_rows(self, target, source):
-        target.copy_(source)
-
     def borrow(self, tensor, lane=None):
         self.memory.borrow(tensor, lane or self.launching.lane)
+
+    def uploaded(self, array):
+        """As `host_copy.upload`."""
+        return self.empty(array.shape, torch.from_numpy(array).dtype).copy_(self.pinned(torch.from_numpy(array)))
 
     # For tests.
 
@@ -394,12 +403,8 @@ class PlayedLanes(StreamLanes):
         super()._await(step, thread)
 
 
-def run_on(
-    parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), ahead: bool = False
-) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow.
-    ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host; else the host
-    samples, and waits for the logits."""
+def run_on(parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = ()) -> EngineParts:
+    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow."""
     executor = parts.executor
     executor.lanes = PlayedLanes(executor._perform, device, on_thread=executors._prepare_thread, late=late)
     executor._device = DEVICE
@@ -416,6 +421,10 @@ def run_on(
         on_device(name, getattr(reference, name))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
+    for module in (executors, kv_cache, token_table):
+        monkeypatch.setattr(
+            module, "upload", lambda array, to: device.uploaded(array) if to == DEVICE else upload(array, to)
+        )
     real_has_kernels = ops._has_kernels
     monkeypatch.setattr(
         ops, "_has_kernels", lambda *a: getattr(device.launching, "lane", None) is None and real_has_kernels(*a)

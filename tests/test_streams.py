@@ -118,16 +118,16 @@ def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier)
     assert seen
 
 
-class Borrows:
-    """What is lent to another stream than its own: (kind of Step, which of its loans). left_out: this one is not."""
+class Loans:
+    """Memory that is kept for another stream than its own: (kind of Step, which of its blocks). left_out: this one is not."""
 
     def __init__(self, parts, device, left_out=None):
-        self.found, self._left_out, self._count = set(), left_out, {}
-        self._borrow, self._memory = device.memory.borrow, device.memory
+        self.found, self._left_out = set(), left_out
+        self._memory, self._borrow = device.memory, device.memory.borrow
         perform = parts.executor.lanes._perform
 
         def note(step):
-            self._kind, self._count = step.kind, itertools.count()
+            self._kind, self._blocks = step.kind, []
             perform(step)
 
         parts.executor.lanes._perform = note
@@ -137,33 +137,36 @@ class Borrows:
         block = self._memory.block_of(tensor)
         if block is None or block.owner == lane:
             return
-        loan = self._kind, next(self._count)
+        if block not in self._blocks:
+            self._blocks.append(block)
+        loan = self._kind, self._blocks.index(block)
         self.found.add(loan)
         if loan != self._left_out:
             self._borrow(tensor, lane)
 
 
 LOANS = {
-    ("load_hidden", 0): "hidden, to compute",
+    ("load_hidden", 0): "hidden, for compute",
     ("store_hidden", 0): "hidden",
-    ("send_qkv", 0): "qkv",
-    ("send_qkv", 1): "positions",
-    ("send_qkv", 2): "rows of K",
-    ("send_qkv", 3): "rows of V",
-    ("load_cache", 0): "host_blocks",
     ("store_cache", 0): "new_rows",
     ("store_cache", 1): "host_rows",
-    ("store_cache", 2): "dirty",
 }
+# Kept too, though something else does so: compute waits for these copies before it gives up what they read; and the Step that
+# writes to disk holds the numbers of the blocks that it waits for.
+NEEDLESS = {("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2)}
 
 
-@pytest.mark.parametrize("loan", [None, *LOANS], ids=["all", *LOANS.values()])
+@pytest.mark.parametrize("loan", LOANS, ids=LOANS.values())
 def test_memory_that_is_not_kept_for_another_stream_is_noticed(make, monkeypatch, loan):
-    """And there is none but these."""
-    borrows = []
-    noticed = is_noticed(
-        make, monkeypatch, "everything moves", lambda parts, device: borrows.append(Borrows(parts, device, loan))
-    )
-    assert noticed == (loan is not None)
-    if loan is None:
-        assert set().union(*(b.found for b in borrows)) == set(LOANS)
+    loans = []
+    spoil = lambda parts, device: loans.append(Loans(parts, device, loan))  # noqa: E731
+    assert is_noticed(make, monkeypatch, "everything moves", spoil), "the same tokens in every order"
+    assert loan in loans[-1].found
+
+
+def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
+    device = FakeDevice(*ORDERS[9])
+    parts = run_on(make("everything moves"), device, monkeypatch)
+    loans = Loans(parts, device)
+    generate(parts, PROMPTS, LENGTHS)
+    assert loans.found == LOANS.keys() | NEEDLESS

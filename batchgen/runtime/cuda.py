@@ -34,11 +34,17 @@ class CudaDriver:
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
         self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
+        self._num_copies = 0
         self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
 
-    def launch(self, lane: str, work: Callable[[], None]) -> None:
+    def launch(self, lane: str, work: Callable[[], None]) -> int:
+        before = self._num_copies
         with torch.cuda.stream(self.streams[lane]):
             work()
+        return self._num_copies - before
+
+    def note_copy(self) -> None:
+        self._num_copies += 1
 
     def record(self, lane: str) -> torch.cuda.Event:
         # Blocking: a thread that waits leaves its core to the kernels.
@@ -85,10 +91,6 @@ class CudaDriver:
     def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
         if tensor.is_cuda:
             tensor.record_stream(self.streams[lane] if lane else torch.cuda.current_stream())
-
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        for part, row in zip(target, source, strict=True):
-            part.copy_(row, non_blocking=True)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -217,17 +219,37 @@ class CudaLink:
         self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
-        """target[...] = source; each row of them is contiguous."""
+        """target[...] = source. Rows of the host's side may lie apart; to them, what lies between is copied too."""
         self._count(source)
-        if target.is_contiguous() and source.is_contiguous() and source.nbytes <= COPY_BYTES:
-            return target.copy_(source, non_blocking=True)
-        if target.is_contiguous() and source.is_contiguous():
+        if not (target.is_contiguous() and source.is_contiguous()):
+            self._copy_rows(target, source)
+        elif source.nbytes <= COPY_BYTES:
+            self._copy(target, source)
+        else:
             step = max(1, COPY_BYTES // source.element_size())
             for part, piece in zip(target.view(-1).split(step), source.view(-1).split(step), strict=True):
-                part.copy_(piece, non_blocking=True)
-            return target
-        self._driver.copy_rows(target, source)  # torch would copy all of it to and fro at once
+                self._copy(part, piece)
         return target
+
+    def _copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Of two dimensions. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
+        stream's queue, so the gaps go with the rows, to and from some memory of the device."""
+        host, device = (source, target) if self._to_gpu else (target, source)
+        width, stride = host.shape[1], host.stride(0)
+        whole = host.as_strided((len(host), stride), (stride, 1))
+        step = max(1, COPY_BYTES // (stride * host.element_size()))
+        for rows, own in zip(whole.split(step), device.split(step), strict=True):
+            passing = self._driver.empty(rows.shape, rows.dtype)
+            if self._to_gpu:
+                self._copy(passing, rows)
+                own.copy_(passing[:, :width])
+            else:
+                passing[:, :width] = own
+                self._copy(rows, passing)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        self._driver.note_copy()
 
     def bring(self, source: Tensor) -> Tensor:
         """A copy of the source on the other side."""

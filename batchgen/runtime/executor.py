@@ -372,9 +372,8 @@ class Executor:
 
     def _send_qkv(self, step: Step, b: _Batch) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
+        # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
         part, d2h = b.parts["delegated"], self.links[1]
-        for tensor in (b.qkv, b.positions):
-            d2h.borrow(tensor)
         tokens = part.tokens
         packed = self.kv_cache.shape.dtype == torch.uint8
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 STREAMS = ("compute", "h2d", "d2h")
 # Layers whose computation may be launched and not done.
 LAYERS_AHEAD = 2
-# Steps of a stream that may be launched and not done. A CUDA stream takes about 1,024 operations; a launch beyond these blocks,
-# perhaps with the interpreter's lock, so that no host lane opens the gate that the stream waits at. A Step has up to three
-# events, a wait for each Step that it follows (six at most), and some thirty kernels or copies: this leaves it 85 in all.
-STEPS_AHEAD = 12
+# Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these blocks, perhaps
+# with the interpreter's lock, so that no host lane opens the gate that the stream waits at. This leaves a Step as many again.
+MOST_QUEUED = 512
+# Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has the most.
+STEP_OPERATIONS = 36
 LAUNCH = "launch"  # what compute waits for where the host is late
 
 Event = Any
@@ -36,8 +37,12 @@ Event = Any
 class Driver(Protocol):
     """A device. Streams are known by their lane; an Event is a place in one of them."""
 
-    def launch(self, lane: str, work: Callable[[], None]) -> None:
-        """Calls work(), whose operations go to the stream."""
+    def launch(self, lane: str, work: Callable[[], None]) -> int:
+        """Calls work(), whose operations go to the stream. Returns how many copies it made (`note_copy`)."""
+        ...
+
+    def note_copy(self) -> None:
+        """A link has launched a copy: of large tensors it makes many."""
         ...
 
     def record(self, lane: str) -> Event:
@@ -78,10 +83,6 @@ class Driver(Protocol):
     def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
         """The tensor's memory is not given out again before all that has been launched on another stream than its own by then is
         done. lane: that stream; None: the current one."""
-        ...
-
-    def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """target[...] = source, of bytes [rows, columns], between host and device; rows are contiguous."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -135,9 +136,8 @@ class StreamLanes(Lanes):
         self._issued: dict[str, int] = {}  # Steps of each host lane so far
         self._gates: dict[str, int] = {}  # how far each host lane's is open
         self._layers: deque[tuple[tuple[int, int], Event]] = deque()  # ((sweep, layer), its last end so far)
-        self._unfinished: dict[str, deque[Event]] = {
-            lane: deque() for lane in STREAMS
-        }  # ends of Steps, no more than may be
+        # Launched Steps of each stream that may not be done: end, operations.
+        self._queued: dict[str, deque[tuple[Event, int]]] = {lane: deque() for lane in STREAMS}
         self._timed: list[_Timed] = []
         self._last: dict[str, tuple[int, Event]] = {}  # stream -> sweep and end of the last Step there
         self._clock: tuple[Event, float] | None = None  # an event, and the host's time when it came
@@ -148,7 +148,7 @@ class StreamLanes(Lanes):
             self._driver.synchronize(event)
             self._clock = event, time.perf_counter()
         super().execute(steps)
-        last = self._last.get("compute")
+        _, last = self._last.get("compute", (None, None))
 
         def wait() -> None:
             if last is not None:
@@ -196,11 +196,11 @@ class StreamLanes(Lanes):
             wait()
         if waits:
             started = self._driver.record(lane)
-        self._driver.launch(lane, lambda: self._perform(step))
+        num_copies = self._driver.launch(lane, lambda: self._perform(step))
         ended = self._driver.record(lane)
         self._events[step.id] = lane, ended
         self._last[lane] = step.sweep, ended
-        self._unfinished[lane].append(ended)
+        self._queued[lane].append((ended, STEP_OPERATIONS + len(waits) + num_copies))
         waited_for = waits[-1][0] if waits else None
         self._timed.append(_Timed(step, before if sweep == step.sweep else None, reached, waited_for, started, ended))
         if lane == "compute":
@@ -217,10 +217,11 @@ class StreamLanes(Lanes):
             yield other, lambda: self._driver.wait(lane, event)
 
     def _await_room(self, step: Step) -> None:
-        """Waits until the device is no more than LAYERS_AHEAD layers behind, and the stream no more than STEPS_AHEAD Steps."""
-        unfinished = self._unfinished[step.lane]
-        if len(unfinished) == STEPS_AHEAD:
-            self._driver.synchronize(unfinished.popleft())
+        """Waits until the device is no more than LAYERS_AHEAD layers behind, and the stream has no more than MOST_QUEUED."""
+        queued = self._queued[step.lane]
+        while sum(operations for _, operations in queued) > MOST_QUEUED:
+            ended, _ = queued.popleft()
+            self._driver.synchronize(ended)
         layer = step.sweep, step.layer
         if step.lane != "compute" or (self._layers and layer <= self._layers[-1][0]):
             return
