@@ -152,7 +152,7 @@ class StreamLanes(Lanes):
 
         def wait() -> None:
             if last is not None:
-                self._driver.synchronize(last[1])
+                self._driver.synchronize(last)
             self._check()
             self._account()
 
