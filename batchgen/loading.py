@@ -153,6 +153,7 @@ def in_memory_policy(
         kv_format=dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=home,
+        embedding_tier=home,
         kv_seqs={home: max_num_seqs},
         activation_batches=(1, 0) if device.accelerated else (0, 1),
     )
@@ -300,7 +301,7 @@ def load_parts(
             grammar.result()  # refused before weights are read
         weights = Weights(
             config,
-            weight_homes(policy, config, memory.embedding_tier),
+            weight_homes(policy, config),
             torch_dtype,
             checkpoint=None if store else open_checkpoint(files),
             store=store,
@@ -390,11 +391,10 @@ def warm_up(
     executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]).token_ids)
 
 
-def weight_homes(policy: Policy, config: ModelConfig, embedding_tier: str = "cpu") -> WeightHomes:
-    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers. embedding_tier: of the input
-    embeddings, where they are tensors of their own."""
+def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
+    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
     from batchgen.runtime.weights import WeightHomes
 
     spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
     layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
-    return WeightHomes(layers, policy.head_tier, policy.weight_format, embedding_tier)
+    return WeightHomes(layers, policy.head_tier, policy.weight_format, policy.embedding_tier)

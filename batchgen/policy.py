@@ -30,6 +30,7 @@ class Policy:
     head_tier: home of the output matrix. kv_seqs: sequences of the block in each KV class.
     activation_batches: GPU batches whose activations between layers stay on (GPU, CPU).
     batch_order: "even": GPU batches of equal tokens; "neo": of two, one has what the CPU attends to (NEO section 3).
+    embedding_tier: home of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
     """
 
     admission: str
@@ -47,6 +48,7 @@ class Policy:
     kv_seqs: Mapping[str, int] = field(default_factory=dict)
     activation_batches: tuple[int, int] = (0, 1)
     batch_order: str = "even"
+    embedding_tier: str = "cpu"
 
     @property
     def max_num_seqs(self) -> int:
@@ -82,7 +84,7 @@ class MemoryPlan:
 
     kv_blocks: KV blocks of each tier's pool. staging_blocks: of each buffer through which KV passes on its way to the
     compute device. batch_tokens: the most tokens of one GPU batch. logit_rows: rows of logits that are made together; None:
-    all of a GPU batch. embedding_tier: home of the input embeddings, where these are not the output matrix too.
+    all of a GPU batch.
     """
 
     budgets: Mapping[str, int]
@@ -91,7 +93,6 @@ class MemoryPlan:
     staging_blocks: int
     batch_tokens: int
     logit_rows: int | None = None
-    embedding_tier: str = "cpu"
 
     def to_json(self) -> dict:
         return asdict(self)

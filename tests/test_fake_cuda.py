@@ -57,9 +57,11 @@ def policies(path):
         "gpu_batch_size": 2, "kv_seqs": {"gpu": 1, "cpu": 1, "streamed": 1, "disk": 1},
     }  # fmt: skip
     return {
-        "resident": make_policy(path, CUDA),
+        "resident": make_policy(path, CUDA, embedding_tier="gpu"),
         "everything moves": everything_moves(path, weight_format="float32", **small),
-        "4 bits": everything_moves(path, kv_format="int4", head_tier="gpu", activation_batches=(1, 1), **small),
+        "4 bits": everything_moves(
+            path, kv_format="int4", head_tier="gpu", embedding_tier="gpu", activation_batches=(1, 1), **small
+        ),
     }  # fmt: skip
 
 

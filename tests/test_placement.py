@@ -1,6 +1,7 @@
 """The linear programme and the search: optimal, within budget, and never worse off with more hardware."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from batchgen.planner.memory import kv_block_bytes, plan_memory
 from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
 from batchgen.planner.search import settings as settings_of
 from batchgen.planner.setting import BATCHGEN, FLEXGEN
-from batchgen.policy import spread_layers
+from batchgen.policy import Plan, spread_layers
 from batchgen.units import parse_bytes
 from batchgen.workload import Lengths, Workload
 
@@ -155,6 +156,30 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
         planned = peaks[tier] - plan.policy.kv_blocks.get(tier, 0) * taken_per_block(p, tier)
         # What the planner adds is no waste either.
         assert taken <= planned + 1 <= taken + (64 << 20), tier
+
+
+def test_input_embeddings_are_on_the_gpu_where_the_plan_leaves_room():
+    """They make no plan slower, and are charged. Plans made before they had a place still open."""
+    model = llama_8b()
+    size = model.embedding_params * 2
+    fitting = problem(gpu_box(gpu_memory_bytes=40 * GIB), model, Workload.uniform(50, 100, 20), block_size=50)
+    best = search(fitting)
+    setting = best.setting
+    assert best.counts.embeddings_on_gpu == 1
+    off = replace(best.counts, embeddings_on_gpu=0)
+    on_gpu, on_host = (peak_bytes(setting, counts.shares(setting)) for counts in (best.counts, off))
+    assert on_gpu["gpu"] - on_host["gpu"] == on_host["cpu"] - on_gpu["cpu"] == size
+    short = replace(fitting, budgets=fitting.budgets | {"gpu": int(on_gpu["gpu"])})  # less than the solver's tolerance
+    without = search(short)
+    assert without.counts.embeddings_on_gpu == 0 and without.counts.head_on_gpu == 1
+    assert without.seconds == pytest.approx(best.seconds)
+    plan = make_plan(
+        fitting, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
+    )
+    assert plan.policy.embedding_tier == "gpu"
+    written = plan.to_json()
+    del written["policy"]["embedding_tier"]
+    assert Plan.from_json(json.loads(json.dumps(written))).policy == replace(plan.policy, embedding_tier="cpu")
 
 
 def taken_per_block(p, tier):

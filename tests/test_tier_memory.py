@@ -12,8 +12,7 @@ from batchgen import loading
 from batchgen.engine import Engine
 from batchgen.errors import BatchgenError, InputError
 from batchgen.machine import resident_bytes
-from batchgen.model_files import read_config, resolve_model
-from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, plan_memory
+from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.request import ScoreRequest
 from batchgen.units import parse_bytes
 
@@ -123,6 +122,7 @@ TIERED = {
     "everything moves": None,
     "weights streamed": {
         "weight_layers": {"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (0, 1, 2), "down": (3, 0, 0)},
+        "embedding_tier": "gpu",
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
     "4-bit KV, head in pieces": {
@@ -197,46 +197,12 @@ def test_what_is_planned_is_what_is_taken(tiny_models, tmp_path, family, kind):
         parts.executor.close()
 
 
-def test_input_embeddings_are_on_the_accelerator_where_there_is_room(tiny_models, tmp_path):
-    """And host memory has more for KV then. KV that the job is expected to use goes first."""
-    model = tiny_models("llama")[0]
-    config = read_config(resolve_model(str(model)))
-    size = config.embedding_params * 4
-    policy = make_policy(model, EMULATED, kv_seqs={"gpu": 4, "streamed": 4})
-
-    def plan(spare, **options):
-        options = {"min_tokens": 64, "longest_tokens": 128, "most_kv_tokens": 512} | options
-        budgets = {"gpu": least + spare, "cpu": 1 << 30}
-        return plan_memory(config, policy, dtype="float32", budgets=budgets, process_bytes=0, **options)
-
-    least = 0
-    least = sum(plan(1 << 30).parts["gpu"].values()) - size
-    short, enough = plan(size - 1), plan(size)
-    assert (short.embedding_tier, enough.embedding_tier) == ("cpu", "gpu")
-    assert short.kv_blocks == enough.kv_blocks
-    assert sum(enough.parts["gpu"].values()) == least + size
-    assert sum(short.parts["cpu"].values()) - sum(enough.parts["cpu"].values()) == size
-    # Of a pool that takes whatever there is, an eighth.
-    roomy, tight = plan(16 * size, most_kv_tokens=None), plan(2 * size, most_kv_tokens=None)
-    assert (roomy.embedding_tier, tight.embedding_tier) == ("gpu", "cpu")
-    assert sum(roomy.parts["gpu"].values()) <= least + 16 * size
-    tied = replace(config, tied_embeddings=True)
-    assert "embedding_tier='cpu'" in repr(plan_memory(
-        tied, policy, dtype="float32", budgets={"gpu": 1 << 30, "cpu": 1 << 30}, process_bytes=0, min_tokens=64,
-        longest_tokens=128,
-    ))  # fmt: skip
-
-
 @pytest.mark.parametrize("on_host", [0, 1])
-def test_embeddings_in_either_memory_give_the_same_tokens(tiny_models, tmp_path, monkeypatch, on_host):
+def test_embeddings_in_either_memory_give_the_same_tokens(tiny_models, tmp_path, on_host):
     model = tiny_models("llama")[0]
-    policy = make_policy(model, EMULATED, activation_batches=(1 - on_host, on_host))
-    real, found = loading.plan_memory, {}
+    policy, found = make_policy(model, EMULATED, activation_batches=(1 - on_host, on_host)), {}
     for tier in ("cpu", "gpu"):
-        monkeypatch.setattr(
-            loading, "plan_memory", lambda *a, tier=tier, **k: replace(real(*a, **k), embedding_tier=tier)
-        )
-        parts = make_parts(model, EMULATED, policy, tmp_path)
+        parts = make_parts(model, EMULATED, replace(policy, embedding_tier=tier), tmp_path)
         found[tier], _ = run(parts, prompts_of(6, 20), [4] * 6)
         table = parts.executor.weights.embeddings["embed.weight"].nbytes
         moved = parts.executor.bytes_moved

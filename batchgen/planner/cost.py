@@ -309,7 +309,7 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     captured = s.gpu_batch_size if s.on_gpu else 0
     work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
     expanded = s.expanded_layer_bytes if s.weight_format == INT4 else 0.0
-    cpu = s.process_bytes + WORKSPACE_BYTES + s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
+    cpu = s.process_bytes + WORKSPACE_BYTES + (1 - at.embed_gpu) * s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))
     staging = at.staged_blocks * (_SLOTS * s.kv_block_bytes)
     if s.on_gpu or s.kv_block_bytes % ALIGNMENT:
@@ -325,7 +325,7 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + whole_logits)
-    gpu += staging + expanded + at.delegates * expanded
+    gpu += staging + expanded + at.delegates * expanded + at.embed_gpu * s.embedding_bytes
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
     cpu += at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
     return {"gpu": gpu, "cpu": cpu, "disk": kv["disk"]}

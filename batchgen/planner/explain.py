@@ -65,6 +65,7 @@ def make_plan(
         kv_format=s.kv_format,
         weight_layers=counts.weight_layers,
         head_tier="gpu" if counts.head_on_gpu else "cpu",
+        embedding_tier="gpu" if counts.embeddings_on_gpu else "cpu",
         kv_seqs={name: count for name, count in counts.kv_seqs.items() if count},
         activation_batches=counts.activation_batches,
         batch_order=_batch_order(s, counts),
@@ -139,8 +140,8 @@ def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
     """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
     weights = s.layer_bytes * s.model.num_layers
     by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
-    by_tier["gpu"] += at.head_gpu * s.head_bytes if s.on_gpu else 0
-    by_tier["cpu"] += s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
+    by_tier["gpu"] += at.head_gpu * s.head_bytes + at.embed_gpu * s.embedding_bytes if s.on_gpu else 0
+    by_tier["cpu"] += (1 - at.embed_gpu) * s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
     activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
     kv = kv_bytes(s, at)
     homes = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}

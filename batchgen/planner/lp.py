@@ -8,7 +8,7 @@ carried out. Both come from the same rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pulp
 
@@ -35,12 +35,13 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Counts:
-    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches and head_tier."""
+    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches, head_tier, embedding_tier."""
 
     weight_layers: dict[str, tuple[float, float, float]]
     kv_seqs: dict[str, float]
     activation_batches: tuple[float, float]
     head_on_gpu: float
+    embeddings_on_gpu: float = 0
 
     def shares(self, s: Setting) -> Shares:
         """Each group as parts of 1, and the buffers that the placement needs."""
@@ -68,7 +69,7 @@ class Counts:
             self.activation_batches[0] / batches, self.activation_batches[1] / batches,
             self.head_on_gpu, 1 - self.head_on_gpu,
             peak(sizes, (1, 2)), peak(s.disk_group_bytes, (2,)), staged, on_disk,
-            delegates, int(self.activation_batches[1] > 0),
+            delegates, int(self.activation_batches[1] > 0), self.embeddings_on_gpu,
         )  # fmt: skip
 
 
@@ -83,6 +84,18 @@ class Solution:
     counts: Counts
     memory_price_s: dict[str, float]
     lane_price_s: dict[str, float]
+
+
+def with_embeddings(s: Setting, found: Solution) -> Solution:
+    """The placement with the input embeddings on the GPU, if it leaves room for them there. They are worth less than anything else
+    in that memory: all they save is copies of a row for each token."""
+    if not s.on_gpu or not s.embedding_bytes:
+        return found
+    counts = replace(found.counts, embeddings_on_gpu=1)
+    shares = counts.shares(s)
+    if peak_bytes(s, shares)["gpu"] > s.budgets["gpu"] - _TOLERANCE_BYTES:
+        return found
+    return replace(found, counts=counts, shares=shares)
 
 
 def job_seconds(s: Setting, stages: Sequence[Stage], at: Shares) -> float:

@@ -106,9 +106,6 @@ def plan_memory(
     process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit (its
     prompt and output); longest_tokens: the longest that is looked for. most_kv_tokens: what the job is expected to use.
     task: as for `planned_logit_rows`. Raises InputError, naming the smallest budget that would do.
-
-    Input embeddings are planned for host memory, where each token's row is gathered and copied; they are in an accelerator's
-    where the rest leaves room for them.
     """
     device = "gpu" if "gpu" in budgets else "cpu"
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
@@ -127,25 +124,9 @@ def plan_memory(
     block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
     kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
-    embedding, embedding_tier = _embedding_bytes(config, dtype), "cpu"
-    if embedding and device == "gpu":
-        left = budgets["gpu"] - sum(parts["gpu"].values())
-        pool = kv_blocks.get("gpu", 0) * sizes["gpu"]
-        if most_kv_tokens is None:  # nobody knows how much of the pool is needed: an eighth of it may go
-            pool = min(pool, max(left - left // 8, -(-min_tokens // policy.kv_block_size) * sizes["gpu"]))
-        if embedding <= left - pool:
-            embedding_tier = "gpu"
-            add("gpu", "weights", embedding)
-            add("cpu", "weights", -embedding)
-            kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
     for tier, count in kv_blocks.items():
         add(tier, "KV", count * sizes[tier])
-    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows, embedding_tier)
-
-
-def _embedding_bytes(config: ModelConfig, dtype: str) -> int:
-    """The input embeddings, where they are tensors of their own."""
-    return 0 if config.tied_embeddings else config.embedding_params * int(FORMAT_BYTES[dtype])
+    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
 
 
 def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add) -> None:
@@ -165,10 +146,10 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
     if policy.weight_format == INT4:
         expanded = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
         add(device, "expanded weights", expanded * config.params_per_layer * size)
-    head_tier = policy.head_tier if device == "gpu" else "cpu"
-    add("cpu", "weights", _embedding_bytes(config, dtype))
-    head = config.head_params + (config.embedding_params if config.tied_embeddings else 0)
-    add(head_tier, "weights", head * size)
+    embedding, head = config.embedding_params * size, config.head_params * size
+    head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
+    add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
+    add(head_tier, "weights", head)
     if device == "gpu" and head_tier != "gpu":
         pieces = 2 * -(-config.vocab_size // HEAD_PIECES) * config.embed_size * size
         add("gpu", "weights in transit", pieces)

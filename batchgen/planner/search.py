@@ -27,7 +27,7 @@ from batchgen.planner.cost import (
     sweep_overhead_s,
 )
 from batchgen.planner.flow import Stage, stages_of
-from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve
+from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
 from batchgen.policy import Policy
 from batchgen.units import format_bytes
@@ -121,7 +121,7 @@ def _tidied(best: Candidate, allowed: Allowed) -> Candidate:
     """Where one resource binds, many placements are equally fast: the one that moves least, which leaves the disk alone
     if it is not needed."""
     calm = solve(best.setting, best.stages, allowed, integer=True, within_s=best.seconds * (1 + _EQUALLY_FAST))
-    return best if calm is None else replace(best, realised=calm)
+    return replace(best, realised=with_embeddings(best.setting, calm or best.realised))
 
 
 def block_latency_s(candidate: Candidate) -> float:

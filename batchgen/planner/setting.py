@@ -189,7 +189,8 @@ class Shares:
     streamed_peak, disk_peak: the largest share of any one layer that is not on the GPU, or is on disk.
     staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere; disk_blocks: of one
     buffer in host memory, for KV from and to disk. delegates: 1 if the CPU attends to any sequence for a GPU.
-    acts_wait: 1 if the activations of any GPU batch wait in host memory.
+    acts_wait: 1 if the activations of any GPU batch wait in host memory. embed_gpu: 1 if the input embeddings are on the GPU; it
+    counts in memory alone, as the rows that come over otherwise are few.
     """
 
     w_gpu: Linear
@@ -209,6 +210,7 @@ class Shares:
     disk_blocks: Linear = 0
     delegates: Linear = 0
     acts_wait: Linear = 0
+    embed_gpu: float = 0
 
     @property
     def w_streamed(self) -> Linear:
