@@ -9,10 +9,9 @@
 `batchgen.run(...)` is the command line's `batchgen run`: a file in, a file out, resumable.
 """
 
-from typing import TYPE_CHECKING
-
 from batchgen._version import __version__
 
+TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is taken care of
 if TYPE_CHECKING:
     from batchgen.engine import Engine
     from batchgen.errors import BatchgenError, InputError, JobStopped
