@@ -14,7 +14,11 @@ EVERYTHING = BatchFlow(history=True, stored=True, disk_read=True, disk_write=Tru
 
 
 def step(number, lane, *after, kind="work", sweep=0, layer=0):
-    return Step(number, kind, lane, sweep, layer, 0, 0, after)
+    return Step(number, kind, lane, sweep, layer, 0, None, None, after)
+
+
+def execute(lanes, steps):
+    lanes.execute(steps)()
 
 
 class Broken(Exception):
@@ -45,7 +49,7 @@ def test_closing_while_the_disk_is_read():
     """The first read ends when the gate has been opened for both."""
     held = HeldUp(0)
     lanes = PlayedLanes(held.perform, held.device, patient=False)
-    lanes.execute([step(0, "disk_read"), step(1, "disk_read"), step(2, "h2d", 1)])
+    execute(lanes, [step(0, "disk_read"), step(1, "disk_read"), step(2, "h2d", 1)])
     held.begun.wait(120)
     lanes.close()
     assert held.device._gates == {"disk_read": 2}
@@ -64,7 +68,7 @@ def test_a_step_fails_while_the_disk_is_read(lane):
     lanes = PlayedLanes(perform, held.device, patient=False)
     steps = [step(0, "disk_read"), step(1, "disk_read"), step(2, "h2d", 1), step(3, lane, kind="fails")]
     with pytest.raises(Broken):
-        lanes.execute(steps)
+        execute(lanes, steps)
         lanes.drain()
     lanes.close()
     assert held.device._gates["disk_read"] == 2
@@ -77,7 +81,7 @@ def test_a_gate_that_nobody_opens_is_noticed_at_once():
     )
     device.open_gate = lambda lane, count: None
     with pytest.raises(AssertionError, match="waits at a gate of disk_read that nobody is to open"):
-        lanes.execute([step(0, "disk_read"), step(1, "compute", 0)])
+        execute(lanes, [step(0, "disk_read"), step(1, "compute", 0)])
     with pytest.raises(AssertionError, match="waits at a gate"):
         lanes.close()
 
@@ -90,7 +94,7 @@ def test_many_gpu_batches_do_not_fill_the_streams(eager, late):
     sweeps, ran = Sweeps(streams), []
     lanes = PlayedLanes(lambda s: ran.append(s.id), FakeDevice(eager=eager), late=late)
     for batches in ([EVERYTHING] * 24, [BatchFlow(delegated=True)] * 40):
-        lanes.execute(sweeps.steps(batches))
+        execute(lanes, sweeps.steps(batches))
     lanes.drain()
     lanes.close()
     assert sorted(ran) == list(range(sweeps._next_id))
@@ -105,7 +109,7 @@ class Clock:
         self.lanes = PlayedLanes(self.perform, self.device)
         self.spans = []
         self.lanes._on_step = lambda s, start, end: self.spans.append((s, start, end))
-        self.lanes.execute(steps(self.device))
+        execute(self.lanes, steps(self.device))
         self.lanes.close()
 
     def perform(self, step):
@@ -173,14 +177,14 @@ def test_first_use_while_a_stream_waits_at_a_gate(warm):
 
     lanes = PlayedLanes(perform, device, patient=False)
     if warm:
-        lanes.execute([step(0, "compute", kind="doubles")])
+        execute(lanes, [step(0, "compute", kind="doubles")])
     steps = [step(1, "cpu_attention"), step(2, "d2h", 1), step(3, "compute", kind="doubles")]
     try:
         if warm:
-            lanes.execute(steps)
+            execute(lanes, steps)
         else:
             with pytest.raises(AssertionError, match="used for the first time while a stream waits at a gate"):
-                lanes.execute(steps)
+                execute(lanes, steps)
     finally:
         held.set()
         lanes.close()
