@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from batchgen.host_copy import upload
 from batchgen.runtime import executor as executors
 from batchgen.runtime import kv_cache, token_table
 from batchgen.runtime.cuda import CudaLink
+from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.streams import STREAMS, StreamLanes
 from batchgen.runtime.weights import OUTPUT_MATRIX
 
@@ -57,9 +59,9 @@ class _Entry(NamedTuple):
 class FakeDevice:
     """The Driver of `streams`. Invariant: an entry of a stream is done after those before it there."""
 
-    def __init__(self, order=STREAMS, eager=0, warm=False):
-        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: whether
-        it is an error to use something for the first time while a stream waits at a gate."""
+    def __init__(self, order=STREAMS, eager=0, warm=()):
+        """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: what may
+        not be used for the first time while a stream waits at a gate, of "operation", "memory" and "pinned memory"."""
         self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
         self._loads = dict.fromkeys(STREAMS, 0)
@@ -256,13 +258,15 @@ class FakeDevice:
         if not self._is_open(gate):
             self._changed.wait(0.05)  # a lane may have failed
 
-    def _first_use(self, what):
-        if what in self._known:
+    def _first_use(self, kind, what):
+        if kind == "operation" and what in self._known:
             return
         self._known.add(what)
+        if kind not in self.warm:
+            return
         with self._changed:
             closed = any(not self._is_open(entry.gate) for queue in self._queues.values() for entry in queue)
-        assert not (self.warm and closed), f"{what}: used for the first time while a stream waits at a gate"
+        assert not closed, f"{kind}: {what} is used for the first time while a stream waits at a gate"
 
 
 class _Deferred(TorchDispatchMode):
@@ -288,7 +292,7 @@ class _Deferred(TorchDispatchMode):
             return func(*args, **kwargs)
         if name.startswith(("aten::empty", "aten::new_empty")):
             return self._made(func, args, kwargs)[0]
-        self._device._first_use(name)
+        self._device._first_use("operation", name)
         if to_device:  # from the host's pageable memory, which is read at once
             value = func(*args, **kwargs)
             made = memory.empty(value.shape, value.dtype, self._lane)
@@ -465,6 +469,24 @@ def run_on(
 
     executor.run = run_and_look
     return parts
+
+
+def ahead_on(parts: EngineParts, device: FakeDevice, monkeypatch, on_sweep) -> EngineParts:
+    """As `run_on`, with sweeps launched ahead. on_sweep(operations under way) is called before each. Greedy tokens only."""
+    executor, run = parts.executor, parts.executor.run
+    run_on(parts, device, monkeypatch)
+    executor._tokens = token_table.TokenTable(DEVICE)
+
+    def run_ahead(batches, on_logits, **options):
+        on_sweep(sum(map(len, device._queues.values())))
+        return run(batches, on_logits, **options)
+
+    def sample(logits, sequences):
+        chosen = logits.argmax(-1)
+        return Sampled(chosen, device.empty_pinned(chosen.shape, chosen.dtype).copy_(chosen))
+
+    executor.run = run_ahead
+    return replace(parts, sample=sample)
 
 
 def _give_memory(executor, device):

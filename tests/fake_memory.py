@@ -34,12 +34,14 @@ class Block:
 class FakeMemory:
     """Blocks in powers of two; and what is the device's from beginning to end."""
 
-    def __init__(self, put: Callable[[str, Callable[[], None]], None], on_new: Callable[[str], None]) -> None:
-        """put(stream, act): has act called when the stream has done what was launched there so far. on_new(what): is told of
-        blocks that are not given out again but new."""
+    def __init__(self, put: Callable[[str, Callable[[], None]], None], on_new: Callable[[str, str], None]) -> None:
+        """put(stream, act): has act called when the stream has done what was launched there so far. on_new(kind, what): is told when
+        more is needed than there was before: of a stream's in all, as torch cuts up what it has; of the host's in that size."""
         self._put, self._on_new = put, on_new
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[tuple[str, int], list[Block]] = defaultdict(list)
+        self._held: dict[str, int] = defaultdict(int)  # bytes of each owner, now and at most
+        self._most_held: dict[str, int] = defaultdict(int)
         self._given_up: deque[Block] = deque()  # nobody holds these any more
         self._permanent: set[int] = set()
 
@@ -105,13 +107,18 @@ class FakeMemory:
             block.poison()
         else:
             self._put(block.owner, block.poison)
+        self._held[block.owner] -= len(block.memory)
         self._free[block.owner, len(block.memory)].append(block)
 
     def _take(self, owner: str, num_bytes: int) -> Block:
         size = 1 << (num_bytes - 1).bit_length()
+        self._held[owner] += size
+        is_more = self._held[owner] > self._most_held[owner]
+        self._most_held[owner] = max(self._held[owner], self._most_held[owner])
         if free := self._free[owner, size]:
             return free.pop()
-        self._on_new(f"{size} bytes of {owner} memory")
+        if is_more or owner == HOST:
+            self._on_new("pinned memory" if owner == HOST else "memory", f"{size} bytes for {owner}")
         block = Block(size, owner)
         self._blocks[block.memory.data_ptr()] = block
         return block

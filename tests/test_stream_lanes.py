@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from fake_device import DEVICE, FakeDevice, PlayedLanes
+from fake_device import FakeDevice, PlayedLanes
 
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.streams import LAUNCH, STREAMS
@@ -160,9 +160,17 @@ def test_busy_and_stalled_are_all_of_a_sweep():
     assert ran.lanes.busy_s["compute"] + sum(ran.lanes.stalled_s.values()) == pytest.approx(whole)
 
 
+FIRST_USES = {
+    "operation": lambda x, device: x.mul_(2),
+    "memory": lambda x, device: device.empty((5,), torch.float32),
+    "pinned memory": lambda x, device: device.empty_pinned((5,), torch.float32),
+}
+
+
 @pytest.mark.parametrize("warm", [False, True])
-def test_first_use_while_a_stream_waits_at_a_gate(warm):
-    device = FakeDevice(warm=True)
+@pytest.mark.parametrize("kind", FIRST_USES)
+def test_first_use_while_a_stream_waits_at_a_gate(kind, warm):
+    device = FakeDevice(warm=FIRST_USES)
     held = threading.Event()
     x = torch.zeros(3)
     device.memory.keep([x])
@@ -170,20 +178,20 @@ def test_first_use_while_a_stream_waits_at_a_gate(warm):
     def perform(step):
         if step.lane == "cpu_attention":
             held.wait()
-        elif step.kind == "doubles":
-            x.mul_(2)
-            torch.empty(9, device=DEVICE)
-            device.empty_pinned((5,), torch.float32)
+        elif step.kind == "uses":
+            FIRST_USES[kind](x, device)
 
     lanes = PlayedLanes(perform, device, patient=False)
     if warm:
-        execute(lanes, [step(0, "compute", kind="doubles")])
-    steps = [step(1, "cpu_attention"), step(2, "d2h", 1), step(3, "compute", kind="doubles")]
+        execute(lanes, [step(0, "compute", kind="uses")])
+    steps = [step(1, "cpu_attention"), step(2, "d2h", 1), step(3, "compute", kind="uses")]
     try:
         if warm:
             execute(lanes, steps)
         else:
-            with pytest.raises(AssertionError, match="used for the first time while a stream waits at a gate"):
+            with pytest.raises(
+                AssertionError, match=f"^{kind}: .* is used for the first time while a stream waits at a gate"
+            ):
                 execute(lanes, steps)
     finally:
         held.set()

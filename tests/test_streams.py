@@ -4,11 +4,13 @@ import itertools
 import random
 
 import pytest
-from fake_device import ORDERS, FakeDevice, run_on
+from fake_device import ORDERS, FakeDevice, ahead_on, run_on
 from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen import ops
+from batchgen.loading import warm_up
+from batchgen.request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -170,3 +172,26 @@ def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
     loans = Loans(parts, device)
     generate(parts, PROMPTS, LENGTHS)
     assert loans.found == LOANS.keys() | NEEDLESS
+
+
+@pytest.mark.parametrize("name", ["everything moves", "delegated alone"])
+def test_no_operation_is_new_after_warming_up(make, monkeypatch, name):
+    """Not while a stream waits at a gate. Memory may be: sizes of pinned memory, and what copies that overlap hold together."""
+    expected = generate(make(name), PROMPTS, LENGTHS)
+    device = FakeDevice(*ORDERS[9], warm=("operation",))
+    parts = run_on(make(name), device, monkeypatch)
+    warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    assert generate(parts, PROMPTS, LENGTHS) == expected
+
+
+@pytest.mark.parametrize("name", ["resident", "everything but activations"])
+def test_sweeps_that_are_launched_ahead(make, monkeypatch, name):
+    """The next sweep is launched before the tokens of one are there: they are taken over on the device."""
+    expected = generate(make(name), PROMPTS, LENGTHS)
+    for order, eager in ORDERS[::7]:
+        with monkeypatch.context() as patch:
+            device, ahead = FakeDevice(order, eager), []
+            parts = ahead_on(make(name), device, patch, ahead.append)
+            assert parts.executor.weights.embeds_on_device
+            assert generate(parts, PROMPTS, LENGTHS) == expected, (order, eager)
+            assert eager or max(ahead) > 0, "nothing was under way when the next sweep began"
