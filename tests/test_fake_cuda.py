@@ -158,9 +158,10 @@ def test_pinned_memory_belongs_to_its_tensors(card):
 def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monkeypatch):
     """So that another stream's small ones come between."""
     monkeypatch.setattr(cuda, "COPY_BYTES", 1000)
-    link, source = cuda.CudaLink(None, to_gpu=True), torch.arange(3000.0).view(30, 100)
+    link, source = cuda.CudaLink(cuda.CudaDriver(), to_gpu=True), torch.arange(3000.0).view(30, 100)
     assert torch.equal(link.copy(torch.zeros(30, 100), source), source)
     assert link.moved_bytes == 12_000
+    assert link._driver._num_copies == 12, "a stream's operations are counted by these"
     with engine_on_card(tiny_models("llama", **LAYERS)[0], tmp_path, "everything moves") as engine:
         card.copies.clear()
         run(engine)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, PlayedLanes
 
+from batchgen.runtime import cuda
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.streams import LAUNCH, STREAMS
 
@@ -196,3 +197,18 @@ def test_first_use_while_a_stream_waits_at_a_gate(kind, warm):
     finally:
         held.set()
         lanes.close()
+
+
+@pytest.mark.parametrize("to_gpu", [True, False])
+def test_rows_that_lie_apart_are_copied_in_few_pieces(monkeypatch, to_gpu):
+    """A copy for each row would fill the stream."""
+    monkeypatch.setattr(cuda, "COPY_BYTES", 1000)
+    device = FakeDevice()
+    apart, own = torch.randint(256, (90, 64), dtype=torch.uint8), torch.randint(256, (90, 50), dtype=torch.uint8)
+    device.memory.keep([own])
+    link = cuda.CudaLink(device, to_gpu)
+    target, source = (own, apart[:, :50]) if to_gpu else (apart[:, :50], own)
+    sent = source.clone()
+    assert device.launch("h2d" if to_gpu else "d2h", lambda: link.copy(target, source)) == 6
+    device.finish()
+    assert torch.equal(target, sent) and link.moved_bytes == 4500
