@@ -15,7 +15,7 @@ _CONTEXT.set_forkserver_preload([
     "batchgen.commands", "batchgen.job", "batchgen.runtime.executor", "batchgen.runtime.sampler", "batchgen.dataset.prompts", "pandas",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama", "transformers.integrations.mistral",
     "transformers.models.encoder_decoder.configuration_encoder_decoder", "transformers.generation", "transformers.convert_slow_tokenizer",
-    "transformers.models.auto.modeling_auto", "transformers.generation.continuous_batching",
+    "transformers.models.auto.modeling_auto",
 ])  # fmt: skip
 
 

@@ -523,14 +523,17 @@ def test_kill_9_at_random_moments(tmp_path):
         ]
         return subprocess.Popen(command, env=PYTHONPATH, stdout=subprocess.PIPE, text=True)
 
-    killed, resumed, pause_s = 0, [], 0.35
+    def saved() -> int:
+        return sum(pq.read_metadata(path).num_rows for path in (tmp_path / "out.parquet.batchgen" / "parts").glob("*.parquet"))
+
+    killed, resumed = 0, []
     for seed in range(60):
         process = start(output, seed)
-        line = process.stdout.readline()
-        resumed.append(int(line.split()[1]))
-        if resumed[-1] == max([0, *resumed[:-1]]):  # the machine is busy: nothing was saved
-            pause_s *= 1.25
-        time.sleep(rng.uniform(0, pause_s))
+        resumed.append(int(process.stdout.readline().split()[1]))
+        enough = resumed[-1] + rng.randrange(80)
+        while process.poll() is None and saved() < enough:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.03))
         process.kill()
         finished = "complete" in process.stdout.read()
         process.wait()

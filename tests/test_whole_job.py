@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import batchgen
 from thorough import only_thorough
 
 ROOT = Path(__file__).parents[1]
@@ -65,16 +66,17 @@ def test_a_full_disk_stops_cleanly_and_the_job_goes_on(job, tmp_path):
         pytest.skip("cannot mount here")
     try:
         output = small / "out.parquet"
-        found = subprocess.run(job(output), capture_output=True, text=True)
-        assert found.returncode == 1, found.stderr
-        assert "No space left" in found.stderr and "same command" in found.stderr and found.stderr.count("\n") == 1
+        log = tmp_path / "log"
+        code, said = batchgen(job(output)[1:], log), log.read_text()
+        assert code == 1, said
+        assert "No space left" in said and "same command" in said and said.count("\n") == 1
         safe = finished(small / "out.parquet.batchgen")
         subprocess.run(["mount", "-o", "remount,size=20m", small], check=True)
         report = tmp_path / "report.json"
-        subprocess.run([*job(output), "--report", str(report)], check=True)
+        assert batchgen([*job(output)[1:], "--report", str(report)], log) == 0, log.read_text()
         assert json.loads(report.read_text())["rows_resumed"] == safe > 0
         whole = tmp_path / "whole.parquet"
-        subprocess.run(job(whole), check=True)
+        assert batchgen(job(whole)[1:], log) == 0, log.read_text()
         assert output.read_bytes() == whole.read_bytes()
     finally:
         subprocess.run(["umount", "-l", small])
