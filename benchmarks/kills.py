@@ -84,14 +84,14 @@ def watched_batchgen(arguments: list[str], board_path: str) -> None:
     from batchgen.output.run_directory import Run
 
     board = Board(Path(board_path))
-    sweep, add, finish = Engine._sweep, PartWriter.add, Run.finish
+    launch, add, finish = Engine._launch, PartWriter.add, Run.finish
 
-    def noted_sweep(*args: Any, **kwargs: Any) -> Any:
+    def noted_launch(*args: Any, **kwargs: Any) -> Any:
         if not board.read().started_s:
             board.write(started_s=time.monotonic())
-        result = sweep(*args, **kwargs)
-        board.write(sweeps=board.read().sweeps + 1)
-        return result
+        sweep = launch(*args, **kwargs)
+        board.write(sweeps=board.read().sweeps + (sweep is not None))  # on the CPU it has run
+        return sweep
 
     def noted_add(*args: Any) -> None:
         add(*args)
@@ -103,7 +103,7 @@ def watched_batchgen(arguments: list[str], board_path: str) -> None:
         board.write(finished_s=time.monotonic())
         return result
 
-    Engine._sweep, PartWriter.add, Run.finish = noted_sweep, noted_add, noted_finish
+    Engine._launch, PartWriter.add, Run.finish = noted_launch, noted_add, noted_finish
     sys.argv = ["batchgen", *arguments]
     cli.main()
 
