@@ -24,7 +24,6 @@ from batchgen.runtime.checkpoint import open_checkpoint
 from batchgen.runtime.store import open_store
 from batchgen.tokenizer import load_tokenizer
 
-TESTS = Path(__file__).parent
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
 
 
@@ -165,6 +164,7 @@ def test_what_is_missing_or_damaged_is_made_anew(llama, reference, tmp_path):
     assert kept == {name: (target / name).stat().st_ino for name in kept}
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 KILLED_EVERYWHERE = """
 import os, shutil, signal, sys
 from pathlib import Path
@@ -216,7 +216,7 @@ print(point)
 def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
     """kill -9 before every file that is opened, synced, renamed or removed."""
     script = [sys.executable, "-c", KILLED_EVERYWHERE, str(llama.path), str(reference), str(tmp_path / "store")]
-    found = subprocess.run(script, capture_output=True, text=True, cwd=TESTS)
+    found = subprocess.run(script, capture_output=True, text=True, env=ENVIRONMENT)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 20
 

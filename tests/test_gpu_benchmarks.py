@@ -137,7 +137,9 @@ class TestCase:
         case = run_case(policy)
         assert case["limits"] == {"gpu_bytes": 96 * MIB, "host_bytes": 3 << 30, "dtype": "float32"}
         assert case["generated_tokens_per_s"] == pytest.approx(6 * 5 / case["generation_s"])
-        assert case["of_bound"] == pytest.approx(case["bound"]["seconds"] / case["generation_s"]) and case["of_bound"] > 0
+        assert (
+            case["of_bound"] == pytest.approx(case["bound"]["seconds"] / case["generation_s"]) and case["of_bound"] > 0
+        )
         assert case["sweeps"] >= 5 and case["busy_s"]["compute"] > 0
         assert (case["predicted_generation_s"] is not None) == (policy == "planned")
         said = gpu_check.table({"parts": {"it": {"outcome": "ok", "seconds": 1.0, "case": case}}})
@@ -188,8 +190,8 @@ class TestCheck:
     def test_all_tests_that_need_a_card_are_in_a_part(self):
         named = {arg for part in gpu_check.PARTS.values() for arg in part.command if arg.startswith("tests/")}
         marked = {
-            f"tests/{path.name}"
-            for path in Path(__file__).parent.glob("test_*.py")
+            str(path.relative_to(ROOT))
+            for path in (ROOT / "tests").rglob("test_*.py")
             if any(ast.unparse(d) == "pytest.mark.gpu" for d in decorators(path))
         }
         assert named == marked
@@ -281,14 +283,25 @@ class TestCheck:
             return {"outcome": outcome, "seconds": 1.0}
 
         first = {"machine": {"gpu": "A"}, "parts": {"machine": part("ok"), "profile": part("ok"), "build": part("ok")}}
-        second = {"parts": {"profile": part("not run: the time was over"), "tests-engine": part("ok"), "build": part("failed (1)")}}
+        second = {
+            "parts": {
+                "profile": part("not run: the time was over"),
+                "tests-engine": part("ok"),
+                "build": part("failed (1)"),
+            }
+        }
         for name, result in (("a.json", first), ("b.json", second)):
             (tmp_path / name).write_text(json.dumps(result))
         paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
         monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path / "whole.json"), "--merge", *paths])
         gpu_check.main()
         whole = json.loads((tmp_path / "whole.json").read_text())
-        assert whole["machine"] == {"gpu": "A"} and list(whole["parts"]) == ["machine", "build", "tests-engine", "profile"]
+        assert whole["machine"] == {"gpu": "A"} and list(whole["parts"]) == [
+            "machine",
+            "build",
+            "tests-engine",
+            "profile",
+        ]
         assert [p["outcome"] for p in whole["parts"].values()] == ["ok", "failed (1)", "ok", "ok"]
 
     def test_parts_are_named_on_the_command_line(self):
@@ -325,7 +338,12 @@ def test_all_parts_come_as_far_as_their_first_cuda_call():
 
 
 class TestOffload:
-    RATES = {"h2d_bytes_per_s": 1e9, "gpu_flops_per_s": 1e12, "gpu_read_bytes_per_s": 1e11, "cpu_read_bytes_per_s": 1e10}
+    RATES = {
+        "h2d_bytes_per_s": 1e9,
+        "gpu_flops_per_s": 1e12,
+        "gpu_read_bytes_per_s": 1e11,
+        "cpu_read_bytes_per_s": 1e10,
+    }
 
     @pytest.fixture
     def offload(self, shape, tmp_path, monkeypatch):
@@ -342,10 +360,16 @@ class TestOffload:
             ran.append(script)
             if script == "run_flexgen" and len(ran) == 1:
                 return {"failed": "out of memory"}
-            args = {"run_flexgen": run_flexgen, "accelerate_gpu_offload": accelerate_gpu_offload}[script].arguments(arguments)
+            args = {"run_flexgen": run_flexgen, "accelerate_gpu_offload": accelerate_gpu_offload}[script].arguments(
+                arguments
+            )
             rows = args.batch_size if "batch_size" in args else args.gpu_batch_size * args.num_gpu_batches
             limits = {"gpu_bytes": args.gpu_memory_bytes, "host_bytes": args.host_memory_bytes, "dtype": dtype[0]}
-            return {"limits": limits, "generation_s": 2.0 + len(ran), "generated_tokens_per_s": rows * args.gen_len / (2.0 + len(ran))}
+            return {
+                "limits": limits,
+                "generation_s": 2.0 + len(ran),
+                "generated_tokens_per_s": rows * args.gen_len / (2.0 + len(ran)),
+            }
 
         ran, dtype = [], ["float16"]
 
@@ -366,12 +390,18 @@ class TestOffload:
 
     def test_two_rounds_in_turn_with_ratios_of_each(self, offload):
         result = offload()
-        assert offload.ran == ["run_flexgen"] * 3 + ["accelerate_gpu_offload"] + ["run_flexgen", "accelerate_gpu_offload"]
+        assert offload.ran == ["run_flexgen"] * 3 + ["accelerate_gpu_offload"] + [
+            "run_flexgen",
+            "accelerate_gpu_offload",
+        ]
         assert [r["variant"] for r in result["flexgen"]["runs"]] == [0, 1, 2, 1]
         assert result["flexgen"]["runs"][0]["failed"] == "out of memory"
         for engine in ("flexgen", "accelerate"):
             pairs = zip(result["batchgen"]["rounds"], result[engine]["rounds"], strict=True)
-            assert result["times"][engine] == pytest.approx([a / b for a, b in pairs]) and len(result["times"][engine]) == 2
+            assert (
+                result["times"][engine] == pytest.approx([a / b for a, b in pairs])
+                and len(result["times"][engine]) == 2
+            )
         assert result["batchgen_policy"] == "plain: cpu" and result["batchgen"]["runs"][0]["block"] == 8
         assert all(r["of_bound"] > 0 for e in gpu_offload.ENGINES for r in result[e]["runs"] if "failed" not in r)
         assert result["batchgen"]["runs"][0]["rows"] == 8
@@ -397,7 +427,9 @@ class TestOffload:
         found = gpu_offload.run([sys.executable, "-S", "-c", program], tmp_path / "out", 60, 1000, lambda: next(free))
         assert found == {"host_taken_bytes": 500}
 
-    @pytest.mark.parametrize(("script", "said"), [("exit 3", "exit status 3"), ("echo broken >&2", "broken"), ("sleep 60", "longer")])
+    @pytest.mark.parametrize(
+        ("script", "said"), [("exit 3", "exit status 3"), ("echo broken >&2", "broken"), ("sleep 60", "longer")]
+    )
     def test_what_went_wrong_is_told(self, tmp_path, script, said):
         found = gpu_offload.run(["sh", "-c", script], tmp_path / "out", 0.3, 1 << 60)
         assert said in found["failed"]

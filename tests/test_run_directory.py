@@ -25,8 +25,8 @@ FINGERPRINT = {
     "sampling": {"temperature": 0.0, "stop": ("a", "b")},
     "limit": None,
 }
-HERE = Path(__file__).parent
-PYTHONPATH = {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
+SUPPORT = Path(__file__).parent / "support"
+PYTHONPATH = {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
 
 
 def work(output, rows=range(40), *, result=result_of, finish=True, dataset=None, fingerprint=FINGERPRINT, **flags):
@@ -515,7 +515,7 @@ def test_kill_9_at_random_moments(tmp_path):
     def start(path: Path, seed: int) -> subprocess.Popen:
         command = [
             sys.executable,
-            str(HERE / "resumable_job.py"),
+            str(SUPPORT / "resumable_job.py"),
             str(path),
             str(num_rows),
             str(seed),
@@ -524,7 +524,9 @@ def test_kill_9_at_random_moments(tmp_path):
         return subprocess.Popen(command, env=PYTHONPATH, stdout=subprocess.PIPE, text=True)
 
     def saved() -> int:
-        return sum(pq.read_metadata(path).num_rows for path in (tmp_path / "out.parquet.batchgen" / "parts").glob("*.parquet"))
+        return sum(
+            pq.read_metadata(path).num_rows for path in (tmp_path / "out.parquet.batchgen" / "parts").glob("*.parquet")
+        )
 
     killed, resumed = 0, []
     for seed in range(60):
