@@ -13,10 +13,8 @@ from batchgen._version import __version__
 
 TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is taken care of
 if TYPE_CHECKING:
-    from batchgen.engine import Engine
-    from batchgen.errors import BatchgenError, InputError, JobStopped
-    from batchgen.job import run
-    from batchgen.request import (
+    from batchgen.core.errors import BatchgenError, InputError, JobStopped
+    from batchgen.core.request import (
         Completion,
         ContinuationScore,
         PositionLogprobs,
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
         ScoreRequest,
         TokenLogprob,
     )
+    from batchgen.engine import Engine
+    from batchgen.job import run
     from batchgen.with_datasets import MapFunction, run_dataset
 
 __all__ = [
@@ -53,9 +53,9 @@ __all__ = [
 # must not wait for them.
 _HOMES = {
     "batchgen.engine": ("Engine",),
-    "batchgen.errors": ("BatchgenError", "InputError", "JobStopped"),
+    "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped"),
     "batchgen.job": ("run",),
-    "batchgen.request": (
+    "batchgen.core.request": (
         "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
         "TokenLogprob",
     ),

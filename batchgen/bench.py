@@ -7,10 +7,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from batchgen.device import parse_device
+from batchgen.core.device import parse_device
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.plan import Plan
+from batchgen.core.request import Request
+from batchgen.core.units import format_seconds
+from batchgen.core.workload import uniform_workload
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
-from batchgen.errors import BatchgenError, InputError
 from batchgen.job import load_engine, tracing
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options
@@ -18,13 +22,9 @@ from batchgen.loading import resolve_context, resolve_dtype
 from batchgen.model_files import ModelFiles, read_config, resolve_model, without_weights
 from batchgen.planner.explain import headline
 from batchgen.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
-from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import engine_account, write_report
-from batchgen.request import Request
 from batchgen.tokenizer import NoText, load_tokenizer
-from batchgen.units import format_seconds
-from batchgen.workload import uniform_workload
 
 LOAD_FORMATS = ("auto", "dummy")
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.errors import InputError
-from batchgen.hardware import HardwareProfile
-from batchgen.machine import keep_freed_memory
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.machine import keep_freed_memory
+from batchgen.core.request import SamplingParams
+from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
 from batchgen.planner.flow import Stage
@@ -27,10 +29,8 @@ from batchgen.planner.profile_timing import FULL, last_level_cache_bytes
 from batchgen.planner.profile_transfer import disk_rates
 from batchgen.planner.search import Problem, settings
 from batchgen.planner.setting import Setting
-from batchgen.request import SamplingParams
 from batchgen.runtime.scheduler import ScheduledSequence
 from batchgen.runtime.sequence import Sequence
-from batchgen.workload import Workload
 
 _KV_BLOCK = 16
 _VOCAB = 1024  # the head is not what is looked at

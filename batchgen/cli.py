@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from batchgen.interrupts import guarded
+from batchgen.core.interrupts import guarded
 
 
 def main() -> None:

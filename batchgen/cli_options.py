@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:

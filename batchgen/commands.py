@@ -23,8 +23,8 @@ from batchgen.cli_options import (
     with_options,
     without,
 )
-from batchgen.errors import BatchgenError, InputError, JobStopped
-from batchgen.interrupts import keep
+from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.interrupts import keep
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -127,7 +127,7 @@ def _before_rows(output: str) -> str:
 
 def _sampling_apart(options: dict[str, Any]) -> dict[str, Any]:
     """The options, those of SamplingParams as one."""
-    from batchgen.request import SamplingParams
+    from batchgen.core.request import SamplingParams
 
     given = {name: options.pop(name) for name in SamplingParams.names() if name in options}
     if "stop" in given:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.errors import InputError, one_line
-from batchgen.request import SamplingParams
+from batchgen.core.errors import InputError, one_line
+from batchgen.core.request import SamplingParams
 
 # Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
 # schema's own "x-guidance" goes before these.

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
-from batchgen.errors import BatchgenError, InputError
-from batchgen.formats import INT4
+from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
+from batchgen.core.dtypes import INT4
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.units import format_bytes
 from batchgen.model_config import DTYPES
 from batchgen.model_files import (
     STORE_FORMAT,
@@ -33,9 +35,7 @@ from batchgen.model_files import (
     read_store_manifest,
     store_manifest_checksum,
 )
-from batchgen.output.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.tokenizer import save_tokenizer
-from batchgen.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 from batchgen.convert import convert
-from batchgen.device import parse_device
+from batchgen.core.device import parse_device
+from batchgen.core.units import format_bytes, format_seconds
 from batchgen.loading import resolve_dtype
 from batchgen.model_files import read_config, resolve_model
 from batchgen.progress import Progress
-from batchgen.units import format_bytes, format_seconds
 
 
 def run_convert(*, model: str, output: str, quantization: str, dtype: str, overwrite: bool, progress: str) -> str:

@@ -7,8 +7,8 @@ import statistics
 import time
 from dataclasses import replace
 
-from batchgen.device import Device
-from batchgen.hardware import HardwareProfile
+from batchgen.core.device import Device
+from batchgen.core.hardware import HardwareProfile
 
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
 _PIECE_S, _LINK_S = 0.05, 0.2

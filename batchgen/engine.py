@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.constraint import check_grammar
-from batchgen.device import parse_device
+from batchgen.core.device import parse_device
+from batchgen.core.errors import InputError
+from batchgen.core.plan import Policy
+from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.errors import InputError
 from batchgen.generation import Generation
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
 from batchgen.model_files import read_config, resolve_model
-from batchgen.policy import Policy
 from batchgen.prefetch import Prefetch
-from batchgen.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.runtime.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduler import Scheduler
 from batchgen.runtime.scheduling import kv_pools, scheduler_limits

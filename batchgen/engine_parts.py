@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.constraint import Grammars
+from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.model_config import ModelConfig
-from batchgen.policy import MemoryPlan, Policy
 
 if TYPE_CHECKING:
     from batchgen.tokenizer import Tokenizer

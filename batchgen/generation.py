@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammar
-from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.errors import InputError, RowError
-from batchgen.request import (
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import (
     Completion,
     PositionLogprobs,
     Request,
@@ -20,6 +19,7 @@ from batchgen.request import (
     TokenLogprob,
     cut_overlong,
 )
+from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.runtime.scheduling import longest_sequence
 from batchgen.runtime.sequence import PENDING, Sequence
 

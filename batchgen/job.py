@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.convert import find_or_convert
-from batchgen.device import parse_device
+from batchgen.core.device import parse_device
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.interrupts import keep
+from batchgen.core.plan import Plan
+from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.core.workload import Workload
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineStats
-from batchgen.errors import BatchgenError, InputError
-from batchgen.interrupts import keep
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
@@ -44,13 +47,10 @@ from batchgen.planning import (
     request_of,
     runnable,
 )
-from batchgen.policy import Plan
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
-from batchgen.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.runtime.trace import TraceWriter
 from batchgen.scoring import encode_all, encode_pairs
-from batchgen.workload import Workload
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths, is_in, same_file
-from batchgen.errors import InputError
 from batchgen.job_options import JobOptions
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
@@ -43,7 +43,9 @@ def _check_run_directory(job: JobOptions, inputs: InputPaths, written: list[tupl
     own = [*inputs.files, *([inputs.folder] if inputs.folder else [])]
     for flag, path in [*(("--input", path) for path in own), *_read(job), *written]:
         if is_in(path, directory):
-            raise InputError(f"{flag} {path} lies in {directory}, where --output keeps its progress: give a file elsewhere")
+            raise InputError(
+                f"{flag} {path} lies in {directory}, where --output keeps its progress: give a file elsewhere"
+            )
     for name in RUN_FILES:
         if reason := inputs.includes(directory / name):
             raise InputError(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.constraint import check_grammar
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
+from batchgen.core.units import parse_seconds
 from batchgen.engine import ON_OVERLONG
-from batchgen.errors import InputError
-from batchgen.request import SamplingParams
-from batchgen.units import parse_seconds
 
 TASKS = ("generate", "score")
 

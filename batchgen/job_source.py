@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.core.errors import InputError
+from batchgen.core.request import Request, ScoreRequest
+from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
-from batchgen.errors import InputError
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
-from batchgen.request import Request, ScoreRequest
-from batchgen.units import parse_shard
 
 if TYPE_CHECKING:
     from batchgen.dataset.prompts import PromptSpec

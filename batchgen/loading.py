@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammars
 from batchgen.convert import store_path
-from batchgen.device import Device, compute_capability, sixteen_bits
-from batchgen.engine_parts import EngineParts
-from batchgen.errors import BatchgenError, InputError
-from batchgen.formats import FORMAT_BYTES, INT4
-from batchgen.machine import (
+from batchgen.core.device import Device, compute_capability, sixteen_bits
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.machine import (
     available_memory_bytes,
     give_back_freed_memory,
     has_fast_bfloat16,
@@ -26,13 +25,14 @@ from batchgen.machine import (
     keep_freed_memory,
     resident_bytes,
 )
+from batchgen.core.plan import TIERS, MemoryPlan, Policy, spread_layers
+from batchgen.core.request import SamplingParams
+from batchgen.core.units import size_bytes
+from batchgen.engine_parts import EngineParts
 from batchgen.model_config import DTYPES, ModelConfig
 from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
-from batchgen.policy import TIERS, MemoryPlan, Policy, spread_layers
-from batchgen.request import SamplingParams
-from batchgen.units import size_bytes
 
 if TYPE_CHECKING:
     from batchgen.runtime.executor import Executor

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.rope import RopeConfig
 
 ARCHITECTURES = {

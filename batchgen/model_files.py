@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_config import ModelConfig
 from batchgen.weight_headers import TensorInfo, read_gguf_header, read_safetensors_header
 

@@ -10,12 +10,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile import Overheads
-from batchgen.policy import MemoryPlan, Policy
-from batchgen.request import Request, SamplingParams
 from batchgen.tokenizer import NoText
 
 _MANY = 128  # sequences

@@ -7,17 +7,20 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchgen.device import Device, has_cuda, parse_device
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.device import Device, has_cuda, parse_device
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Plan
+from batchgen.core.units import format_bytes
+from batchgen.core.workload import Workload, uniform_workload
 from batchgen.emulated_profile import emulated_profile
-from batchgen.errors import InputError
-from batchgen.hardware import HardwareProfile
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
 from batchgen.loading import resolve_context, resolve_dtype, store_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
-from batchgen.output.atomic_file import write_atomically
 from batchgen.planner.explain import compare, explain, frontier_lines, headline
 from batchgen.planner.search import Problem
 from batchgen.planning import (
@@ -30,11 +33,8 @@ from batchgen.planning import (
     request_of,
     what_if,
 )
-from batchgen.policy import Plan
 from batchgen.progress import Progress
 from batchgen.simulation import trace_plan
-from batchgen.units import format_bytes
-from batchgen.workload import Workload, uniform_workload
 from batchgen.workload_sample import measure_workload
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
@@ -233,7 +233,7 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
 
 def native_format(device: str) -> str:
     """What models stored in 16 bits run in here."""
-    from batchgen.machine import has_fast_bfloat16
+    from batchgen.core.machine import has_fast_bfloat16
 
     return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"
 

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment
-from batchgen.device import Device, parse_device
+from batchgen.core.device import Device, parse_device
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile, read_profile
+from batchgen.core.machine import available_memory_bytes, resident_bytes
+from batchgen.core.plan import TIERS, Plan
+from batchgen.core.units import format_bytes, parse_bytes, size_bytes
+from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile
-from batchgen.errors import InputError
-from batchgen.formats import FORMAT_BYTES, INT4
-from batchgen.hardware import HardwareProfile, read_profile
 from batchgen.job_options import JobOptions
 from batchgen.loading import (
     BLOCK_SIZE,
@@ -26,7 +30,6 @@ from batchgen.loading import (
     resolve_budgets,
     store_bytes,
 )
-from batchgen.machine import available_memory_bytes, resident_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, cache_dir
 from batchgen.overheads import measure_overheads
@@ -35,9 +38,6 @@ from batchgen.planner.lp import Allowed
 from batchgen.planner.profile_cache import load_or_measure
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
-from batchgen.policy import TIERS, Plan
-from batchgen.units import format_bytes, parse_bytes, size_bytes
-from batchgen.workload import Workload
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.

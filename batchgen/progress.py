@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from batchgen.errors import InputError
-from batchgen.units import format_seconds
+from batchgen.core.errors import InputError
+from batchgen.core.units import format_seconds
 
 STYLES = ("auto", "plain", "none")
 _RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past

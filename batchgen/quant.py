@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from batchgen import formats
-from batchgen.formats import INT4, INT4_GROUP
+from batchgen.core import dtypes as formats
+from batchgen.core.dtypes import INT4, INT4_GROUP
 
 _LEVELS = 15  # steps between a group's minimum and maximum
 _MAX_FP16 = 65504.0

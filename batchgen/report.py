@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
-from batchgen.errors import InputError
-from batchgen.machine import instruction_set, peak_resident_bytes
-from batchgen.output.atomic_file import write_atomically
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.errors import InputError
+from batchgen.core.machine import instruction_set, peak_resident_bytes
+from batchgen.core.units import format_bytes, format_seconds
 from batchgen.output.run_directory import Run, errors_path
-from batchgen.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from batchgen.core.plan import Plan
     from batchgen.engine import Engine
     from batchgen.job_options import JobOptions
     from batchgen.job_source import RequestSource
-    from batchgen.policy import Plan
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.errors import InputError, RowError
-from batchgen.generation import ENCODE_CHUNK, check_vocabulary
-from batchgen.request import (
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import (
     ContinuationScore,
     PositionLogprobs,
     SamplingParams,
@@ -21,6 +19,8 @@ from batchgen.request import (
     TokenLogprob,
     cut_overlong,
 )
+from batchgen.engine_parts import EngineParts, EngineStats
+from batchgen.generation import ENCODE_CHUNK, check_vocabulary
 from batchgen.runtime.scheduling import longest_sequence
 from batchgen.runtime.sequence import Sequence
 from batchgen.score_paths import Path, Place, paths_of, windows_of

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchgen.hardware import HardwareProfile
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import MemoryPlan, Plan
+from batchgen.core.request import SamplingParams
+from batchgen.core.workload import Lengths, Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.memory import plan_memory
 from batchgen.planning import longest_tokens, most_kv_tokens, process_share
-from batchgen.policy import MemoryPlan, Plan
-from batchgen.request import SamplingParams
 from batchgen.runtime.schedule import Sweeps
 from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -22,7 +23,6 @@ from batchgen.runtime.sequence import Sequence
 from batchgen.runtime.simulate import OnStep, Simulator, Timeline
 from batchgen.runtime.trace import TraceWriter
 from batchgen.step_costs import BatchLoad, StepCosts, load_of, streams_of
-from batchgen.workload import Lengths, Workload
 
 
 @dataclass(frozen=True)

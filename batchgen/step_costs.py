@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.attention_plan import SequenceSlice, find_shared_groups
-from batchgen.direct_io import aligned
-from batchgen.formats import INT4
-from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.core.direct_io import aligned
+from batchgen.core.dtypes import INT4
+from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.plan import HEAD_PIECES, Plan, spread_layers
+from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import (
     decode_attention_s,
@@ -23,13 +25,11 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Stage
 from batchgen.planner.setting import BATCHGEN, Setting, Shares
-from batchgen.policy import HEAD_PIECES, Plan, spread_layers
 from batchgen.runtime.extents import runs_of
 from batchgen.runtime.gpu_batches import place
 from batchgen.runtime.schedule import BatchFlow, Step, Streams
 from batchgen.runtime.scheduler import ScheduledSequence
 from batchgen.runtime.sequence import home_of
-from batchgen.workload import Workload
 
 _NOTHING_PLACED = Shares(*[0] * 13)
 

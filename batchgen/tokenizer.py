@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.errors import InputError, RowError
+from batchgen.core.errors import InputError, RowError
 from batchgen.model_files import ModelFiles, cache_dir, model_identity
 from batchgen.weight_headers import read_gguf_header
 

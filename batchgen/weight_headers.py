@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 
 @dataclass(frozen=True)

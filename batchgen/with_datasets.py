@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, JobStopped, RowError, one_line
+from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
-from batchgen.errors import InputError, JobStopped, RowError, one_line
 from batchgen.model_files import model_identity, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
-from batchgen.request import Completion, Request, Sample, SamplingParams
 
 if TYPE_CHECKING:
     import datasets

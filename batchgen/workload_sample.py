@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchgen.errors import InputError, RowError
-from batchgen.request import Request, SamplingParams, ScoreRequest, cut_overlong
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
+from batchgen.core.workload import Lengths, Workload
 from batchgen.scoring import encode_all, paths_to_run, tokens_of
-from batchgen.workload import Lengths, Workload
 
 if TYPE_CHECKING:
     from batchgen.dataset import Dataset

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tier_runs import SHAPE, model_in, prompts, run, write
 
-from batchgen.device import Device
-from batchgen.policy import Policy
+from batchgen.core.device import Device
+from batchgen.core.plan import Policy
 
 GIB = 1 << 30
 PROMPT, MOST_OUTPUT = 32, 128

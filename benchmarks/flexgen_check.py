@@ -14,7 +14,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchgen.hardware import HardwareProfile
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import peak_bytes
 from batchgen.planner.flow import Stage, stages_of
@@ -22,7 +23,6 @@ from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.setting import FLEXGEN, RuntimeModel, Setting, Shares
 from batchgen.planner.shipped import shipped_profile
-from batchgen.workload import Workload
 
 HERE = Path(__file__).parent
 GIB = 1 << 30

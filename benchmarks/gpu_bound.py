@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchgen.formats import FORMAT_BYTES
+from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.model_config import ModelConfig
 from batchgen.planner.memory import group_bytes, kv_block_bytes
 

@@ -22,16 +22,16 @@ from pathlib import Path
 
 from gpu_bound import Job, Rates, bound
 
-from batchgen.device import Device, parse_device
+from batchgen.core.device import Device, parse_device
+from batchgen.core.errors import InputError
+from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.errors import InputError
 from batchgen.loading import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, read_config, without_weights
 from batchgen.planner.memory import plan_memory
-from batchgen.policy import KV_HOMES, MemoryPlan, Plan, Policy
 from batchgen.report import engine_account
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.trace import TraceWriter
 from batchgen.tokenizer import NoText
 
@@ -47,11 +47,11 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig, dt
             f"--policy planned needs {' and '.join(missing)}: install what is missing, or take a plain policy"
             " (--policy resident, cpu or streamed)"
         )
+    from batchgen.core.workload import uniform_workload
     from batchgen.job_options import JobOptions
     from batchgen.loading import resolve_context
     from batchgen.planner.lp import Allowed
     from batchgen.planning import machine_of, plan_job, problem_of, request_of
-    from batchgen.workload import uniform_workload
 
     job = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,
@@ -216,7 +216,13 @@ def figures(args: argparse.Namespace, seconds: float, account: dict) -> dict:
 
 
 def of_bound(
-    args: argparse.Namespace, config: ModelConfig, policy: Policy, dtype: str, gpu_bytes: int, host_bytes: int, seconds: float
+    args: argparse.Namespace,
+    config: ModelConfig,
+    policy: Policy,
+    dtype: str,
+    gpu_bytes: int,
+    host_bytes: int,
+    seconds: float,
 ) -> dict:
     """How near the job came to what no schedule can beat (`gpu_bound`); nothing without --rates."""
     if args.rates is None:

@@ -30,12 +30,12 @@ from pathlib import Path
 from gpu_bound import Job, Rates, bound
 from gpu_case import PLANNER
 
-from batchgen.device import parse_device
-from batchgen.machine import available_memory_bytes
+from batchgen.core.device import parse_device
+from batchgen.core.machine import available_memory_bytes
+from batchgen.core.units import size_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import read_config, without_weights
 from batchgen.runtime.cuda import _CONTEXT_BYTES
-from batchgen.units import size_bytes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -107,7 +107,14 @@ def commands(engine: str, args: argparse.Namespace, config: ModelConfig, shape: 
     found = []
     for size in (8, 4, 2)[: args.variants]:
         weights = max(1 << 30, int(0.85 * torch_bytes(args) - 2 * size * seq_bytes - 4 * config.num_layers))
-        script = [args.python_accelerate, HERE / "peers" / "accelerate_gpu_offload.py", "--shape", shape, "--dtype", DTYPE]
+        script = [
+            args.python_accelerate,
+            HERE / "peers" / "accelerate_gpu_offload.py",
+            "--shape",
+            shape,
+            "--dtype",
+            DTYPE,
+        ]
         found.append([*script, *limits, *lengths, "--weights-bytes", weights, "--batch-size", size, "--limit-s", 60])
     return found
 
@@ -184,7 +191,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     missing = [name for name in PLANNER if find_spec(name) is None]
     if "batchgen" in args.engines and args.policy == "planned" and missing:
-        parser.error(f"{' and '.join(missing)} not installed, so nothing can be planned: --policy cpu or streamed is plain")
+        parser.error(
+            f"{' and '.join(missing)} not installed, so nothing can be planned: --policy cpu or streamed is plain"
+        )
     return args
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.overheads import measure_overheads
 from batchgen.planner.profile import check_measurable, measure
 

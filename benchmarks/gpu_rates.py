@@ -1,6 +1,6 @@
 """What a machine is and the best that each of its resources does, for `gpu_bound`. Writes JSON. Takes some seconds.
 
-    python benchmarks/gpu_rates.py --output rates.json
+python benchmarks/gpu_rates.py --output rates.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from gpu_bound import Rates
 
-from batchgen.machine import available_memory_bytes
+from batchgen.core.machine import available_memory_bytes
 from batchgen.planner.profile_timing import FULL, Device, Effort, Trial
 from batchgen.planner.profile_transfer import copy_rates, dram_read_rate
 

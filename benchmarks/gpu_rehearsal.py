@@ -44,7 +44,9 @@ def listed() -> set[str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             requires = [] if name in found else importlib.metadata.requires(name) or []
             found.add(name)
-            left += [_plain(re.split(r"[^\w.-]", r, maxsplit=1)[0]) for r in requires if "extra" not in r.partition(";")[2]]
+            left += [
+                _plain(re.split(r"[^\w.-]", r, maxsplit=1)[0]) for r in requires if "extra" not in r.partition(";")[2]
+            ]
     return found
 
 
@@ -65,7 +67,7 @@ class OnlyListed:
         if name.partition(".")[0] in self._blocked:
             return None
         spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and name in ("torch", "batchgen.device"):
+        if spec is not None and name in ("torch", "batchgen.core.device"):
             execute = spec.loader.exec_module
 
             def exec_module(module) -> None:
@@ -82,7 +84,7 @@ class OnlyListed:
 
 
 def pretend_a_card(module) -> None:
-    if module.__name__ == "batchgen.device":
+    if module.__name__ == "batchgen.core.device":
         module.has_cuda = lambda: True
         return
 

@@ -24,14 +24,14 @@ from pathlib import Path
 import numpy as np
 
 from batchgen.convert import find_or_convert
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.dtypes import INT4
+from batchgen.core.request import ScoreRequest
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
-from batchgen.formats import INT4
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
 from batchgen.model_files import ModelFiles, read_config, resolve_model
 from batchgen.report import versions
-from batchgen.request import ScoreRequest
 from batchgen.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchgen import formats, kernels, quant
+from batchgen import kernels, quant
 from batchgen.attention_plan import SequenceSlice, plan_attention
-from batchgen.machine import keep_freed_memory
+from batchgen.core import dtypes as formats
+from batchgen.core.machine import keep_freed_memory
 from batchgen.report import versions
 from batchgen.runtime.transfer import untouched
 

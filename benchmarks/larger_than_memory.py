@@ -26,10 +26,10 @@ from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
+from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile_timing import available_cores
 from batchgen.report import versions
-from batchgen.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).parent
 BATCHGEN = Path(sys.executable).with_name("batchgen")

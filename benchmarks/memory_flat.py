@@ -38,10 +38,10 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
     """In place of the job's own: everything but the network."""
     import torch
 
+    from batchgen.core.plan import MemoryPlan, Policy
     from batchgen.engine import Engine
     from batchgen.engine_parts import EngineParts
     from batchgen.model_files import read_config
-    from batchgen.policy import MemoryPlan, Policy
     from batchgen.runtime.batch import pack
     from batchgen.runtime.sampler import sample
 
@@ -91,7 +91,7 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
 def run_one(model: str, rows: int, folder: Path) -> dict:
     """The job with a stubbed network, in this process; returns rows, peak bytes and seconds."""
     from batchgen import job
-    from batchgen.request import SamplingParams
+    from batchgen.core.request import SamplingParams
 
     source, output = folder / "in.parquet", folder / "out.parquet"
     write_input(source, rows)

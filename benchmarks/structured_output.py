@@ -18,8 +18,8 @@ import jsonschema
 import pyarrow.parquet as pq
 
 import batchgen
+from batchgen.core.request import Completion, Request, SamplingParams
 from batchgen.report import versions
-from batchgen.request import Completion, Request, SamplingParams
 
 HERE = Path(__file__).parent
 ENTRIES = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from tier_runs import model_in, prompts, run, write
 
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile
 from batchgen.loading import process_bytes
 from batchgen.model_files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.simulation import simulate_job
-from batchgen.workload import Workload
 
 GIB = 1 << 30
 PROMPT, OUTPUT = 16, 64

@@ -19,15 +19,15 @@ from typing import Any
 from tier_runs import model_in, prompts, run, write
 
 from batchgen.calibration import disk_at_this_moment
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile
-from batchgen.hardware import HardwareProfile
 from batchgen.loading import process_bytes, store_bytes
 from batchgen.model_files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.simulation import simulate_job
-from batchgen.workload import Workload
 
 MIB = 1 << 20
 PROMPT, OUTPUT = 128, 32

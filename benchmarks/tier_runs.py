@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_model import make_model
 
 from batchgen.convert import find_or_convert
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.plan import Policy
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.loading import load_parts, needs_store, resolve_budgets
 from batchgen.model_files import resolve_model
-from batchgen.policy import Policy
-from batchgen.request import Request, SamplingParams
 from batchgen.tokenizer import load_tokenizer
 
 RESULTS = Path(__file__).parent / "results"

@@ -8,11 +8,11 @@ import torch
 from triton_device import DEVICE
 
 from batchgen import ops, triton_kernels
+from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
 from batchgen.model_config import ModelConfig
-from batchgen.policy import MemoryPlan, Policy
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
 from batchgen.runtime.checkpoint import dummy_checkpoint

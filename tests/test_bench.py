@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from batchgen.bench import BenchOptions, run_bench
 from batchgen.commands import cli
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
 from batchgen.job_options import JobOptions
 from batchgen.model_files import model_identity, read_config, without_weights
-from batchgen.request import SamplingParams
 
 
 def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **job):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_tiny_model, write_tiny_gguf
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.model_files import read_config, resolve_model
 from batchgen.runtime.checkpoint import dummy_checkpoint, open_checkpoint
 from batchgen.weight_headers import read_gguf_header

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen import commands
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 

@@ -18,7 +18,7 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 import batchgen
 from batchgen import commands
 from batchgen.convert import convert, find_or_convert, store_path
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
 from batchgen.runtime.checkpoint import open_checkpoint
 from batchgen.runtime.store import open_store
@@ -172,7 +172,7 @@ import torch
 torch.set_num_threads(1)  # forked children have no other threads
 from batchgen.convert import convert
 from batchgen.model_files import resolve_model
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.runtime.store import open_store
 from test_convert import content
 

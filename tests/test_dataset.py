@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
-from batchgen.errors import InputError
 
 ROWS = 97
 

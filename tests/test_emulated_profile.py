@@ -8,18 +8,18 @@ import pytest
 from planner_cases import GIB, cpu_box
 from tiered import CPU, make_parts, make_policy, make_requests
 
-from batchgen.device import Device, parse_device
+from batchgen.core.device import Device, parse_device
+from batchgen.core.dtypes import INT4
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile, piece_times
 from batchgen.engine import Engine
-from batchgen.formats import INT4
-from batchgen.hardware import HardwareProfile
 from batchgen.model_files import read_config, resolve_model
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Problem, predicted_s, search, settings
 from batchgen.planner.setting import NO_OVERLAP
-from batchgen.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

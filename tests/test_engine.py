@@ -7,7 +7,7 @@ import torch
 from tiny_models import FAMILIES
 
 import batchgen
-from batchgen.request import Request, SamplingParams
+from batchgen.core.request import Request, SamplingParams
 
 MAX_TOKENS = 12
 ROPE = {

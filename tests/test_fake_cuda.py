@@ -12,9 +12,9 @@ from planner_cases import llama_8b
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 from tiny_models import FAMILIES, MODELS
 
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.errors import BatchgenError
 from batchgen.engine import Engine
-from batchgen.errors import BatchgenError
 from batchgen.runtime import cuda, executor, graphs
 from batchgen.runtime.checkpoint import dummy_checkpoint
 

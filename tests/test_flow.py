@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.flow import stages_of
-from batchgen.workload import Lengths, Workload
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,7 +47,7 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
     """Against the scheduler itself, with prompts and outputs of many lengths."""
     import random
 
-    from batchgen.request import SamplingParams
+    from batchgen.core.request import SamplingParams
     from batchgen.runtime.block_manager import BlockManager
     from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
     from batchgen.runtime.sequence import Sequence

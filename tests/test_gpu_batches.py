@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.request import SamplingParams
+from batchgen.core.request import SamplingParams
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.gpu_batches import place, split_batches, staged_blocks
 from batchgen.runtime.scheduler import ScheduledSequence, Scheduler, SchedulerLimits

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from thorough import only_thorough
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +169,7 @@ class TestCase:
             run_case("planned")
 
     def test_a_card_that_is_not_there(self, run_case, monkeypatch):
-        monkeypatch.setattr("batchgen.device.has_cuda", lambda: False)
+        monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
         with pytest.raises(SystemExit, match=r"gpu_case: .*no CUDA device"):
             run_case("cpu", "--device", "cuda")
 

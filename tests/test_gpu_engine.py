@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from batchgen import Engine, Request, SamplingParams, loading
-from batchgen.device import Device
-from batchgen.errors import InputError
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
 from batchgen.model_files import DEMO_MEMBER, cache_dir, read_config, resolve_model
 
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen.commands import cli
-from batchgen.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.helm.jobs import FILES, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import GENERATE, SCORE, Row
-from batchgen.request import Request, SamplingParams, ScoreRequest
 
 PROMPTS = ["The ferry left", "The captain's dog slept", "In 1987 the company", "When the storm came"]
 

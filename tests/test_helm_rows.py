@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchgen.errors import RowError
+from batchgen.core.errors import RowError
 from batchgen.helm.rows import GENERATE, SCORE, answers, wanted
 from batchgen.model_files import resolve_model
 from batchgen.tokenizer import load_tokenizer

@@ -132,7 +132,11 @@ def test_in_every_phase(job, tmp_path, phase):
 def test_what_earlier_runs_finished_is_not_denied(job, tmp_path):
     output, sign, log = tmp_path / "out.parquet", tmp_path / "sign", tmp_path / "log"
     said = []
-    for name, after in (("batchgen.job:_row_result", 9), ("batchgen.job:open_source", 0), ("batchgen.job:load_parts", 0)):
+    for name, after in (
+        ("batchgen.job:_row_result", 9),
+        ("batchgen.job:open_source", 0),
+        ("batchgen.job:load_parts", 0),
+    ):
         process = start_in_process(patched, [name, str(sign), after, [str(a) for a in job(output)]], log)
         wait_for(sign, process.is_alive)
         sign.unlink()
@@ -193,12 +197,14 @@ def test_while_libraries_are_imported(job, tmp_path, module):
 def test_deaf_in_the_background_of_a_shell(tmp_path):
     """A shell without job control ignores SIGINT for what it starts with &: so does what is started."""
     code = (
-        "import os, signal, time\nfrom batchgen.interrupts import guarded\n"
+        "import os, signal, time\nfrom batchgen.core.interrupts import guarded\n"
         "with guarded():\n    os.kill(os.getpid(), signal.SIGINT); time.sleep(1.5)\nprint('done')"
     )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert (done.returncode, done.stdout) == (0, b"done\n")
@@ -207,7 +213,7 @@ def test_deaf_in_the_background_of_a_shell(tmp_path):
 def test_a_forked_process_does_not_speak_for_its_parent(tmp_path):
     """multiprocessing ends its workers by SIGTERM: that is no interruption of the job."""
     code = (
-        "import os, signal, time\nfrom batchgen.interrupts import guarded\n"
+        "import os, signal, time\nfrom batchgen.core.interrupts import guarded\n"
         "with guarded():\n"
         "    child = os.fork()\n"
         "    if not child:\n        time.sleep(5); os._exit(0)\n"

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import batchgen
 from batchgen.commands import cli
 from batchgen.convert import convert
+from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
-from batchgen.errors import InputError
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions
 from batchgen.lmeval.jobs import Workplace
@@ -207,18 +207,44 @@ def test_a_store_is_not_made_of_itself(tiny_models, tmp_path):
         with pytest.raises(InputError, match="give another directory"):
             convert(own, tmp_path / target, dtype="float32", overwrite=True)
     with pytest.raises(InputError, match="is the model itself"):
-        convert(model, model.path / "..", dtype="float32") if model.path.is_symlink() else convert(model, model.path, dtype="float32")
+        convert(model, model.path / "..", dtype="float32") if model.path.is_symlink() else convert(
+            model, model.path, dtype="float32"
+        )
     assert contents(tmp_path) == before
 
 
 def test_a_pattern_says_what_glob_would_find(tmp_path, monkeypatch):
     """Every file that glob finds matches, and would if it were not there yet; no other does."""
     monkeypatch.chdir(tmp_path)
-    names = ["a/b/c.txt", "a/b/d/c.txt", "a/.h/c.txt", "a/c.txt", "c.txt", ".c.txt", "a/b/d/e/x1.txt", "a-b/c.md", "a/[z].txt"]
+    names = [
+        "a/b/c.txt",
+        "a/b/d/c.txt",
+        "a/.h/c.txt",
+        "a/c.txt",
+        "c.txt",
+        ".c.txt",
+        "a/b/d/e/x1.txt",
+        "a-b/c.md",
+        "a/[z].txt",
+    ]
     for name in names:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    patterns = ["*", "*.txt", "**/*.txt", "**", "a/**", "a/**/c.txt", "*/c.txt", "a/*/*", ".*", "a/.h/*", "a/[[]z].txt", "?/b/**/x[0-9].*", "./a/*"]
+    patterns = [
+        "*",
+        "*.txt",
+        "**/*.txt",
+        "**",
+        "a/**",
+        "a/**/c.txt",
+        "*/c.txt",
+        "a/*/*",
+        ".*",
+        "a/.h/*",
+        "a/[[]z].txt",
+        "?/b/**/x[0-9].*",
+        "./a/*",
+    ]
     for pattern in [*patterns, *(absolute(p) for p in patterns)]:
         found = set(InputPaths.of(pattern).files)
         found = {os.path.relpath(path) for path in found}

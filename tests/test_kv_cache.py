@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 from batchgen.model_config import ModelConfig
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.kv_cache import KVCache, kv_shape

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 

@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 from thorough import quick_or
 from tiny_models import TEXT, make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.lmeval.__main__ import main
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.model import BatchgenLM
@@ -337,8 +337,8 @@ def test_bad_requests_are_refused_with_their_task(llama, tmp_path):
 def test_rows_that_fail_are_an_error_and_tried_again(llama, tmp_path, monkeypatch):
     requests = instances("loglikelihood", [("a b c", " d")])
     model = batchgen_model(llama[0], tmp_path)
+    from batchgen.core.request import Scored
     from batchgen.engine import Engine
-    from batchgen.request import Scored
 
     def fails(self, requests, **_):
         for index, _ in enumerate(requests):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tiny_models import FAMILIES, make_tiny_model
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.model_config import ARCHITECTURES, ModelConfig, RopeConfig
 from batchgen.model_files import ModelFiles, read_config
 

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import make_tiny_model, write_tiny_gguf
 
 from batchgen import model_files
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_files import cache_dir, model_identity, read_config, resolve_model
 
 

@@ -9,13 +9,13 @@ import pytest
 from planner_cases import budgets, constant, gpu_box, llama_8b
 from thorough import quick_or
 
-from batchgen.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import bounds, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Allowed, Counts
 from batchgen.planner.search import Problem, search, settings
 from batchgen.planner.shipped import shipped_profile
-from batchgen.workload import Lengths, Workload
 
 GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
 NEO = Allowed(weight_tiers=("gpu",), kv_classes=("gpu", "cpu"))

@@ -5,6 +5,8 @@ import json
 import pyarrow as pa
 import pytest
 
+from batchgen.core.errors import RowError
+from batchgen.core.request import SamplingParams
 from batchgen.dataset import open_dataset
 from batchgen.dataset.openai_batch import (
     CHAT_URL,
@@ -15,8 +17,6 @@ from batchgen.dataset.openai_batch import (
     rows_to_requests,
 )
 from batchgen.dataset.openai_response import format_error, format_response
-from batchgen.errors import RowError
-from batchgen.request import SamplingParams
 
 JOB = SamplingParams(max_tokens=33, seed=5, temperature=0.3, top_p=0.5, logprobs=3)
 MESSAGES = [{"role": "user", "content": "Hi é"}]

@@ -22,7 +22,7 @@ from fake_rows import FakeDataset, expected_rows, result_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output import formats, parts
 from batchgen.output.columns import SampleColumns
 from batchgen.output.formats import check_writable, output_format

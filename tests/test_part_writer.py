@@ -15,12 +15,12 @@ from fake_rows import result_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
+from batchgen.core.request import Completion, Sample
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, PartIndex, part_paths, scan_part, write_part
 from batchgen.output.row_map import DoneRows, RowMap
 from batchgen.output.row_result import RowResult
-from batchgen.request import Completion, Sample
 
 
 def rows_on_disk(parts_dir) -> list[int]:

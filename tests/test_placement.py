@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from thorough import quick_or
 
-from batchgen.direct_io import aligned
-from batchgen.errors import InputError
+from batchgen.core.direct_io import aligned
+from batchgen.core.errors import InputError
+from batchgen.core.plan import Plan, spread_layers
+from batchgen.core.units import parse_bytes
+from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
@@ -20,9 +23,6 @@ from batchgen.planner.memory import kv_block_bytes, plan_memory
 from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
 from batchgen.planner.search import settings as settings_of
 from batchgen.planner.setting import BATCHGEN, FLEXGEN
-from batchgen.policy import Plan, spread_layers
-from batchgen.units import parse_bytes
-from batchgen.workload import Lengths, Workload
 
 OPT_13B = opt(5120, 40, 40)
 

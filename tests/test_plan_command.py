@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen import commands, planning
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
+from batchgen.core.plan import Plan
 from batchgen.planning import read_plan
-from batchgen.policy import Plan
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")

@@ -9,9 +9,11 @@ import pytest
 from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
 
 from batchgen import planning
-from batchgen.device import Device
-from batchgen.errors import InputError
-from batchgen.hardware import ComputeRates
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import ComputeRates
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.explain import make_plan
 from batchgen.planner.search import search
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
@@ -27,8 +29,6 @@ from batchgen.planning import (
     runnable,
     what_if,
 )
-from batchgen.policy import Plan
-from batchgen.workload import Lengths, Workload
 
 CPU, EMULATED = Device("cpu"), Device("emulated", GIB)
 SMALL = opt(1024, 12, 16)

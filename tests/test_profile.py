@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from batchgen import quant
-from batchgen.errors import InputError
-from batchgen.hardware import HardwareProfile, Rates, read_profile
-from batchgen.machine import available_memory_bytes
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile, Rates, read_profile
+from batchgen.core.machine import available_memory_bytes
 from batchgen.model_config import ModelConfig
 from batchgen.planner import profile as profile_module
 from batchgen.planner import profile_compute, profile_timing, profile_transfer
@@ -228,11 +228,15 @@ def simulated(monkeypatch):
 
         monkeypatch.setattr(Device, "rate", rate)
         monkeypatch.setattr(Device, "seconds", seconds)
-        monkeypatch.setattr(Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta"))
+        monkeypatch.setattr(
+            Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta")
+        )
         monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
         monkeypatch.setattr(profile_compute.ops, "prepare_attention", lambda *_, **__: None)
         monkeypatch.setattr(profile_compute, "plan_attention", lambda *_, **__: None)
-        monkeypatch.setattr(profile_module, "first_touch_rate", lambda effort: clock.take(effort.touch_bytes / per_s) or per_s)
+        monkeypatch.setattr(
+            profile_module, "first_touch_rate", lambda effort: clock.take(effort.touch_bytes / per_s) or per_s
+        )
         for name in ("read", "write"):
             monkeypatch.setattr(profile_transfer._File, name, transfer)
         return clock
@@ -528,7 +532,7 @@ class TestCache:
         source.write_text(json.dumps(measured.to_json()))
         target = tmp_path / "cache" / "profiles" / "cpu.json"
         writer = (
-            "import sys; from pathlib import Path; from batchgen.hardware import read_profile;"
+            "import sys; from pathlib import Path; from batchgen.core.hardware import read_profile;"
             "from batchgen.planner.profile_cache import _keep;"
             f"profile = read_profile({str(source)!r});"
             f"[_keep(profile, Path({str(target)!r}), sys.exit) for _ in range(200)]"

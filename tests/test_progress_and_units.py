@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
+from batchgen.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds, parse_shard
 from batchgen.progress import Counts, Progress, TokenClock, describe
-from batchgen.units import format_bytes, format_seconds, parse_bytes, parse_seconds, parse_shard
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from datetime import date
 import pyarrow as pa
 import pytest
 
+from batchgen.core.errors import InputError, RowError
+from batchgen.core.request import Request, SamplingParams
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
-from batchgen.errors import InputError, RowError
-from batchgen.request import Request, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=7)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import quant
-from batchgen.formats import FORMAT_BYTES, INT4_GROUP
+from batchgen.core.dtypes import FORMAT_BYTES, INT4_GROUP
 from batchgen.quant import dequantize, quantize, row_bytes
 
 FP16_MAX = 65504.0

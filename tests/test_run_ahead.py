@@ -14,9 +14,9 @@ from test_score import check as check_scores
 from tiered import CPU, make_parts, make_policy
 from tiny_models import MODELS
 
+from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine import Engine
 from batchgen.generation import ENCODE_CHUNK
-from batchgen.request import Request, SamplingParams, ScoreRequest
 from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.token_table import TokenTable
 
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 _random = random.Random(5)
 PREFIX = [_random.randrange(4, 500) for _ in range(40)]
 PROMPTS = [
-    PREFIX[: 20 * (i % 3)] + [_random.randrange(4, 500) for _ in range(n)] for i, n in enumerate((5, 30, 17, 1, 16, 40, 9))
+    PREFIX[: 20 * (i % 3)] + [_random.randrange(4, 500) for _ in range(n)]
+    for i, n in enumerate((5, 30, 17, 1, 16, 40, 9))
 ]
 FREE = SamplingParams(max_tokens=14)
 
@@ -147,7 +148,9 @@ def test_draws_log_probabilities_and_several_samples(parts_of):
 def test_rows_that_give_way(parts_of):
     sampling = replace(ends_early(parts_of), max_tokens=30)
     ahead, stats, _ = both(
-        lambda: parts_of(tight=True, kv_block_size=8), [Request(p, sampling) for p in PROMPTS * 3], expected_output_len=1
+        lambda: parts_of(tight=True, kv_block_size=8),
+        [Request(p, sampling) for p in PROMPTS * 3],
+        expected_output_len=1,
     )
     assert stats.preempted > 0 and ahead.num_ahead > stats.sweeps / 2
 

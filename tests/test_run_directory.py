@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_rows import FakeDataset, expected_rows, result_of
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output.parts import part_paths
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import errors_path, open_run

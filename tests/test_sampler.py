@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from batchgen import ops
-from batchgen.request import SamplingParams
+from batchgen.core.request import SamplingParams
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.sequence import Sequence

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.policy import KV_CLASSES
-from batchgen.request import SamplingParams
+from batchgen.core.plan import KV_CLASSES
+from batchgen.core.request import SamplingParams
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.extents import ExtentManager
 from batchgen.runtime.scheduler import Scheduler, SchedulerLimits

@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, TEXT, make_tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
 import batchgen
-from batchgen.request import ScoreRequest
+from batchgen.core.request import ScoreRequest
 
 CONTEXT = 512  # of the tiny models
 CLOSE = 1e-4
@@ -183,7 +183,7 @@ def test_requests_that_no_row_could_mean():
 
 
 def test_kv_that_is_too_small_for_a_text(tiny_models):
-    from batchgen.policy import MemoryPlan
+    from batchgen.core.plan import MemoryPlan
 
     path, _ = tiny_models("llama")
     engine = engine_of(path)

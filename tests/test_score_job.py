@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import batchgen
 from batchgen import InputError, commands
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 
 CLOSE = 1e-4
 WORDS = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate"]

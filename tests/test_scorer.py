@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.request import SamplingParams
+from batchgen.core.request import SamplingParams
 from batchgen.runtime.scorer import Scorer
 from batchgen.runtime.sequence import Asked, Sequence
 from batchgen.score_paths import paths_of, windows_of

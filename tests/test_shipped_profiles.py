@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import InputError
-from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.planner.shipped import shipped_profile, shipped_profiles
 
 NAMES = ("a100", "a10g", "h100", "h200", "rtx3090", "t4", "zen4")

@@ -15,9 +15,12 @@ from planner_cases import budgets, constant, cpu_box, gpu_box, opt
 from tiered import BUDGETS, make_parts, make_policy
 from tiny_models import make_tiny_model
 
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.hardware import ComputeRates
+from batchgen.core.plan import Plan, Policy, Prediction
+from batchgen.core.request import Request, SamplingParams
+from batchgen.core.workload import Lengths, Workload
 from batchgen.engine import Engine
-from batchgen.hardware import ComputeRates
 from batchgen.loading import weight_homes
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import read_config, resolve_model
@@ -25,8 +28,6 @@ from batchgen.planner.cost import head_lanes, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Counts
 from batchgen.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
-from batchgen.policy import Plan, Policy, Prediction
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.scheduler import ScheduledSequence
@@ -34,7 +35,6 @@ from batchgen.runtime.sequence import Sequence
 from batchgen.runtime.simulate import Simulator, simulate
 from batchgen.simulation import made_up_rows, simulate_job, trace_plan
 from batchgen.step_costs import StepCosts, load_of, streams_of
-from batchgen.workload import Lengths, Workload
 
 
 def step(number, lane, *after, kind="work", sweep=0):

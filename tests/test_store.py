@@ -13,8 +13,8 @@ from test_checkpoint import VARIANTS, expected_tensors
 from tiny_models import FAMILIES, make_tiny_model
 
 from batchgen.convert import convert
-from batchgen.direct_io import DirectFile, aligned_buffer
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.direct_io import DirectFile, aligned_buffer
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import read_config, resolve_model
 from batchgen.quant import dequantize, quantize

@@ -9,8 +9,8 @@ from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen import ops
+from batchgen.core.request import SamplingParams
 from batchgen.loading import warm_up
-from batchgen.request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,9 +18,9 @@ from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make
 import batchgen
 from batchgen.commands import cli
 from batchgen.constraint import Grammars
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
+from batchgen.core.request import Request, SamplingParams
 from batchgen.output.run_directory import errors_path
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.block_manager import BlockManager
 
 PERSON = {

@@ -9,12 +9,12 @@ from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_po
 from torch.profiler import ProfilerActivity, profile
 
 from batchgen import loading
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.machine import resident_bytes
+from batchgen.core.request import ScoreRequest
+from batchgen.core.units import parse_bytes
 from batchgen.engine import Engine
-from batchgen.errors import BatchgenError, InputError
-from batchgen.machine import resident_bytes
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
-from batchgen.request import ScoreRequest
-from batchgen.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,9 +25,9 @@ from tiered import (
 from tiny_models import FAMILIES, MODELS
 
 from batchgen import loading, ops
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.schedule import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

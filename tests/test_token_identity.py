@@ -12,10 +12,10 @@ from thorough import quick_or
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import MODELS
 
+from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.formats import FORMAT_BYTES
 from batchgen.model_config import ARCHITECTURES
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.schedule import KINDS
 from batchgen.runtime.sequence import CLASSES
 

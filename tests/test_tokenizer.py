@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 from batchgen import tokenizer as tokenizer_module
-from batchgen.errors import InputError, RowError
+from batchgen.core.errors import InputError, RowError
 from batchgen.model_files import ModelFiles, resolve_model
 from batchgen.tokenizer import Tokenizer, load_tokenizer
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.simulate import simulate
@@ -53,7 +53,10 @@ def test_times_are_in_microseconds_and_never_negative(tmp_path):
     path = tmp_path / "plan.json"
     trace = TraceWriter(path, "plan")
     seconds = {"disk_read": 2.5, "compute": 0.25}
-    steps = [Step(0, "read_weight", "disk_read", 0, 3, 0, None, None, ()), Step(1, "embed", "compute", 0, 0, 1, None, None, ())]
+    steps = [
+        Step(0, "read_weight", "disk_read", 0, 3, 0, None, None, ()),
+        Step(1, "embed", "compute", 0, 0, 1, None, None, ()),
+    ]
     simulate(steps, lambda s: seconds[s.lane], on_step=trace.add)
     trace.close()
     found, _ = spans(path)

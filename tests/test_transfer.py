@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer, untouched
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ import pytest
 from datasets.fingerprint import Hasher
 
 import batchgen
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 QUESTIONS = ["The ferry left", "A restaurant by the quay", None, "The cook", "When the storm came", ""] * 4
 OPTIONS = {"max_tokens": 5, "dtype": "float32", "cpu_memory": "2GiB"}

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
+from batchgen.core.workload import Lengths, Workload
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
 from batchgen.model_files import resolve_model
-from batchgen.request import SamplingParams
 from batchgen.tokenizer import load_tokenizer
-from batchgen.workload import Lengths, Workload
 from batchgen.workload_sample import measure_workload
 
 CONTEXT = 512

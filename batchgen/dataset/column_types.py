@@ -6,7 +6,7 @@ import difflib
 
 import pyarrow as pa
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 
 def value_type(schema: pa.Schema, column: str, flag: str) -> pa.DataType:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, RowError
 from batchgen.dataset.column_types import is_list, is_text, is_token_list, value_type
-from batchgen.errors import InputError, RowError
 
 Continuations = tuple[str | list[int], ...]
 

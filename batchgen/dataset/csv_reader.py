@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.row_batches import row_reader
 from batchgen.dataset.source import Source, check_same_columns, check_unique, naming, open_bytes
-from batchgen.errors import InputError
 
 
 def csv_source(paths: list[str], limit: int | None) -> Source:

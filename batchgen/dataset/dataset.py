@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError
 from batchgen.dataset.source import Source
-from batchgen.errors import InputError
 
 
 class Dataset:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.files import suggestion
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.row_batches import row_reader, to_json
 from batchgen.dataset.source import Source, conform, naming
-from batchgen.errors import InputError, one_line
 
 
 def saved_source(name: str, split: str | None, limit: int | None) -> Source:

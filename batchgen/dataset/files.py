@@ -6,8 +6,8 @@ import difflib
 import glob
 import os
 
+from batchgen.core.errors import InputError
 from batchgen.dataset.source import FORMATS, naming
-from batchgen.errors import InputError
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),

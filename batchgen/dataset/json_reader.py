@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
 from batchgen.dataset.row_batches import row_reader
 from batchgen.dataset.source import Source, check_same_columns, naming, open_bytes
-from batchgen.errors import InputError, one_line
 
 
 def json_source(paths: list[str], limit: int | None) -> Source:

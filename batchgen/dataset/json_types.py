@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 _MAX_DEPTH = 50  # of nested types; deeper values become text
 _MAX_FIELDS = 2000  # an object with more different keys than this is a map, not a record

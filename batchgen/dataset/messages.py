@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.errors import RowError
+from batchgen.core.errors import RowError
 
 
 def normalize_messages(value: Any) -> list[dict]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, RowError, one_line
+from batchgen.core.request import Request, SamplingParams
 from batchgen.dataset.messages import normalize_messages
-from batchgen.errors import InputError, RowError, one_line
-from batchgen.request import Request, SamplingParams
 
 COLUMNS = ("custom_id", "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"

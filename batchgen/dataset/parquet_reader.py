@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.source import Source, check_same_columns, check_unique, conform, naming
-from batchgen.errors import InputError, one_line
 
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, RowError, one_line
+from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.dataset.column_types import closest, is_list, is_message_list, is_text, is_token_list, value_type
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
-from batchgen.errors import InputError, RowError, one_line
-from batchgen.request import Request, SamplingParams, ScoreRequest
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages with "role" and "content"
 

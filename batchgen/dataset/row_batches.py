@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.errors import InputError, one_line
+from batchgen.core.errors import InputError, one_line
 
 
 def row_reader(rows_from: Callable[[int], Iterator[dict]], schema: pa.Schema, total_rows: int, name: str):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import InputError, RowError, one_line
+from batchgen.core.request import SamplingParams
 from batchgen.dataset.column_types import is_text, value_type
-from batchgen.errors import InputError, RowError, one_line
-from batchgen.request import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from batchgen.errors import InputError, one_line
+from batchgen.core.errors import InputError, one_line
 
 FORMATS = ("parquet", "jsonl", "csv", "datasets", "openai")
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)

@@ -16,7 +16,7 @@ from helm.common.request import ErrorFlags, GeneratedOutput, Request, RequestRes
 from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from helm.tokenizers.tokenizer import Tokenizer
 
-from batchgen.errors import InputError, RowError
+from batchgen.core.errors import InputError, RowError
 from batchgen.helm.jobs import IN_PROCESS, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import Answer, Wanted, answers, wanted

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
 from batchgen.helm.rows import GENERATE, SCORE, Row
 

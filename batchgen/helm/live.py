@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.helm.rows import GENERATE, SCORE, Row
 
 _engines: dict[str, LiveEngine] = {}
@@ -72,8 +72,8 @@ class LiveEngine:
                 raise
 
     def _results(self, rows) -> dict[str, dict[str, Any]]:
+        from batchgen.core.request import Request, SamplingParams, ScoreRequest
         from batchgen.engine import Engine
-        from batchgen.request import Request, SamplingParams, ScoreRequest
 
         if self._engine is None:
             self._engine = Engine(**self._options)

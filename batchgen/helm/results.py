@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.helm.rows import GENERATE, SCORE
 
 REQUESTS, OPTIONS, RESULTS, REPORT = "requests.parquet", "job.toml", "results.parquet", "report.json"

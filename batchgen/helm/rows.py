@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from batchgen.errors import RowError
+from batchgen.core.errors import RowError
 
 GENERATE, SCORE = "generate", "score"  # the kinds of rows: --task of their jobs
 

@@ -23,7 +23,7 @@ from helm.common.hierarchical_logger import hlog, htrack_block
 from helm.common.object_spec import get_class_by_name
 from helm.common.request import Request
 
-from batchgen.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.client import BatchgenClient
 
 _FOLDER = "batchgen"  # of jobs, in the output path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from batchgen.interrupts import guarded, keep
+from batchgen.core.interrupts import guarded, keep
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def _evaluate() -> None:
-    from batchgen.errors import BatchgenError
+    from batchgen.core.errors import BatchgenError
 
     try:
         import lm_eval.models  # noqa: F401 - lm_eval registers its own only where there are none yet

@@ -7,8 +7,8 @@ from typing import Any
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from batchgen.errors import InputError
-from batchgen.request import SamplingParams
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
 
 # Named in lm_eval's own way, or decided by it.
 _OTHERWISE = {"max_tokens", "stop", "n", "logprobs"}

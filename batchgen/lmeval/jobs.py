@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import BatchgenError, one_line
-from batchgen.output.atomic_file import replace_durably, staged, storage_error
+from batchgen.core.atomic_file import replace_durably, staged, storage_error
+from batchgen.core.errors import BatchgenError, one_line
 
 _ROW_GROUP = 4096
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
-from batchgen.device import parse_device
-from batchgen.errors import InputError, one_line
+from batchgen.core.device import parse_device
+from batchgen.core.errors import InputError, one_line
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts

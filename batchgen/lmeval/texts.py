@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.tokenizer import Tokenizer
 
 _CHUNK = 1024  # texts tokenized at once

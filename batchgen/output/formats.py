@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 _GROUP_ROWS = 65536
 _GROUP_BYTES = 32 << 20

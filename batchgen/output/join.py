@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import FORMATS, json_line
 from batchgen.output.parts import PartIndex

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen._version import __version__
-from batchgen.errors import InputError
-from batchgen.output.atomic_file import write_atomically
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.errors import InputError
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48

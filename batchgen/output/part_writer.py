@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from batchgen.output.atomic_file import storage_error
+from batchgen.core.atomic_file import storage_error
 from batchgen.output.parts import Result, next_part_number, write_part
 from batchgen.output.row_map import DoneRows
 

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import BatchgenError
-from batchgen.output.atomic_file import replace_durably, staged
+from batchgen.core.atomic_file import replace_durably, staged
+from batchgen.core.errors import BatchgenError
 from batchgen.output.row_map import RowMap
 from batchgen.output.row_result import RESULT_SCHEMA, RowResult
 from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from batchgen.request import Completion, PositionLogprobs
+from batchgen.core.request import Completion, PositionLogprobs
 
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float32())]
 POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])

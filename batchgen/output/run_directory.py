@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen._version import __version__
-from batchgen.errors import BatchgenError, InputError
-from batchgen.output.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
@@ -31,7 +31,14 @@ from batchgen.output.parts import DamagedPart, part_output_lens, part_paths, sca
 from batchgen.output.row_map import DoneRows
 
 # A file of each kind that a run directory has.
-RUN_FILES = ("lock", "manifest.json", "manifest.json.tmp", "joined-0.tmp", "parts/part-000000.parquet", "parts/part-000000.parquet.tmp")
+RUN_FILES = (
+    "lock",
+    "manifest.json",
+    "manifest.json.tmp",
+    "joined-0.tmp",
+    "parts/part-000000.parquet",
+    "parts/part-000000.parquet.tmp",
+)
 
 
 def errors_path(output_path: Path) -> Path:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from batchgen.core.request import PositionLogprobs, Scored
 from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE, make_batch, position_tuples, positions_bytes
-from batchgen.request import PositionLogprobs, Scored
 
 # One row a result. Lists have an entry a continuation, none for a failed row; token_logprobs is null where not asked for.
 SCORE_SCHEMA = pa.schema(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batchgen.direct_io import ALIGNMENT
-from batchgen.formats import FORMAT_BYTES, INT4
-from batchgen.hardware import ComputeRates, Rates
+from batchgen.core.direct_io import ALIGNMENT
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.hardware import ComputeRates, Rates
+from batchgen.core.plan import HEAD_PIECES
 from batchgen.planner.flow import Stage
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes, planned_logit_rows
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
-from batchgen.policy import HEAD_PIECES
 
 # Below these, sequences read a shared prefix one by one (attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from batchgen.core.plan import KV_HOMES, Plan, Policy, Prediction
+from batchgen.core.units import format_bytes, format_seconds
+from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import stages_of
 from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
 from batchgen.planner.setting import Setting, Shares
-from batchgen.policy import KV_HOMES, Plan, Policy, Prediction
-from batchgen.units import format_bytes, format_seconds
-from batchgen.workload import Lengths, Workload
 
 GIB = 1 << 30
 LANE_NAMES = {
@@ -141,7 +141,9 @@ def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
     weights = s.layer_bytes * s.model.num_layers
     by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
     by_tier["gpu"] += at.head_gpu * s.head_bytes + at.embed_gpu * s.embedding_bytes if s.on_gpu else 0
-    by_tier["cpu"] += (1 - at.embed_gpu) * s.embedding_bytes + (at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes)
+    by_tier["cpu"] += (1 - at.embed_gpu) * s.embedding_bytes + (
+        at.head_cpu * s.head_bytes if s.on_gpu else s.head_bytes
+    )
     activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
     kv = kv_bytes(s, at)
     homes = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}

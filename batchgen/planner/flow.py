@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from batchgen.workload import Workload
+from batchgen.core.workload import Workload
 
 # Steps per mean output length, and block fillings simulated before the middle ones are taken as typical.
 _STEPS_PER_OUTPUT = 32

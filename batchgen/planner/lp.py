@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 
 import pulp
 
+from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import Stage
 from batchgen.planner.setting import Setting, Shares
-from batchgen.policy import KV_CLASSES, TIERS
 
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.

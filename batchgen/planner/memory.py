@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batchgen.direct_io import ALIGNMENT, aligned
-from batchgen.errors import InputError
-from batchgen.formats import FORMAT_BYTES, INT4, row_bytes
+from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
+from batchgen.core.errors import InputError
+from batchgen.core.plan import HEAD_PIECES, KV_HOMES, TIERS, MemoryPlan, Policy
+from batchgen.core.units import format_bytes
 from batchgen.model_config import ModelConfig
-from batchgen.policy import HEAD_PIECES, KV_HOMES, TIERS, MemoryPlan, Policy
-from batchgen.units import format_bytes
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from batchgen.errors import InputError
-from batchgen.formats import INT4
-from batchgen.hardware import HardwareProfile, read_profile
+from batchgen.core.dtypes import INT4
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile import Overheads, add_dtypes, add_int4, check_measurable, identity, measure, sizes
 from batchgen.planner.profile_timing import FULL, Effort

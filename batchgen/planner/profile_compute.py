@@ -17,8 +17,8 @@ from torch import Tensor
 
 from batchgen import ops
 from batchgen.attention_plan import SequenceSlice, plan_attention
-from batchgen.formats import INT4
-from batchgen.hardware import ComputeRates, Rates
+from batchgen.core.dtypes import INT4
+from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.model_config import ModelConfig
 from batchgen.planner.profile_timing import Device, Effort, Trial, pieces
 from batchgen.rope import RopeConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.machine import available_memory_bytes, keep_freed_memory
+from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

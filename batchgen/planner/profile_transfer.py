@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.direct_io import aligned_buffer
-from batchgen.errors import InputError
+from batchgen.core.direct_io import aligned_buffer
+from batchgen.core.errors import InputError
 from batchgen.planner.profile_timing import Device, Effort, Trial
 
 _REQUEST_BYTES = 8 << 20

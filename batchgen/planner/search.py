@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.errors import InputError
-from batchgen.formats import FORMAT_BYTES
-from batchgen.hardware import HardwareProfile
+from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Policy
+from batchgen.core.units import format_bytes
+from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.cost import (
     can_delegate,
@@ -29,9 +32,6 @@ from batchgen.planner.cost import (
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
-from batchgen.policy import Policy
-from batchgen.units import format_bytes
-from batchgen.workload import Workload
 
 _GPU_BATCHES = (1, 2, 4, 8, 16)
 _MOST_SEQS = 8192

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from batchgen.direct_io import aligned
-from batchgen.formats import FORMAT_BYTES
-from batchgen.hardware import ComputeRates, HardwareProfile
+from batchgen.core.direct_io import aligned
+from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
 from batchgen.planner.memory import group_bytes, kv_block_bytes
-from batchgen.workload import Workload
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 

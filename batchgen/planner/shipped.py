@@ -9,8 +9,8 @@ import json
 from functools import lru_cache
 from importlib import resources
 
-from batchgen.errors import InputError
-from batchgen.hardware import HardwareProfile
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
 
 _FOLDER = resources.files("batchgen.planner") / "profiles"
 

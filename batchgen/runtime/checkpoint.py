@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import ModelFiles, read_config, weight_tensors
 from batchgen.runtime.store import load_extent, open_store

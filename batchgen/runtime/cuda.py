@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from batchgen import ops
-from batchgen.direct_io import aligned_buffer
-from batchgen.errors import BatchgenError, InputError
+from batchgen.core.direct_io import aligned_buffer
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.units import format_bytes
 from batchgen.runtime.schedule import LANES
 from batchgen.runtime.streams import STREAMS
 from batchgen.runtime.transfer import tensor_over
-from batchgen.units import format_bytes
 
 _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from batchgen import kernels, ops
 from batchgen.attention_plan import AttentionPlan
+from batchgen.core.request import SamplingParams
 from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
-from batchgen.request import SamplingParams
 from batchgen.runtime import layers
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.block_manager import BlockManager

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from batchgen import ops
-from batchgen.direct_io import DirectFile, aligned
-from batchgen.errors import BatchgenError
-from batchgen.formats import INT4
+from batchgen.core.direct_io import DirectFile, aligned
+from batchgen.core.dtypes import INT4
+from batchgen.core.errors import BatchgenError
+from batchgen.core.units import format_bytes
 from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
 from batchgen.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.schedule import KV_SLOTS
 from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer
-from batchgen.units import format_bytes
 
 _serial = itertools.count()
 

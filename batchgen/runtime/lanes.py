@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from batchgen.errors import BatchgenError, one_line
+from batchgen.core.errors import BatchgenError, one_line
 from batchgen.runtime.schedule import LANES, Step
 
 # (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from batchgen.policy import MemoryPlan, Policy
+from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.extents import ExtentManager
 from batchgen.runtime.gpu_batches import place, split_batches

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchgen.constraint import Constraint
-from batchgen.policy import KV_CLASSES, KV_HOMES
-from batchgen.request import SamplingParams
+from batchgen.core.plan import KV_CLASSES, KV_HOMES
+from batchgen.core.request import SamplingParams
 
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1

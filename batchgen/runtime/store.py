@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.direct_io import DirectFile, aligned_buffer
-from batchgen.errors import BatchgenError, InputError
-from batchgen.formats import INT4
+from batchgen.core.direct_io import DirectFile, aligned_buffer
+from batchgen.core.dtypes import INT4
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import STORE_MANIFEST, read_store_manifest
 from batchgen.runtime.store_format import (

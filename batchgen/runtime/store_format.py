@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.direct_io import aligned
-from batchgen.formats import INT4
+from batchgen.core.direct_io import aligned
+from batchgen.core.dtypes import INT4
 from batchgen.model_config import ModelConfig
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"

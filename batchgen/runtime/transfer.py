@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.direct_io import aligned_buffer
-from batchgen.errors import BatchgenError
-from batchgen.units import format_bytes
+from batchgen.core.direct_io import aligned_buffer
+from batchgen.core.errors import BatchgenError
+from batchgen.core.units import format_bytes
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
 _PREFAULT_BYTES = 2 << 20  # a huge page

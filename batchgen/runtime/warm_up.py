@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from batchgen.request import SamplingParams
+from batchgen.core.request import SamplingParams
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.sequence import Sequence

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from batchgen import ops
-from batchgen.direct_io import DirectFile, aligned
-from batchgen.errors import BatchgenError
-from batchgen.formats import INT4
+from batchgen.core.direct_io import DirectFile, aligned
+from batchgen.core.dtypes import INT4
+from batchgen.core.errors import BatchgenError
+from batchgen.core.plan import HEAD_PIECES
 from batchgen.model_config import ModelConfig
-from batchgen.policy import HEAD_PIECES
 from batchgen.quant import row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.runtime.layers import GATED

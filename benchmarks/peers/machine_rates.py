@@ -6,7 +6,7 @@ import statistics
 import time
 from pathlib import Path
 
-from batchgen.direct_io import DirectFile, aligned_buffer
+from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.model_config import ModelConfig
 
 _READ_PIECE_BYTES, _READ_PIECES, _READ_SECONDS = 8 << 20, 8, 6.0

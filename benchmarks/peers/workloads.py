@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 from batchgen.cli_options import read_job_file
+from batchgen.core.request import SamplingParams
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import resolve_model
-from batchgen.request import SamplingParams
 from batchgen.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import random
 
 import pyarrow as pa
 
+from batchgen.core.request import PositionLogprobs, TokenLogprob
 from batchgen.output.row_result import RowResult
-from batchgen.request import PositionLogprobs, TokenLogprob
 
 
 class FakeDataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchgen.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.model_config import ModelConfig
 
 GIB = 1 << 30

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from batchgen.convert import find_or_convert
-from batchgen.device import Device
+from batchgen.core.device import Device
+from batchgen.core.plan import Policy
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.loading import load_parts, needs_store
 from batchgen.model_files import read_config, resolve_model
-from batchgen.policy import Policy
-from batchgen.request import Request, SamplingParams
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, Step
 from batchgen.tokenizer import load_tokenizer

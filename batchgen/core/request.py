@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 
 @dataclass(frozen=True)

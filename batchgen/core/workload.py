@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 
 @dataclass(frozen=True)

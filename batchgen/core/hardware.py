@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 SIXTEEN_BIT = ("bfloat16", "float16")
 

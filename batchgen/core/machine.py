@@ -8,7 +8,7 @@ import gc
 import os
 from pathlib import Path
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from batchgen.errors import InputError
-from batchgen.units import format_bytes, parse_bytes
+from batchgen.core.errors import InputError
+from batchgen.core.units import format_bytes, parse_bytes
 
 _EMULATED = "emulated"
 _KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s]"

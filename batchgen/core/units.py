@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from batchgen.errors import InputError
+from batchgen.core.errors import InputError
 
 _SIZE = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE |= {f"{p}b": v for p, v in list(_SIZE.items()) if p not in ("", "b")}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 
 _FIX = {
     errno.ENOSPC: "free space",

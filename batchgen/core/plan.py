@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchgen.errors import InputError
-from batchgen.workload import Workload
+from batchgen.core.errors import InputError
+from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
 # Where a sequence's KV lives, and where its decode attention runs (docs/design.md). "deferred" (APEX: the CPU's

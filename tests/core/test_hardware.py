@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import GIB, constant, cpu_box, gpu_box
 
-from batchgen.errors import InputError
-from batchgen.hardware import HardwareProfile, Rates, read_profile
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 
 CURVE = Rates(("tokens",), ((1, 1e9), (100, 1e11), (1000, 1e11)))
 SURFACE = Rates(("group", "context"), ((1, ((10, 1e9), (1000, 1e11))), (4, ((10, 4e9), (1000, 4e11)))))

@@ -1,0 +1,1 @@
+"""What every package says: errors, units, requests, hardware, plans."""
