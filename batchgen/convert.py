@@ -356,7 +356,7 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     import torch
     import xxhash
 
-    from batchgen.quant import quantize
+    from batchgen.ops.quant import quantize
 
     digest = xxhash.xxh3_128()
     place = dropped = extent.offset

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from batchgen.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import HEAD_PIECES, Plan, spread_layers
 from batchgen.core.workload import Workload
 from batchgen.model_config import ModelConfig
+from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
     decode_attention_s,
     elementwise_s,

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SHAPES = ROOT / "recipes" / "throughput" / "shapes"
 BUILD = ROOT / "build" / "gpu-check"
-KERNELS = ROOT / "batchgen" / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+KERNELS = ROOT / "batchgen" / "ops" / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 PLANNER = ("pulp", "highspy")
 CALL_SECONDS = 530.0
 _LEAST_S = 5.0  # a part with less time than this is not begun
@@ -56,7 +56,9 @@ class Part:
 
 
 def _tests(most_s: float, *which: str) -> Part:
-    return Part(("-m", "pytest", "-m", "gpu", "-p", "gpu_check", "-p", "no:cacheprovider", "--tb=short", *which), most_s)
+    return Part(
+        ("-m", "pytest", "-m", "gpu", "-p", "gpu_check", "-p", "no:cacheprovider", "--tb=short", *which), most_s
+    )
 
 
 def _case(shape: str, policy: str, most_s: float, *rest: str) -> Part:
@@ -72,14 +74,25 @@ def _llama(policy: str, *rest: str) -> Part:
 
 
 def _opt(policy: str, *rest: str) -> Part:
-    job = ("--gpu-memory", "16GiB", "--num-prompts", "48", "--input-len", "512", "--output-len", "8", "--dtype", "float16")
+    job = (
+        "--gpu-memory",
+        "16GiB",
+        "--num-prompts",
+        "48",
+        "--input-len",
+        "512",
+        "--output-len",
+        "8",
+        "--dtype",
+        "float16",
+    )
     return _case("opt-30b", policy, 160, *job, *rest)
 
 
 PARTS: dict[str, Part] = {
     "machine": Part((str(HERE / "gpu_rates.py"), "--output", str(RATES)), 40, RATES),
     "build": Part((), 90),
-    "tests-kernels": _tests(390, "tests/test_triton_kernels.py"),
+    "tests-kernels": _tests(390, "tests/ops/test_triton.py"),
     "tests-engine": _tests(120, "tests/test_gpu_engine.py"),
     "tests-policies": _tests(280, "tests/test_tiers.py"),
     "tests-scores": _tests(180, "tests/test_score_tiers.py"),
@@ -110,7 +123,12 @@ def pytest_runtest_logreport(report) -> None:
         return
     if report.when == "call" or report.outcome != "passed":
         why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else report.longreprtext
-        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why[-_TOLD:]}
+        line = {
+            "test": report.nodeid,
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 2),
+            "why": why[-_TOLD:],
+        }
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -203,7 +221,9 @@ def merged(results: list[dict]) -> dict:
             if name not in whole["parts"] or not part["outcome"].startswith("not run"):
                 whole["parts"][name] = part
     order = list(PARTS)
-    whole["parts"] = dict(sorted(whole["parts"].items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
+    whole["parts"] = dict(
+        sorted(whole["parts"].items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+    )
     return whole
 
 
@@ -211,7 +231,9 @@ def table(result: dict) -> str:
     """The result for a person."""
     machine = result.get("machine", {})
     lines = [f"# GPU check: {machine.get('gpu', 'no GPU')}", "", "| part | outcome | seconds | |", "|---|---|---|---|"]
-    lines += [f"| {name} | {part['outcome']} | {part['seconds']} | {_found(part)} |" for name, part in result["parts"].items()]
+    lines += [
+        f"| {name} | {part['outcome']} | {part['seconds']} | {_found(part)} |" for name, part in result["parts"].items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -293,7 +315,9 @@ def _take(check: Check, name: str, values: dict) -> None:
     if name == "machine":
         check.result |= values
         rates = values["rates"]
-        part["rates"] = f"host to GPU {rates['h2d_bytes_per_s'] / 1e9:.1f} GB/s, {rates['gpu_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        part["rates"] = (
+            f"host to GPU {rates['h2d_bytes_per_s'] / 1e9:.1f} GB/s, {rates['gpu_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        )
     elif name == "profile":
         check.result["profile"] = values
         part["rates"] = f"launching a layer {values['gpu']['launch_overhead_s'] * 1e6:.0f} us"
@@ -307,7 +331,18 @@ def use_wheels(check: Check, wheels: Path) -> None:
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
         sys.exit(f"gpu-check: --wheels {wheels}: no wheels there; make gpu-wheels gets them")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(site),
+    ]
     part = check.run("wheels", [[*pip, *files]], 60)
     check.done("wheels")
     if part["outcome"] != "ok":
@@ -318,7 +353,9 @@ def use_wheels(check: Check, wheels: Path) -> None:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--parts", type=lambda text: _named(text.split(","), parser), metavar="NAME,NAME", help="only these")
+    which.add_argument(
+        "--parts", type=lambda text: _named(text.split(","), parser), metavar="NAME,NAME", help="only these"
+    )
     which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of one call")
     which.add_argument("--merge", type=Path, nargs="+", help="run nothing: put these results into --output")
     which.add_argument("--list", action="store_true", help="the parts, and which call they belong to")

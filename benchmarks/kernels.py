@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchgen import kernels, quant
-from batchgen.attention_plan import SequenceSlice, plan_attention
 from batchgen.core import dtypes as formats
 from batchgen.core.machine import keep_freed_memory
+from batchgen.ops import cpp as kernels
+from batchgen.ops import quant
+from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.report import versions
 from batchgen.runtime.transfer import untouched
 

@@ -1,4 +1,4 @@
-// What Python sees (batchgen/kernels.py): addresses and sizes in, nothing kept. The GIL is released while threads work.
+// What Python sees (batchgen/ops/cpp.py): addresses and sizes in, nothing kept. The GIL is released while threads work.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -156,7 +156,7 @@ void run_linear(const Linear& args) {
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-    m.doc() = "Compute kernels on the CPU. Use batchgen.kernels.";
+    m.doc() = "Compute kernels on the CPU. Use batchgen.ops.cpp.";
 
     m.def("instruction_sets", [] {
         std::vector<std::string> names;

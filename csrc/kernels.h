@@ -12,7 +12,7 @@ struct f16 {
     uint16_t bits;
 };
 
-// Numbered as in batchgen/kernels.py. Int4: rows packed in groups of 64 as batchgen/quant.py describes them.
+// Numbered as in batchgen/ops/cpp.py. Int4: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int4 = 3 };
 
 enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4 };

@@ -1,4 +1,4 @@
-// Rows in 4-bit groups, as batchgen/quant.py has them.
+// Rows in 4-bit groups, as batchgen/ops/quant.py has them.
 
 constexpr float kMaxF16 = 65504.0f;
 

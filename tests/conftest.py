@@ -19,9 +19,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if "BATCHGEN_KERNELS" in os.environ:  # kernels built otherwise than those installed: `make sanitize`
-    spec = importlib.util.spec_from_file_location("batchgen._kernels", os.environ["BATCHGEN_KERNELS"])
-    sys.modules["batchgen._kernels"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["batchgen._kernels"])
+    spec = importlib.util.spec_from_file_location("batchgen.ops._kernels", os.environ["BATCHGEN_KERNELS"])
+    sys.modules["batchgen.ops._kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["batchgen.ops._kernels"])
 
 
 def pytest_configure(config):

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchgen import quant
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.machine import available_memory_bytes
 from batchgen.model_config import ModelConfig
+from batchgen.ops import quant
 from batchgen.planner import profile as profile_module
 from batchgen.planner import profile_compute, profile_timing, profile_transfer
 from batchgen.planner.profile import Overheads, add_dtypes, add_int4, measure

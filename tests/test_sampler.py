@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from batchgen import ops
 from batchgen.core.request import SamplingParams
+from batchgen.ops import dispatch as ops
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.sequence import Sequence

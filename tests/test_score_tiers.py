@@ -13,10 +13,10 @@ from test_tiers import VARIANTS, any_policy, random_case
 from thorough import quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
-from batchgen import ops
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine import Engine
+from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")

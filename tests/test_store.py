@@ -17,7 +17,7 @@ from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.model_config import ModelConfig
 from batchgen.model_files import read_config, resolve_model
-from batchgen.quant import dequantize, quantize
+from batchgen.ops.quant import dequantize, quantize
 from batchgen.runtime.checkpoint import open_checkpoint
 from batchgen.runtime.importance import ChannelImportance, random_tokens
 from batchgen.runtime.store import load_extent, open_store, read_extent, verify, views

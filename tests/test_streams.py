@@ -8,9 +8,9 @@ from fake_device import ORDERS, FakeDevice, ahead_on, run_on
 from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
-from batchgen import ops
 from batchgen.core.request import SamplingParams
 from batchgen.loading import warm_up
+from batchgen.ops import dispatch as ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

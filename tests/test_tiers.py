@@ -24,10 +24,11 @@ from tiered import (
 )
 from tiny_models import FAMILIES, MODELS
 
-from batchgen import loading, ops
+from batchgen import loading
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
+from batchgen.ops import dispatch as ops
 from batchgen.runtime.schedule import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

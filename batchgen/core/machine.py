@@ -46,7 +46,7 @@ def peak_resident_bytes() -> int:
 
 def instruction_set() -> str:
     """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
-    from batchgen import _kernels
+    from batchgen.ops import _kernels
 
     try:
         return _kernels.active()

@@ -19,7 +19,7 @@ from batchgen.planner.flow import Stage
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes, planned_logit_rows
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
 
-# Below these, sequences read a shared prefix one by one (attention_plan.py).
+# Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
 _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
 
 # Buffers of one kind: one in use, one being filled.

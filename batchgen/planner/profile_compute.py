@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import ops
-from batchgen.attention_plan import SequenceSlice, plan_attention
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.model_config import ModelConfig
+from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.planner.profile_timing import Device, Effort, Trial, pieces
 from batchgen.rope import RopeConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.attention_plan import (
+from batchgen.ops.attention_plan import (
     AttentionPlan,
     SequenceSlice,
     SharedGroup,

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen import ops
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.units import format_bytes
+from batchgen.ops import dispatch as ops
 from batchgen.runtime.schedule import LANES
 from batchgen.runtime.streams import STREAMS
 from batchgen.runtime.transfer import tensor_over

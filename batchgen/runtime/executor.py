@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import kernels, ops
-from batchgen.attention_plan import AttentionPlan
 from batchgen.core.request import SamplingParams
-from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
+from batchgen.ops import cpp as kernels
+from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.host_copy import upload
 from batchgen.runtime import layers
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.block_manager import BlockManager

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchgen.attention_plan import AttentionPlan
-from batchgen.host_copy import upload
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch
 
 if TYPE_CHECKING:
-    from batchgen.ops import Capacity, CutPlan, DevicePlan
+    from batchgen.ops.dispatch import Capacity, CutPlan, DevicePlan
 
 # Sweeps of one size that are launched as usual before it is captured: capturing takes as long as some sweeps.
 _UNCAPTURED = 3

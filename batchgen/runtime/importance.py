@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen import ops
 from batchgen.model_config import ModelConfig
+from batchgen.ops import dispatch as ops
 from batchgen.runtime.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231

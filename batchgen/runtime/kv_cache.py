@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import ops
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import format_bytes
-from batchgen.host_copy import upload
 from batchgen.model_config import ModelConfig
-from batchgen.quant import row_bytes
+from batchgen.ops import dispatch as ops
+from batchgen.ops.host_copy import upload
+from batchgen.ops.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.schedule import KV_SLOTS
 from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen import ops
 from batchgen.model_config import ModelConfig
+from batchgen.ops import dispatch as ops
 
 Weights = Mapping[str, ops.Weight]
 Rope = tuple[Tensor, Tensor]

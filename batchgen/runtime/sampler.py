@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import ops
-from batchgen.draws import Draws
-from batchgen.host_copy import download, upload
+from batchgen.ops import dispatch as ops
+from batchgen.ops.host_copy import download, upload
+from batchgen.ops.sampling import Draws
 from batchgen.runtime.sequence import Sequence
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import ops
-from batchgen.host_copy import upload
+from batchgen.ops import dispatch as ops
+from batchgen.ops.host_copy import upload
 from batchgen.runtime.sequence import Asked, ScoredPosition
 
 

@@ -118,7 +118,7 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
     import torch
     import xxhash
 
-    from batchgen.quant import dequantize
+    from batchgen.ops.quant import dequantize
 
     digest = xxhash.xxh3_128()
     tensors = {}

@@ -112,7 +112,7 @@ def lay_out(
 
     groups: each group's tensors and their shapes, in order. weight_format: of matrices; all else is in `dtype`.
     """
-    from batchgen.quant import row_bytes  # needs torch, as all who write files do
+    from batchgen.ops.quant import row_bytes  # needs torch, as all who write files do
 
     entries: dict[str, dict] = {}
     extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.host_copy import upload
+from batchgen.ops.host_copy import upload
 
 
 class TokenTable:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchgen import ops
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import HEAD_PIECES
 from batchgen.model_config import ModelConfig
-from batchgen.quant import row_bytes
+from batchgen.ops import dispatch as ops
+from batchgen.ops.quant import row_bytes
 from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.runtime.layers import GATED
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams

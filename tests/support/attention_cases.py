@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from batchgen import quant
-from batchgen.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
+from batchgen.ops import quant
+from batchgen.ops.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
 
 
 def laid_out(prefix_blocks, sequences, block_size, seed):

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from batchgen import reference
-from batchgen.draws import Draws
+from batchgen.ops import reference
+from batchgen.ops.sampling import Draws
 
 
 def draws(uniform, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

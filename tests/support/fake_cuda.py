@@ -21,10 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from batchgen import ops
+from batchgen.ops import dispatch as ops
+from batchgen.ops.triton import launch, rows
 from batchgen.runtime import cuda, executor, sampler
 from batchgen.runtime.sampler import Sampled
-from batchgen.triton_kernels import launch, rows
 
 CARD = torch.device("cuda", 0)
 _H200 = SimpleNamespace(

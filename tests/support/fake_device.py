@@ -22,9 +22,10 @@ import torch
 from fake_memory import HOST, FakeMemory
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from batchgen import ops, quant, reference
 from batchgen.engine_parts import EngineParts
-from batchgen.host_copy import upload
+from batchgen.ops import dispatch as ops
+from batchgen.ops import quant, reference
+from batchgen.ops.host_copy import upload
 from batchgen.runtime import executor as executors
 from batchgen.runtime import kv_cache, token_table
 from batchgen.runtime.cuda import CudaLink

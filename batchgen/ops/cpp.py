@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import _kernels
-from batchgen import attention_plan as plans
 from batchgen.core import dtypes as formats
 from batchgen.core.machine import instruction_set
-from batchgen.draws import Draws
+from batchgen.ops import _kernels
+from batchgen.ops import attention_plan as plans
+from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
 

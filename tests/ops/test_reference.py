@@ -1,5 +1,5 @@
 """Paged attention in torch (`reference`) against float64, for random mixes of prefill, decode, shared prefixes and
-windows; what both it and the kernels (test_kernels.py) rest on."""
+windows; what both it and the kernels (test_cpp.py) rest on."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,14 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import kernels, ops, reference
-from batchgen.attention_plan import (
+from batchgen.ops import cpp as kernels
+from batchgen.ops import dispatch as ops
+from batchgen.ops import reference
+from batchgen.ops.attention_plan import (
     SequenceSlice,
     plan_attention,
 )
-from batchgen.quant import dequantize, quantize, row_bytes
+from batchgen.ops.quant import dequantize, quantize, row_bytes
 
 BLOCK = 16
 

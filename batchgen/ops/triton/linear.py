@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.triton_kernels.norm import silu_mul
+from batchgen.ops.triton.norm import silu_mul
 
 
 def linear(

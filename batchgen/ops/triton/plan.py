@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.attention_plan import AttentionPlan
-from batchgen.triton_kernels.launch import Tile, power_of_two
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.triton.launch import Tile, power_of_two
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i - WINDOW;
 # key k lies in block k // block_size after TABLE of the block table. PARTIAL: its first partial row, or -1: it is alone.

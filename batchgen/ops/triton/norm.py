@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.triton_kernels.launch import Launch, power_of_two
+from batchgen.ops.triton.launch import Launch, power_of_two
 
 MAX_COLUMNS = 1 << 15  # of a row that is kept in a program's registers
 _PROGRAM_VALUES = 1024  # short rows are taken together until there are so many

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a card that need not be there: `python -m batchgen.triton_kernels.compile_ahead --capability 90`.
+"""Compiles every kernel for a card that need not be there: `python -m batchgen.ops.triton.compile_ahead --capability 90`.
 
 Each is compiled from the launches that the engine would make for representative models, and reported with what it takes
 of the card. Fails where a block would use more shared memory than the card has.
@@ -22,12 +22,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchgen import quant
-from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.triton_kernels import attention, plan, rotary, sampling, weights
-from batchgen.triton_kernels.launch import SHARED_MEMORY, Card, Launch, attention_tiles
-from batchgen.triton_kernels.norm import norm_launch, silu_mul_launch
-from batchgen.triton_kernels.rows import gather_launch, scatter_launch
+from batchgen.ops import quant
+from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.ops.triton import attention, plan, rotary, sampling, weights
+from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
+from batchgen.ops.triton.norm import norm_launch, silu_mul_launch
+from batchgen.ops.triton.rows import gather_launch, scatter_launch
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",

@@ -1,4 +1,4 @@
-"""4-bit groups (batchgen/quant.py): rows expanded and packed, each byte read and written once."""
+"""4-bit groups (batchgen/ops/quant.py): rows expanded and packed, each byte read and written once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen import quant
-from batchgen.triton_kernels.groups import aligned, pack, tile_columns, unpack
-from batchgen.triton_kernels.launch import Launch, power_of_two
+from batchgen.ops import quant
+from batchgen.ops.triton.groups import aligned, pack, tile_columns, unpack
+from batchgen.ops.triton.launch import Launch, power_of_two
 
 _PROGRAM_GROUPS = 32  # 1 KiB of nibbles: 8 bytes a thread, which are 16 bytes of each half's 16-bit results
 _MAX_GROUPS = 32  # of a row

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen import quant
-from batchgen.triton_kernels.groups import aligned, flat_columns, pack, tile_columns
-from batchgen.triton_kernels.launch import Launch, card, power_of_two
+from batchgen.ops import quant
+from batchgen.ops.triton.groups import aligned, flat_columns, pack, tile_columns
+from batchgen.ops.triton.launch import Launch, card, power_of_two
 
 MAX_HEAD_DIM = 256
 _TOKENS = 8  # of a program

@@ -14,8 +14,9 @@ from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import kernels, quant, reference
-from batchgen.attention_plan import (
+from batchgen.ops import cpp as kernels
+from batchgen.ops import quant, reference
+from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
     PrefillItem,

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.draws import Draws
-from batchgen.host_copy import upload
-from batchgen.triton_kernels.launch import Launch, power_of_two
+from batchgen.ops.host_copy import upload
+from batchgen.ops.sampling import Draws
+from batchgen.ops.triton.launch import Launch, power_of_two
 
 _BLOCK = 4096
 _WARPS = 16

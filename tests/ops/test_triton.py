@@ -15,14 +15,15 @@ import torch
 from thorough import quick_or
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 def run(*command, **environment):
     whole = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))}
-    whole |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])} | environment
-    done = subprocess.run([sys.executable, *command], env=whole, capture_output=True, text=True, cwd=HERE.parent)
+    whole |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | environment
+    done = subprocess.run([sys.executable, *command], env=whole, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -72,7 +73,7 @@ def test_all_kernels_compile_and_fit(capability, tmp_path):
     told = run(
         *(
             "-m",
-            "batchgen.triton_kernels.compile_ahead",
+            "batchgen.ops.triton.compile_ahead",
             "--capability",
             capability,
             "--group",

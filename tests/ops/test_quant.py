@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import quant
 from batchgen.core.dtypes import FORMAT_BYTES, INT4_GROUP
-from batchgen.quant import dequantize, quantize, row_bytes
+from batchgen.ops import quant
+from batchgen.ops.quant import dequantize, quantize, row_bytes
 
 FP16_MAX = 65504.0
 

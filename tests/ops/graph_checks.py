@@ -1,4 +1,4 @@
-"""Captured decode sweeps against sweeps launched kernel by kernel. `test_triton_kernels.py` runs this file, in a process of its
+"""Captured decode sweeps against sweeps launched kernel by kernel. `test_triton.py` runs this file, in a process of its
 own: with Triton's interpreter, where a capture is the launches once more, and on a card where there is one."""
 
 import random
@@ -7,12 +7,13 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from batchgen import ops, triton_kernels
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
 from batchgen.model_config import ModelConfig
+from batchgen.ops import dispatch as ops
+from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
 from batchgen.runtime.checkpoint import dummy_checkpoint

@@ -1,6 +1,6 @@
 """The one door to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
-On the CPU these are the C++ kernels (`kernels`), on a CUDA card Triton's (`triton_kernels`) where Triton is installed;
+On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
 or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept turned (`rotation`).
@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen import kernels, quant, reference
-from batchgen.attention_plan import AttentionPlan
-from batchgen.draws import Draws
-from batchgen.kernels import PackedWeight
+from batchgen.ops import cpp as kernels
+from batchgen.ops import quant, reference
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.cpp import PackedWeight
+from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
-    from batchgen.triton_kernels import Capacity, CutPlan, DevicePlan  # noqa: F401
+    from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
 
 Weight = Tensor | PackedWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
@@ -35,7 +36,7 @@ def _triton() -> ModuleType | None:
     """Triton's kernels, if Triton is installed: imported when first asked for, which takes a second."""
     if find_spec("triton") is None:
         return None
-    from batchgen import triton_kernels
+    from batchgen.ops import triton as triton_kernels
 
     return triton_kernels
 

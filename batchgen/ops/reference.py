@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen import quant
-from batchgen.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.draws import Draws
-from batchgen.host_copy import upload
+from batchgen.ops import quant
+from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.ops.host_copy import upload
+from batchgen.ops.sampling import Draws
 
 # Scores of one product are tiled to this many bytes: large enough for an efficient product, small enough
 # that scores stay in cache between the product, the softmax and the second product.

@@ -1,4 +1,4 @@
-"""Rows in 4-bit groups (batchgen/quant.py) in a kernel's registers.
+"""Rows in 4-bit groups (batchgen/ops/quant.py) in a kernel's registers.
 
 A row of N values is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g holds value
 64 g + i in its low nibble and 64 g + half + i in its high one, half being 32 or less in a shorter last group. Groups are

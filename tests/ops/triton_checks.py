@@ -1,4 +1,4 @@
-"""Every Triton kernel against float64. `test_triton_kernels.py` runs this file, in processes of their own: under Triton's
+"""Every Triton kernel against float64. `test_triton.py` runs this file, in processes of their own: under Triton's
 interpreter, and on a card where there is one."""
 
 import math
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from thorough import quick_or
 from triton_device import DEVICE
 
-from batchgen import ops, quant, reference, triton_kernels
-from batchgen.attention_plan import (
+from batchgen.ops import dispatch as ops
+from batchgen.ops import quant, reference
+from batchgen.ops import triton as triton_kernels
+from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
     PrefillItem,
@@ -25,10 +27,10 @@ from batchgen.attention_plan import (
     SharedItem,
     plan_attention,
 )
-from batchgen.triton_kernels import attention, rotary
-from batchgen.triton_kernels import launch as launching
-from batchgen.triton_kernels import plan as plans
-from batchgen.triton_kernels import rows as row_copies
+from batchgen.ops.triton import attention, rotary
+from batchgen.ops.triton import launch as launching
+from batchgen.ops.triton import plan as plans
+from batchgen.ops.triton import rows as row_copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

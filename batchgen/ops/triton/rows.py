@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.triton_kernels.launch import Launch, power_of_two
+from batchgen.ops.triton.launch import Launch, power_of_two
 
 # Words that a program has under way at once: 16 KiB where rows are whole multiples of 8 bytes.
 _TILE_WORDS = 2048

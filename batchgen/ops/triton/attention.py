@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.attention_plan import AttentionPlan
-from batchgen.triton_kernels import plan as plans
-from batchgen.triton_kernels.groups import aligned, flat_columns, unpack
-from batchgen.triton_kernels.launch import Launch, Tile, attention_tiles, card, power_of_two
-from batchgen.triton_kernels.plan import CutPlan, DevicePlan, Geometry
+from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.triton import plan as plans
+from batchgen.ops.triton.groups import aligned, flat_columns, unpack
+from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
+from batchgen.ops.triton.plan import CutPlan, DevicePlan, Geometry
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile

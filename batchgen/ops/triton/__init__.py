@@ -1,0 +1,38 @@
+"""Triton kernels for CUDA tensors: the counterparts of batchgen/ops/cpp.py, with the signatures of `ops`.
+
+Nothing imports this but `ops`, and only where a tensor lies on a card and Triton is installed.
+"""
+
+from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
+from batchgen.ops.triton.launch import card
+from batchgen.ops.triton.linear import linear
+from batchgen.ops.triton.norm import MAX_COLUMNS, norm, silu_mul
+from batchgen.ops.triton.plan import Capacity, CutPlan, DevicePlan
+from batchgen.ops.triton.rotary import rotary_store, supports_rotary
+from batchgen.ops.triton.rows import gather_rows, scatter_rows
+from batchgen.ops.triton.sampling import argmax, draw, forbid
+from batchgen.ops.triton.weights import dequantize, quantize
+
+__all__ = [
+    "MAX_COLUMNS",
+    "Capacity",
+    "CutPlan",
+    "DevicePlan",
+    "argmax",
+    "card",
+    "cut_attention",
+    "dequantize",
+    "draw",
+    "forbid",
+    "gather_rows",
+    "linear",
+    "norm",
+    "paged_attention",
+    "prepare_attention",
+    "quantize",
+    "rotary_store",
+    "scatter_rows",
+    "silu_mul",
+    "supports_attention",
+    "supports_rotary",
+]
