@@ -19,12 +19,12 @@ from batchgen.job import load_engine, tracing
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options
 from batchgen.loading import resolve_context, resolve_dtype
-from batchgen.model_files import ModelFiles, read_config, resolve_model, without_weights
+from batchgen.models.files import ModelFiles, read_config, resolve_model, without_weights
+from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
 from batchgen.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
 from batchgen.progress import Counts, Progress
 from batchgen.report import engine_account, write_report
-from batchgen.tokenizer import NoText, load_tokenizer
 
 LOAD_FORMATS = ("auto", "dummy")
 

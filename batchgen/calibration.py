@@ -22,7 +22,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import keep_freed_memory
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
 from batchgen.planner.flow import Stage
 from batchgen.planner.profile_timing import FULL, last_level_cache_bytes
@@ -188,8 +188,8 @@ def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float
     """run(sweep) -> seconds, the median of several runs on memory that was used before."""
     import torch
 
+    from batchgen.models.checkpoint import dummy_checkpoint
     from batchgen.runtime.batch import pack
-    from batchgen.runtime.checkpoint import dummy_checkpoint
     from batchgen.runtime.executor import in_memory
 
     torch_dtype = getattr(torch, dtype)

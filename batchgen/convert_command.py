@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from batchgen.convert import convert
 from batchgen.core.device import parse_device
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.loading import resolve_dtype
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.convert import convert
+from batchgen.models.files import read_config, resolve_model
 from batchgen.progress import Progress
 
 

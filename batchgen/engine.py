@@ -16,7 +16,7 @@ from batchgen.core.request import Completion, Request, SamplingParams, Scored, S
 from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.generation import Generation
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model
 from batchgen.prefetch import Prefetch
 from batchgen.runtime.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduler import Scheduler
@@ -110,7 +110,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        from batchgen.tokenizer import load_tokenizer  # imports transformers
+        from batchgen.models.tokenizer import load_tokenizer  # imports transformers
 
         where = parse_device(device)
         sampling = sampling or SamplingParams()

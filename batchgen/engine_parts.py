@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from batchgen.constraint import Grammars
 from batchgen.core.plan import MemoryPlan, Policy
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from batchgen.tokenizer import Tokenizer
+    from batchgen.models.tokenizer import Tokenizer
 
 
 class SweepRunner(Protocol):

@@ -15,7 +15,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.convert import find_or_convert
 from batchgen.core.device import parse_device
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.interrupts import keep
@@ -28,8 +27,9 @@ from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
 from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
+from batchgen.models.config import ModelConfig
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
 from batchgen.output.score_result import ScoreResult
@@ -54,7 +54,7 @@ from batchgen.scoring import encode_all, encode_pairs
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
 if TYPE_CHECKING:
-    from batchgen.tokenizer import Tokenizer
+    from batchgen.models.tokenizer import Tokenizer
 
 
 def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict:
@@ -183,7 +183,7 @@ def tracing(options: JobOptions, files: ModelFiles) -> Iterator[Callable | None]
 
 
 def _load_tokenizer(files: ModelFiles):
-    from batchgen.tokenizer import load_tokenizer
+    from batchgen.models.tokenizer import load_tokenizer
 
     return load_tokenizer(files)
 

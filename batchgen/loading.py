@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.constraint import Grammars
-from batchgen.convert import store_path
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import BatchgenError, InputError
@@ -29,17 +28,18 @@ from batchgen.core.plan import TIERS, MemoryPlan, Policy, spread_layers
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine_parts import EngineParts
-from batchgen.model_config import DTYPES, ModelConfig
-from batchgen.model_files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
+from batchgen.models.config import DTYPES, ModelConfig
+from batchgen.models.convert import store_path
+from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
 
 if TYPE_CHECKING:
+    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.weight_store import WeightStore
     from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
-    from batchgen.runtime.store import WeightStore
     from batchgen.runtime.weights import WeightHomes
-    from batchgen.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
@@ -84,8 +84,8 @@ def resolve_budget(cpu_memory: int | str | None) -> int:
 
 def process_bytes() -> int:
     """Host memory of the running process without any model, once all that a job imports is there."""
-    import batchgen.runtime.executor
-    import batchgen.tokenizer  # noqa: F401
+    import batchgen.models.tokenizer
+    import batchgen.runtime.executor  # noqa: F401
 
     give_back_freed_memory()
     here = resident_bytes()
@@ -233,8 +233,8 @@ def load_parts(
 
     import torch
 
+    from batchgen.models.checkpoint import open_checkpoint
     from batchgen.runtime.batch import pack
-    from batchgen.runtime.checkpoint import open_checkpoint
     from batchgen.runtime.executor import Executor
     from batchgen.runtime.kv_cache import KVCache, kv_shape
     from batchgen.runtime.sampler import sample

@@ -14,9 +14,9 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
+from batchgen.models.tokenizer import NoText
 from batchgen.planner.profile import Overheads
-from batchgen.tokenizer import NoText
 
 _MANY = 128  # sequences
 _LAYERS = 9
@@ -56,8 +56,8 @@ def _llama(layers: int, width: int, vocab_size: int) -> dict:
 def _engine(device: str, layers: int) -> Engine:
     import torch
 
+    from batchgen.models.checkpoint import dummy_checkpoint
     from batchgen.runtime.batch import pack
-    from batchgen.runtime.checkpoint import dummy_checkpoint
     from batchgen.runtime.executor import in_memory
     from batchgen.runtime.sampler import sample
 
@@ -140,8 +140,8 @@ def _load_bytes_per_s() -> float:
     import torch
     from safetensors.torch import save_file
 
-    from batchgen.model_files import resolve_model
-    from batchgen.runtime.checkpoint import open_checkpoint
+    from batchgen.models.checkpoint import open_checkpoint
+    from batchgen.models.files import resolve_model
     from batchgen.runtime.weights import WeightHomes, Weights
 
     width, vocab = 1024, 8192

@@ -19,8 +19,8 @@ from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
 from batchgen.loading import resolve_context, resolve_dtype, store_bytes
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline
 from batchgen.planner.search import Problem
 from batchgen.planning import (
@@ -116,7 +116,7 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Wo
         return uniform_workload(*lengths, job.sampling.n, context), True
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.tokenizer import load_tokenizer
+    from batchgen.models.tokenizer import load_tokenizer
 
     source = open_source(job)
     return measure_workload(

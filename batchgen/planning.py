@@ -30,8 +30,8 @@ from batchgen.loading import (
     resolve_budgets,
     store_bytes,
 )
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, cache_dir
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, cache_dir
 from batchgen.overheads import measure_overheads
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed

@@ -26,8 +26,8 @@ from batchgen.runtime.sequence import Sequence
 from batchgen.score_paths import Path, Place, paths_of, windows_of
 
 if TYPE_CHECKING:
+    from batchgen.models.tokenizer import Tokenizer
     from batchgen.runtime.scorer import Scorer
-    from batchgen.tokenizer import Tokenizer
 
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
 

@@ -13,7 +13,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import plan_memory
 from batchgen.planning import longest_tokens, most_kv_tokens, process_share
 from batchgen.runtime.schedule import Sweeps

@@ -11,7 +11,7 @@ from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import HEAD_PIECES, Plan, spread_layers
 from batchgen.core.workload import Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
     decode_attention_s,

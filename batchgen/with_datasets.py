@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, JobStopped, RowError, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
-from batchgen.model_files import model_identity, resolve_model
+from batchgen.models.files import model_identity, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 
@@ -170,7 +170,7 @@ class MapFunction:
         self._forget_engine()
 
     def _model_identity(self) -> dict:
-        from batchgen.tokenizer import load_tokenizer
+        from batchgen.models.tokenizer import load_tokenizer
 
         files = resolve_model(self._model)
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import batchgen
-from batchgen.model_files import resolve_model
+from batchgen.models.files import resolve_model
 from batchgen.report import versions
 
 HERE = Path(__file__).parent

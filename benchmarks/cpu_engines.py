@@ -32,8 +32,8 @@ from peers.workloads import WORKLOADS, Workload, random_rows, work
 
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.units import parse_bytes
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.profile_timing import FULL, available_cores
 from batchgen.planner.profile_transfer import dram_read_rate
 from batchgen.report import versions

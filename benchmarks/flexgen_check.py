@@ -16,7 +16,7 @@ from pathlib import Path
 
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import peak_bytes
 from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import job_seconds

@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.core.dtypes import FORMAT_BYTES
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import group_bytes, kv_block_bytes
 
 _KV_BLOCK = 16

@@ -28,12 +28,12 @@ from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.loading import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, read_config, without_weights
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, read_config, without_weights
+from batchgen.models.tokenizer import NoText
 from batchgen.planner.memory import plan_memory
 from batchgen.report import engine_account
 from batchgen.runtime.trace import TraceWriter
-from batchgen.tokenizer import NoText
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
 PLANNER = ("pulp", "highspy")

@@ -33,8 +33,8 @@ from gpu_case import PLANNER
 from batchgen.core.device import parse_device
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.units import size_bytes
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import read_config, without_weights
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import read_config, without_weights
 from batchgen.runtime.cuda import _CONTEXT_BYTES
 
 HERE = Path(__file__).resolve().parent

@@ -40,7 +40,7 @@ from peers.helm_side import (
     write_questions,
 )
 
-from batchgen.model_files import resolve_model
+from batchgen.models.files import resolve_model
 from batchgen.report import versions
 
 HERE = Path(__file__).parent

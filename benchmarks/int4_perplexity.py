@@ -23,16 +23,16 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.convert import find_or_convert
 from batchgen.core.device import Device
 from batchgen.core.dtypes import INT4
 from batchgen.core.request import ScoreRequest
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
-from batchgen.model_files import ModelFiles, read_config, resolve_model
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import ModelFiles, read_config, resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 from batchgen.report import versions
-from batchgen.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
 DTYPE = "float32"

@@ -27,7 +27,7 @@ from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
 from batchgen.core.units import format_bytes, parse_bytes
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.profile_timing import available_cores
 from batchgen.report import versions
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from peers.bfloat16_files import write_directory
 
-from batchgen.model_files import cache_dir, resolve_model
+from batchgen.models.files import cache_dir, resolve_model
 from batchgen.report import versions
 
 HERE = Path(__file__).parent

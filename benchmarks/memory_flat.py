@@ -41,7 +41,7 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
     from batchgen.core.plan import MemoryPlan, Policy
     from batchgen.engine import Engine
     from batchgen.engine_parts import EngineParts
-    from batchgen.model_files import read_config
+    from batchgen.models.files import read_config
     from batchgen.runtime.batch import pack
     from batchgen.runtime.sampler import sample
 

@@ -242,8 +242,8 @@ def _interleave_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def _rope_factors(config: dict[str, Any]) -> np.ndarray:
     """What each rotary frequency is divided by under llama3 scaling: `rope_freqs` of a GGUF."""
-    from batchgen.model_config import ModelConfig
-    from batchgen.rope import RopeConfig
+    from batchgen.models.config import ModelConfig
+    from batchgen.models.rope import RopeConfig
 
     rope, head = ModelConfig.from_hf(config).rope, config["head_dim"]
     plain = np.array(RopeConfig(rope.theta).inv_freq(head))

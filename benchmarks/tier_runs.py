@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from random_model import make_model
 
-from batchgen.convert import find_or_convert
 from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.loading import load_parts, needs_store, resolve_budgets
-from batchgen.model_files import resolve_model
-from batchgen.tokenizer import load_tokenizer
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.

@@ -11,7 +11,7 @@ from batchgen.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.job_options import JobOptions
-from batchgen.model_files import model_identity, read_config, without_weights
+from batchgen.models.files import model_identity, read_config, without_weights
 
 
 def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **job):

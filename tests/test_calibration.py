@@ -12,7 +12,7 @@ from batchgen import calibration
 from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.profile_transfer import DiskRates
 from batchgen.planner.shipped import shipped_profile
 

@@ -9,7 +9,7 @@ from thorough import quick_or
 
 import batchgen
 from batchgen.core.request import Request, SamplingParams
-from batchgen.model_files import resolve_model
+from batchgen.models.files import resolve_model
 
 ROWS = Path(__file__).parents[1] / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
 TIE = 1e-4  # a difference does not count where the reference's two best logits lie this close

@@ -15,8 +15,8 @@ from tiny_models import FAMILIES, MODELS
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
 from batchgen.engine import Engine
+from batchgen.models.checkpoint import dummy_checkpoint
 from batchgen.runtime import cuda, executor, graphs
-from batchgen.runtime.checkpoint import dummy_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

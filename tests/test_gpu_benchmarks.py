@@ -15,7 +15,7 @@ import pytest
 from thorough import only_thorough
 
 from batchgen.core.errors import InputError
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

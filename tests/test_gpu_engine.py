@@ -11,7 +11,7 @@ import torch
 from batchgen import Engine, Request, SamplingParams, loading
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
-from batchgen.model_files import DEMO_MEMBER, cache_dir, read_config, resolve_model
+from batchgen.models.files import DEMO_MEMBER, cache_dir, read_config, resolve_model
 
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

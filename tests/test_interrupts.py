@@ -86,7 +86,7 @@ PHASES = {
     "model": ("batchgen.job:resolve_model", 0, 0),
     "input": ("batchgen.job_source:open_dataset", 0, 0),
     "identity of the input": ("batchgen.dataset.dataset:Dataset.identity", 0, 0),
-    "tokenizer": ("batchgen.tokenizer:load_tokenizer", 0, 0),
+    "tokenizer": ("batchgen.models.tokenizer:load_tokenizer", 0, 0),
     "run directory": ("batchgen.output.run_directory:_lock", 0, 0),
     "workload": ("batchgen.job:measure_workload", 0, 0),
     "profile": ("batchgen.planning:find_hardware", 0, 0),

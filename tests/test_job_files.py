@@ -11,13 +11,13 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen.commands import cli
-from batchgen.convert import convert
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions
 from batchgen.lmeval.jobs import Workplace
-from batchgen.model_files import resolve_model
+from batchgen.models.convert import convert
+from batchgen.models.files import resolve_model
 
 TABLE = pa.table({"prompt": ["one", "two"]})
 LINES = '{"prompt": "one"}\n'

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchgen.core.errors import BatchgenError
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.kv_cache import KVCache, kv_shape
 from batchgen.runtime.transfer import Arena, Link

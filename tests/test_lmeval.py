@@ -33,7 +33,7 @@ from batchgen.lmeval.__main__ import main
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.model import BatchgenLM
 from batchgen.lmeval.texts import Texts
-from batchgen.tokenizer import Tokenizer
+from batchgen.models.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "recipes" / "lm_eval"
@@ -507,7 +507,7 @@ def test_resume_false_runs_all_of_it_again(llama, tmp_path):
 def test_the_demo_model_gives_the_same_scores_as_hf(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from batchgen.model_files import resolve_model
+    from batchgen.models.files import resolve_model
 
     file = resolve_model("demo").path
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

@@ -20,7 +20,7 @@ import torch
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.machine import available_memory_bytes
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.ops import quant
 from batchgen.planner import profile as profile_module
 from batchgen.planner import profile_compute, profile_timing, profile_transfer

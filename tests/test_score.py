@@ -278,7 +278,7 @@ def test_the_demo_model():
     """Real texts in fp32 against transformers on the same file: contexts with choices, and a text in windows."""
     from transformers import AutoModelForCausalLM
 
-    from batchgen.model_files import resolve_model
+    from batchgen.models.files import resolve_model
 
     files = resolve_model("demo")
     model = AutoModelForCausalLM.from_pretrained(

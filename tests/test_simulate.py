@@ -22,8 +22,8 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine import Engine
 from batchgen.loading import weight_homes
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import head_lanes, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Counts

@@ -12,12 +12,12 @@ import time
 import pytest
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
 
-from batchgen.convert import find_or_convert
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.model_files import resolve_model
-from batchgen.runtime.store import open_store
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import resolve_model
+from batchgen.models.weight_store import open_store
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 

@@ -13,8 +13,8 @@ import pytest
 from processes import batchgen
 from tiny_models import make_tiny_model
 
-from batchgen.convert import find_or_convert
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.memory import WORKSPACE_BYTES
 
 MIB = 1 << 20

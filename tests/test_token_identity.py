@@ -15,7 +15,7 @@ from tiny_models import MODELS
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.model_config import ARCHITECTURES
+from batchgen.models.config import ARCHITECTURES
 from batchgen.runtime.schedule import KINDS
 from batchgen.runtime.sequence import CLASSES
 

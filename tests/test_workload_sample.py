@@ -15,8 +15,8 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
-from batchgen.model_files import resolve_model
-from batchgen.tokenizer import load_tokenizer
+from batchgen.models.files import resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 from batchgen.workload_sample import measure_workload
 
 CONTEXT = 512

@@ -22,8 +22,8 @@ class BatchgenTokenizer(HuggingFaceTokenizer):
 
     def get_wrapped_tokenizer(self) -> WrappedPreTrainedTokenizer:
         """The transformers tokenizer, loaded once a process. Raises InputError where it is missing or broken."""
-        from batchgen.model_files import resolve_model
-        from batchgen.tokenizer import load_hf_tokenizer
+        from batchgen.models.files import resolve_model
+        from batchgen.models.tokenizer import load_hf_tokenizer
 
         with _loading:
             if self._model not in _loaded:

@@ -25,8 +25,8 @@ from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
 from batchgen.loading import resolve_context, resolve_dtype
-from batchgen.model_files import cache_dir, model_identity, read_config, resolve_model
-from batchgen.tokenizer import load_tokenizer
+from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -9,7 +9,7 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.plan import HEAD_PIECES, KV_HOMES, TIERS, MemoryPlan, Policy
 from batchgen.core.units import format_bytes
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20

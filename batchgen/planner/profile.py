@@ -15,7 +15,7 @@ from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.machine import available_memory_bytes, instruction_set, resident_bytes
-from batchgen.model_config import DTYPES, ModelConfig
+from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.planner.profile_timing import FULL, Device, Effort, available_cores
 from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate, make_offload_dir
 

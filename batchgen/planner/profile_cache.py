@@ -14,7 +14,7 @@ from pathlib import Path
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.profile import Overheads, add_dtypes, add_int4, check_measurable, identity, measure, sizes
 from batchgen.planner.profile_timing import FULL, Effort
 from batchgen.planner.profile_transfer import make_offload_dir

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, Rates
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
+from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.planner.profile_timing import Device, Effort, Trial, pieces
-from batchgen.rope import RopeConfig
 
 # Calls a measurement under the name it has for people, and returns its result.
 Timed = Callable[[str, Callable[[], Any]], Any]

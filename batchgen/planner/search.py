@@ -17,7 +17,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import (
     can_delegate,
     decode_attention_s,

@@ -13,7 +13,7 @@ from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.workload import Workload
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import group_bytes, kv_block_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")

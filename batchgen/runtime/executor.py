@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from batchgen.core.request import SamplingParams
-from batchgen.model_config import ModelConfig
+from batchgen.models import layers
+from batchgen.models.checkpoint import Checkpoint
+from batchgen.models.config import ModelConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
-from batchgen.runtime import layers
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.checkpoint import Checkpoint
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.lanes import Lanes, OnStep

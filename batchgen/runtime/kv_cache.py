@@ -23,7 +23,7 @@ from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import format_bytes
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import row_bytes

@@ -17,14 +17,14 @@ from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import HEAD_PIECES
-from batchgen.model_config import ModelConfig
+from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
+from batchgen.models.config import ModelConfig
+from batchgen.models.layers import GATED
+from batchgen.models.store_format import layer_groups
+from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.ops.quant import row_bytes
-from batchgen.runtime.checkpoint import Checkpoint, layer_layout, tensor_shapes
-from batchgen.runtime.layers import GATED
 from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
-from batchgen.runtime.store import StoreFile, WeightStore, read_extent, verify, views
-from batchgen.runtime.store_format import layer_groups
 from batchgen.runtime.transfer import Arena, Link, as_buffer
 
 Tensors = dict[str, ops.Weight]
@@ -78,7 +78,7 @@ class _Stretch:
 
 
 class Weights:
-    """Tensors by name, as `checkpoint.py` names them: before the layers, of each layer, after the layers.
+    """Tensors by name, as `models/checkpoint.py` names them: before the layers, of each layer, after the layers.
 
     Invariant: a buffer is touched by one Step at a time, as the schedule has it.
     """

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 _READ_PIECE_BYTES, _READ_PIECES, _READ_SECONDS = 8 << 20, 8, 6.0
 _GEMM_SECONDS = 1.5

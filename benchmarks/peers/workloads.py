@@ -12,9 +12,9 @@ from batchgen.cli_options import read_job_file
 from batchgen.core.request import SamplingParams
 from batchgen.job_options import JobOptions
 from batchgen.job_source import open_source
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import resolve_model
-from batchgen.tokenizer import load_tokenizer
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 AZURE_SAMPLE = ROOT / "benchmarks" / "data" / "azure_conv_sample.csv"

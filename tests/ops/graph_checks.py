@@ -11,15 +11,15 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts
-from batchgen.model_config import ModelConfig
+from batchgen.models.checkpoint import dummy_checkpoint
+from batchgen.models.config import ModelConfig
+from batchgen.models.tokenizer import NoText
 from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
-from batchgen.runtime.checkpoint import dummy_checkpoint
 from batchgen.runtime.executor import in_memory
 from batchgen.runtime.sampler import sample
-from batchgen.tokenizer import NoText
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
 _random = random.Random(5)

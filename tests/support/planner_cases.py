@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 GIB = 1 << 30
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.convert import find_or_convert
 from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.loading import load_parts, needs_store
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.tokenizer import load_tokenizer
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.schedule import LANES, Step
-from batchgen.tokenizer import load_tokenizer
 
 GIB = 1 << 30
 BUDGETS = {"gpu": GIB, "cpu": 4 * GIB, "disk": GIB}

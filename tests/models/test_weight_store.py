@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from test_checkpoint import VARIANTS, expected_tensors
 from tiny_models import FAMILIES, make_tiny_model
 
-from batchgen.convert import convert
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import read_config, resolve_model
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.config import ModelConfig
+from batchgen.models.convert import convert
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.importance import ChannelImportance, random_tokens
+from batchgen.models.weight_store import load_extent, open_store, read_extent, verify, views
 from batchgen.ops.quant import dequantize, quantize
-from batchgen.runtime.checkpoint import open_checkpoint
-from batchgen.runtime.importance import ChannelImportance, random_tokens
-from batchgen.runtime.store import load_extent, open_store, read_extent, verify, views
 
 GROUPS = {
     "qkv": {"qkv.weight", "qkv.bias", "input_norm.weight", "input_norm.bias", "post_norm.weight", "post_norm.bias",
@@ -139,7 +139,7 @@ def test_several_groups_in_one_request(store_path):
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_loading_in_small_pieces(store_path, monkeypatch, quantization, dtype):
     store = open_store(store_path(quantization))
-    monkeypatch.setattr("batchgen.runtime.store._PIECE_BYTES", 1000)
+    monkeypatch.setattr("batchgen.models.weight_store._PIECE_BYTES", 1000)
     for file in store.files:
         for extent in file.extents.values():
             stored = read_extent(file, extent)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.rope import RopeConfig
+from batchgen.models.rope import RopeConfig
 
 ARCHITECTURES = {
     "OPTForCausalLM": "opt",

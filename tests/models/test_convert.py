@@ -17,12 +17,12 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
 from batchgen import commands
-from batchgen.convert import convert, find_or_convert, store_path
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.model_files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
-from batchgen.runtime.checkpoint import open_checkpoint
-from batchgen.runtime.store import open_store
-from batchgen.tokenizer import load_tokenizer
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.convert import convert, find_or_convert, store_path
+from batchgen.models.files import model_identity, read_config, resolve_for_planning, resolve_model, weight_paths
+from batchgen.models.tokenizer import load_tokenizer
+from batchgen.models.weight_store import open_store
 
 MESSAGES = [{"role": "user", "content": "Which day has two sailings?"}]
 
@@ -170,10 +170,10 @@ import os, shutil, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # forked children have no other threads
-from batchgen.convert import convert
-from batchgen.model_files import resolve_model
+from batchgen.models.convert import convert
+from batchgen.models.files import resolve_model
 from batchgen.core.errors import InputError
-from batchgen.runtime.store import open_store
+from batchgen.models.weight_store import open_store
 from test_convert import content
 
 files, reference, target = resolve_model(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])

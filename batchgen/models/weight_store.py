@@ -2,7 +2,7 @@
 
 A file's tensors come in extents: contiguous stretches of whole 4096-byte blocks, one right after the other, that can be
 read on their own or several in one request, each with its checksum. Here is what a store holds and how it is read;
-`batchgen/convert.py` writes it.
+`batchgen/models/convert.py` writes it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import STORE_MANIFEST, read_store_manifest
-from batchgen.runtime.store_format import (
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import STORE_MANIFEST, read_store_manifest
+from batchgen.models.store_format import (
     EMBEDDINGS_FILE,
     HEAD_FILE,
     Extent,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
+from batchgen.models.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
 # Of the mean: no channel is given up, as other text may use it.

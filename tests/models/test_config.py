@@ -14,8 +14,8 @@ import transformers
 from tiny_models import FAMILIES, make_tiny_model
 
 from batchgen.core.errors import InputError
-from batchgen.model_config import ARCHITECTURES, ModelConfig, RopeConfig
-from batchgen.model_files import ModelFiles, read_config
+from batchgen.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from batchgen.models.files import ModelFiles, read_config
 
 CLASSES = {
     "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
@@ -311,7 +311,7 @@ def test_values_of_the_wrong_kind_are_input_errors(tmp_path):
 
 def test_neither_torch_nor_transformers_is_imported():
     code = (
-        "import sys, batchgen.model_config, batchgen.model_files;"
+        "import sys, batchgen.models.config, batchgen.models.files;"
         "assert not {'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_tiny_model, write_tiny_gguf
 
 from batchgen.core.errors import InputError
-from batchgen.model_files import read_config, resolve_model
-from batchgen.runtime.checkpoint import dummy_checkpoint, open_checkpoint
-from batchgen.weight_headers import read_gguf_header
+from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.headers import read_gguf_header
 
 VARIANTS = [
     ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),  # as OPT-350m
@@ -117,7 +117,7 @@ def test_tensors_are_those_saved(tmp_path, family, overrides, max_shard_size):
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_are_converted(tmp_path, monkeypatch, stored, wanted):
     # pieces much smaller than a tensor, and no divisor of its size
-    monkeypatch.setattr("batchgen.runtime.checkpoint._CHUNK_VALUES", 1000)
+    monkeypatch.setattr("batchgen.models.checkpoint._CHUNK_VALUES", 1000)
     model = make_tiny_model("llama", tmp_path, dtype=stored)
     assert f"torch.{read_config(resolve_model(str(tmp_path))).dtype}" == str(stored)
     assert_loads(tmp_path, model, wanted)
@@ -146,8 +146,8 @@ def test_memory_is_about_one_layer(tmp_path):
     make_tiny_model("llama", tmp_path, vocab_size=256, num_key_value_heads=16, **wide)
     code = f"""
 import resource, torch
-from batchgen.model_files import resolve_model
-from batchgen.runtime.checkpoint import open_checkpoint
+from batchgen.models.files import resolve_model
+from batchgen.models.checkpoint import open_checkpoint
 checkpoint = open_checkpoint(resolve_model({str(tmp_path)!r}))
 checkpoint.load_layer(0, torch.bfloat16)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -271,7 +271,7 @@ def gguf_reference(model, tensor_type: str):
     ],
 )
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides, tensor_type):
-    monkeypatch.setattr("batchgen.runtime.checkpoint._CHUNK_VALUES", 5000)
+    monkeypatch.setattr("batchgen.models.checkpoint._CHUNK_VALUES", 5000)
     model = make_tiny_model(family, tmp_path, **overrides)
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type=tensor_type)
@@ -422,11 +422,11 @@ def test_dummy_weights_have_the_real_shapes(tmp_path, family, overrides):
 def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
     from dataclasses import replace
 
-    from test_model_config import LLAMA_8B
+    from test_config import LLAMA_8B
 
-    from batchgen.model_config import ModelConfig
+    from batchgen.models.config import ModelConfig
 
-    monkeypatch.setattr("batchgen.runtime.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
+    monkeypatch.setattr("batchgen.models.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
     config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300

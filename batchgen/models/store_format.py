@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT4
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
 TENSOR_ALIGNMENT = 64

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import InputError
-from batchgen.model_config import ModelConfig
-from batchgen.model_files import ModelFiles, read_config, weight_tensors
-from batchgen.runtime.store import load_extent, open_store
-from batchgen.weight_headers import TensorInfo
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, read_config, weight_tensors
+from batchgen.models.headers import TensorInfo
+from batchgen.models.weight_store import load_extent, open_store
 
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]

