@@ -29,8 +29,8 @@ from batchgen.planner.profile_timing import FULL, last_level_cache_bytes
 from batchgen.planner.profile_transfer import disk_rates
 from batchgen.planner.search import Problem, settings
 from batchgen.planner.setting import Setting
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence
+from batchgen.runtime.scheduling.sequence import Sequence
 
 _KV_BLOCK = 16
 _VOCAB = 1024  # the head is not what is looked at

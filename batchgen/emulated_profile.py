@@ -41,7 +41,7 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
     """Seconds per byte of pieces that cross a link throttled to this rate; None: as fast as it is."""
     import torch
 
-    from batchgen.runtime.transfer import Link, untouched
+    from batchgen.runtime.memory.transfers import Link, untouched
 
     link = Link(bytes_per_s)
     size = _MOST_BYTES if bytes_per_s is None else int(min(_MOST_BYTES, max(_LEAST_BYTES, bytes_per_s * _PIECE_S)))
@@ -60,8 +60,8 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
 
 def handover_s() -> float:
     """Seconds for a computation to learn that a Step of another lane has ended."""
-    from batchgen.runtime.lanes import Lanes
-    from batchgen.runtime.schedule import Step
+    from batchgen.runtime.steps.graph import Step
+    from batchgen.runtime.steps.threads import Lanes
 
     times: list[float] = []
     lanes = Lanes(lambda step: times.append(time.perf_counter()))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from batchgen.constraint import check_grammar
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
@@ -18,10 +17,11 @@ from batchgen.generation import Generation
 from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
 from batchgen.models.files import read_config, resolve_model
 from batchgen.prefetch import Prefetch
-from batchgen.runtime.adaptation import Adaptation, Change, Measured
-from batchgen.runtime.scheduler import Scheduler
-from batchgen.runtime.scheduling import kv_pools, scheduler_limits
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.grammar import check_grammar
+from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
+from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
+from batchgen.runtime.scheduling.scheduler import Scheduler
+from batchgen.runtime.scheduling.sequence import Sequence
 from batchgen.scoring import Scoring
 
 if TYPE_CHECKING:

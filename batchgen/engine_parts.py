@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from batchgen.constraint import Grammars
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.models.config import ModelConfig
+from batchgen.runtime.grammar import Grammars
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

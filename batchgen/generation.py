@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from batchgen.constraint import Grammar
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import (
     Completion,
@@ -20,8 +19,9 @@ from batchgen.core.request import (
     cut_overlong,
 )
 from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.runtime.scheduling import longest_sequence
-from batchgen.runtime.sequence import PENDING, Sequence
+from batchgen.runtime.grammar import Grammar
+from batchgen.runtime.scheduling.from_policy import longest_sequence
+from batchgen.runtime.scheduling.sequence import PENDING, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -49,7 +49,7 @@ from batchgen.planning import (
 )
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
-from batchgen.runtime.trace import TraceWriter
+from batchgen.runtime.steps.trace import TraceWriter
 from batchgen.scoring import encode_all, encode_pairs
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchgen.constraint import check_grammar
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
 from batchgen.engine import ON_OVERLONG
+from batchgen.runtime.grammar import check_grammar
 
 TASKS = ("generate", "score")
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.constraint import Grammars
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import BatchgenError, InputError
@@ -33,13 +32,14 @@ from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.planner.profile_transfer import make_offload_dir
+from batchgen.runtime.grammar import Grammars
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.models.weight_store import WeightStore
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.lanes import OnStep
-    from batchgen.runtime.weights import WeightHomes
+    from batchgen.runtime.memory.weights import WeightHomes
+    from batchgen.runtime.steps.threads import OnStep
 
 BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
@@ -236,12 +236,12 @@ def load_parts(
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.runtime.batch import pack
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.kv_cache import KVCache, kv_shape
+    from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+    from batchgen.runtime.memory.transfers import Arena, Link
+    from batchgen.runtime.memory.weights import Weights
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.scheduling import splitter
+    from batchgen.runtime.scheduling.from_policy import splitter
     from batchgen.runtime.scorer import Scorer
-    from batchgen.runtime.transfer import Arena, Link
-    from batchgen.runtime.weights import Weights
 
     # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
     held_bytes = process_bytes()
@@ -373,8 +373,8 @@ def warm_up(
 ) -> None:
     """Has a device do once what it is going to do, with rows such as the policy is for. sampling: of most rows."""
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.scheduler import Scheduler
-    from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits
+    from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits
+    from batchgen.runtime.scheduling.scheduler import Scheduler
     from batchgen.runtime.warm_up import dummy_sweeps
 
     sweeps = dummy_sweeps(
@@ -393,7 +393,7 @@ def warm_up(
 
 def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
     """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
-    from batchgen.runtime.weights import WeightHomes
+    from batchgen.runtime.memory.weights import WeightHomes
 
     spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
     layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))

@@ -123,7 +123,7 @@ def _sampling_logits_per_s(device: str) -> float:
     import torch
 
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.sequence import Sequence
+    from batchgen.runtime.scheduling.sequence import Sequence
 
     sequences = [Sequence(i, i, 0, [1], SamplingParams()) for i in range(64)]
     logits = torch.randn(len(sequences), _VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
@@ -142,7 +142,7 @@ def _load_bytes_per_s() -> float:
 
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.files import resolve_model
-    from batchgen.runtime.weights import WeightHomes, Weights
+    from batchgen.runtime.memory.weights import WeightHomes, Weights
 
     width, vocab = 1024, 8192
     shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}

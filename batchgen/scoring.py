@@ -21,8 +21,8 @@ from batchgen.core.request import (
 )
 from batchgen.engine_parts import EngineParts, EngineStats
 from batchgen.generation import ENCODE_CHUNK, check_vocabulary
-from batchgen.runtime.scheduling import longest_sequence
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.scheduling.from_policy import longest_sequence
+from batchgen.runtime.scheduling.sequence import Sequence
 from batchgen.score_paths import Path, Place, paths_of, windows_of
 
 if TYPE_CHECKING:

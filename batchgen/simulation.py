@@ -16,12 +16,12 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import plan_memory
 from batchgen.planning import longest_tokens, most_kv_tokens, process_share
-from batchgen.runtime.schedule import Sweeps
-from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
-from batchgen.runtime.scheduling import kv_pools, longest_sequence, scheduler_limits, splitter
-from batchgen.runtime.sequence import Sequence
-from batchgen.runtime.simulate import OnStep, Simulator, Timeline
-from batchgen.runtime.trace import TraceWriter
+from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
+from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.steps.graph import Sweeps
+from batchgen.runtime.steps.simulator import OnStep, Simulator, Timeline
+from batchgen.runtime.steps.trace import TraceWriter
 from batchgen.step_costs import BatchLoad, StepCosts, load_of, streams_of
 
 

@@ -25,11 +25,11 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Stage
 from batchgen.planner.setting import BATCHGEN, Setting, Shares
-from batchgen.runtime.extents import runs_of
-from batchgen.runtime.gpu_batches import place
-from batchgen.runtime.schedule import BatchFlow, Step, Streams
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import home_of
+from batchgen.runtime.scheduling.extents import runs_of
+from batchgen.runtime.scheduling.micro_batches import place
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence
+from batchgen.runtime.scheduling.sequence import home_of
+from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
 _NOTHING_PLACED = Shares(*[0] * 13)
 
@@ -49,7 +49,7 @@ class Attended:
 class BatchLoad:
     """What one GPU batch of a sweep computes and moves, in each layer.
 
-    attended: by place (`gpu_batches.place`); in layers with a sliding window, where no prefix is shared, `windowed`.
+    attended: by place (`micro_batches.place`); in layers with a sliding window, where no prefix is shared, `windowed`.
     sampled: sequences that reach their last token; asked: rows of logits. host_blocks: KV blocks that come from the host's
     pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.

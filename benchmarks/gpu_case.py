@@ -33,7 +33,7 @@ from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
 from batchgen.planner.memory import plan_memory
 from batchgen.report import engine_account
-from batchgen.runtime.trace import TraceWriter
+from batchgen.runtime.steps.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
 PLANNER = ("pulp", "highspy")

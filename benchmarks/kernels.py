@@ -24,7 +24,7 @@ from batchgen.ops import cpp as kernels
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.report import versions
-from batchgen.runtime.transfer import untouched
+from batchgen.runtime.memory.transfers import untouched
 
 HERE = Path(__file__).parent
 BLOCK = 16

@@ -27,7 +27,6 @@ ELSEWHERE = {
     "calibration": "profiler",
     "cli_options": "cli",
     "commands": "cli",
-    "constraint": "runtime",
     "convert_command": "job",
     "emulated_profile": "profiler",
     "engine_parts": "engine",
@@ -114,7 +113,7 @@ def test_triton_is_imported_where_a_card_is_used_and_nowhere_else():
 
 def test_llguidance_is_imported_where_there_is_a_grammar_and_nowhere_else():
     users = {p.name for p in PACKAGE.rglob("*.py") if "import llguidance" in p.read_text()}
-    assert users == {"constraint.py"}
+    assert users == {"grammar.py"}
     code = "import sys, batchgen.engine, batchgen.runtime.sampler, batchgen.commands\nsys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -132,7 +131,7 @@ def test_only_what_helm_itself_loads_needs_helm():
 
 def test_planning_and_scheduling_need_no_torch():
     code = (
-        "import sys, batchgen, batchgen.commands, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduler, batchgen.runtime.batch\n"
+        "import sys, batchgen, batchgen.commands, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduling.scheduler, batchgen.runtime.batch\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

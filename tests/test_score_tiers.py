@@ -17,7 +17,7 @@ from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine import Engine
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.scheduler import Scheduler
+from batchgen.runtime.scheduling.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,11 +28,11 @@ from batchgen.planner.cost import head_lanes, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Counts
 from batchgen.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
-from batchgen.runtime.lanes import Lanes
-from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import Sequence
-from batchgen.runtime.simulate import Simulator, simulate
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence
+from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.steps.simulator import Simulator, simulate
+from batchgen.runtime.steps.threads import Lanes
 from batchgen.simulation import made_up_rows, simulate_job, trace_plan
 from batchgen.step_costs import StepCosts, load_of, streams_of
 

@@ -17,11 +17,11 @@ from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make
 
 import batchgen
 from batchgen.commands import cli
-from batchgen.constraint import Grammars
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.output.run_directory import errors_path
-from batchgen.runtime.block_manager import BlockManager
+from batchgen.runtime.grammar import Grammars
+from batchgen.runtime.scheduling.block_manager import BlockManager
 
 PERSON = {
     "type": "object",

@@ -29,7 +29,7 @@ from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.schedule import KINDS
+from batchgen.runtime.steps.graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.models.config import ARCHITECTURES
-from batchgen.runtime.schedule import KINDS
-from batchgen.runtime.sequence import CLASSES
+from batchgen.runtime.scheduling.sequence import CLASSES
+from batchgen.runtime.steps.graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,11 +16,11 @@ from batchgen.ops.attention_plan import (
     order_sequences,
     plan_attention,
 )
-from batchgen.runtime.extents import runs_of
-from batchgen.runtime.gpu_batches import place
-from batchgen.runtime.schedule import BatchFlow
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import PENDING, Asked, Sequence, home_of
+from batchgen.runtime.scheduling.extents import runs_of
+from batchgen.runtime.scheduling.micro_batches import place
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence
+from batchgen.runtime.scheduling.sequence import PENDING, Asked, Sequence, home_of
+from batchgen.runtime.steps.graph import BatchFlow
 
 PLACES = ("resident", "staged", "delegated")
 

@@ -18,9 +18,9 @@ from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
-from batchgen.runtime.schedule import LANES
-from batchgen.runtime.streams import STREAMS
-from batchgen.runtime.transfer import tensor_over
+from batchgen.runtime.memory.transfers import tensor_over
+from batchgen.runtime.steps.graph import LANES
+from batchgen.runtime.steps.streams import STREAMS
 
 _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around
@@ -211,7 +211,7 @@ COPY_BYTES = 16 << 20
 
 
 class CudaLink:
-    """Copies from one memory to another on the current stream, as `transfer.Link`, but behind the caller's back: what is
+    """Copies from one memory to another on the current stream, as `transfers.Link`, but behind the caller's back: what is
     copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then."""
 
     def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:

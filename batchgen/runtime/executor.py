@@ -1,6 +1,6 @@
 """Takes the GPU batches of a sweep through all layers: what each Step does.
 
-The order of Steps and what they wait for is `schedule`'s, running them `lanes`'s. With everything in the compute
+The order of Steps and what they wait for is `steps.graph`'s, running them `steps.threads`'s. With everything in the compute
 device's memory all Steps are in one lane, and this is the plain serial order.
 """
 
@@ -26,19 +26,19 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
-from batchgen.runtime.block_manager import BlockManager
 from batchgen.runtime.graphs import DecodeGraphs, Frame
-from batchgen.runtime.kv_cache import KVCache, Moves, kv_shape
-from batchgen.runtime.lanes import Lanes, OnStep
+from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
+from batchgen.runtime.memory.transfers import Arena, Link
+from batchgen.runtime.memory.weights import WeightHomes, Weights
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.schedule import Step, Sweeps
-from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.sequence import PENDING, Asked
-from batchgen.runtime.streams import Driver, StreamLanes
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.sequence import PENDING, Asked
+from batchgen.runtime.steps.graph import Step, Sweeps
+from batchgen.runtime.steps.streams import Driver, StreamLanes
+from batchgen.runtime.steps.threads import Lanes, OnStep
 from batchgen.runtime.token_table import TokenTable
-from batchgen.runtime.transfer import Arena, Link
 from batchgen.runtime.warm_up import dummy_sweeps
-from batchgen.runtime.weights import WeightHomes, Weights
 
 CPU = torch.device("cpu")
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import download, upload
 from batchgen.ops.sampling import Draws
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)

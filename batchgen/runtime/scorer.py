@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.sequence import Asked, ScoredPosition
+from batchgen.runtime.scheduling.sequence import Asked, ScoredPosition
 
 
 class Scorer:

@@ -8,8 +8,8 @@ from itertools import count
 
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.batch import PackedBatch
-from batchgen.runtime.scheduler import ScheduledSequence, Scheduler
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
+from batchgen.runtime.scheduling.sequence import Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
 _LONG = 640

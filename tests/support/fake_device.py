@@ -27,11 +27,12 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops.host_copy import upload
 from batchgen.runtime import executor as executors
-from batchgen.runtime import kv_cache, token_table
+from batchgen.runtime import token_table
 from batchgen.runtime.cuda import CudaLink
+from batchgen.runtime.memory import kv_cache
+from batchgen.runtime.memory.weights import OUTPUT_MATRIX
 from batchgen.runtime.sampler import Sampled
-from batchgen.runtime.streams import STREAMS, StreamLanes
-from batchgen.runtime.weights import OUTPUT_MATRIX
+from batchgen.runtime.steps.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
 DEVICE = torch.device("cpu", 0)

@@ -21,8 +21,8 @@ from batchgen.loading import load_parts, needs_store
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
-from batchgen.runtime.lanes import Lanes
-from batchgen.runtime.schedule import LANES, Step
+from batchgen.runtime.steps.graph import LANES, Step
+from batchgen.runtime.steps.threads import Lanes
 
 GIB = 1 << 30
 BUDGETS = {"gpu": GIB, "cpu": 4 * GIB, "disk": GIB}

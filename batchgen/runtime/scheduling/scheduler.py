@@ -3,7 +3,7 @@
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
 sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
-later sweep (`projection`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
+later sweep (`admission`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
 expected, the youngest sequence gives way and is run again later.
 
 A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
@@ -19,10 +19,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from batchgen.runtime.block_manager import BlockManager, Place
-from batchgen.runtime.extents import ExtentManager
-from batchgen.runtime.projection import Growth, Projection
-from batchgen.runtime.sequence import CLASSES, Sequence, home_of
+from batchgen.runtime.scheduling.admission import Growth, Projection
+from batchgen.runtime.scheduling.block_manager import BlockManager, Place
+from batchgen.runtime.scheduling.extents import ExtentManager
+from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, home_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from fake_device import FakeDevice, PlayedLanes
 
 from batchgen.runtime import cuda
-from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
-from batchgen.runtime.streams import LAUNCH, STREAMS
+from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.steps.streams import LAUNCH, STREAMS
 
 EVERYTHING = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True, delegated=True, hidden_on_host=True)
 

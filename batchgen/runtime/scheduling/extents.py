@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from batchgen.runtime.block_manager import Place
+from batchgen.runtime.scheduling.block_manager import Place
 
 
 class ExtentManager:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 from batchgen.core.plan import MemoryPlan, Policy
-from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.extents import ExtentManager
-from batchgen.runtime.gpu_batches import place, split_batches
-from batchgen.runtime.scheduler import ScheduledSequence, SchedulerLimits
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.extents import ExtentManager
+from batchgen.runtime.scheduling.micro_batches import place, split_batches
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, SchedulerLimits
 
 
 def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from batchgen.core.errors import BatchgenError, one_line
-from batchgen.runtime.schedule import LANES, Step
+from batchgen.runtime.steps.graph import LANES, Step
 
 # (step, start, end) in seconds of time.perf_counter; called from any lane's thread, one at a time.
 OnStep = Callable[[Step, float, float], None]

@@ -28,8 +28,8 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
-from batchgen.runtime.schedule import KV_SLOTS
-from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer
+from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
+from batchgen.runtime.steps.graph import KV_SLOTS
 
 _serial = itertools.count()
 

@@ -24,8 +24,8 @@ from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.ops.quant import row_bytes
-from batchgen.runtime.schedule import HEAD_SLOTS, WEIGHT_SLOTS, Streams
-from batchgen.runtime.transfer import Arena, Link, as_buffer
+from batchgen.runtime.memory.transfers import Arena, Link, as_buffer
+from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 
 Tensors = dict[str, ops.Weight]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from batchgen.runtime.scheduler import ScheduledSequence
-from batchgen.runtime.sequence import home_of
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence
+from batchgen.runtime.scheduling.sequence import home_of
 
 ORDERS = ("even", "neo")
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 import pytest
 
 from batchgen.core.errors import BatchgenError
-from batchgen.runtime.lanes import Lanes
-from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.steps.threads import Lanes
 
 STREAMS = Streams(True, (True, True, False), (True, False, False), head_pieces=3)
 DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)

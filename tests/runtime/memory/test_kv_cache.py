@@ -13,8 +13,8 @@ import torch
 from batchgen.core.errors import BatchgenError
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.batch import Run, Staging
-from batchgen.runtime.kv_cache import KVCache, kv_shape
-from batchgen.runtime.transfer import Arena, Link
+from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.transfers import Arena, Link
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
 # K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and 4-bit ones, do not fill whole disk blocks.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.runtime.schedule import LANES, Step
+from batchgen.runtime.steps.graph import LANES, Step
 
 
 class TraceWriter:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchgen.core.errors import BatchgenError
-from batchgen.runtime.transfer import Arena, Link, Prefault, as_buffer, untouched
+from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer, untouched
 
 MIB = 1 << 20
 

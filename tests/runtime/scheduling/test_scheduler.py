@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from batchgen.core.plan import KV_CLASSES
 from batchgen.core.request import SamplingParams
-from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.extents import ExtentManager
-from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.sequence import CLASSES, Sequence, home_of
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.extents import ExtentManager
+from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, home_of
 
 BLOCK = 4
 

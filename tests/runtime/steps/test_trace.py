@@ -7,10 +7,10 @@ import os
 import pytest
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.runtime.lanes import Lanes
-from batchgen.runtime.schedule import LANES, BatchFlow, Step, Streams, Sweeps
-from batchgen.runtime.simulate import simulate
-from batchgen.runtime.trace import TraceWriter
+from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
+from batchgen.runtime.steps.simulator import simulate
+from batchgen.runtime.steps.threads import Lanes
+from batchgen.runtime.steps.trace import TraceWriter
 
 STREAMS = Streams(True, (True, True), (True, False), head_pieces=2)
 EVERY = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True, delegated=True, hidden_on_host=True)

@@ -1,4 +1,4 @@
-"""Carries out Steps on paper: the same Steps as `lanes` and by the same rules, in seconds that are given. No torch.
+"""Carries out Steps on paper: the same Steps as `threads` and by the same rules, in seconds that are given. No torch.
 
 A Step of another lane is issued when the computation before it in order has ended, as `Lanes.execute` does; it starts
 when its lane is free and all it waits for have ended.
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from batchgen.runtime.schedule import LANES, Step
+from batchgen.runtime.steps.graph import LANES, Step
 
 Seconds = Callable[[Step], float]
 OnStep = Callable[[Step, float, float], None]  # (step, start, end)

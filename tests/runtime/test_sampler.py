@@ -11,7 +11,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.ops import dispatch as ops
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import Sequence
 
 VOCAB = 500
 

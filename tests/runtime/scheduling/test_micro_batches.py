@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.core.request import SamplingParams
-from batchgen.runtime.block_manager import BlockManager
-from batchgen.runtime.gpu_batches import place, split_batches, staged_blocks
-from batchgen.runtime.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
-from batchgen.runtime.sequence import Sequence, home_of
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.micro_batches import place, split_batches, staged_blocks
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.sequence import Sequence, home_of
 
 BLOCK = 4
 

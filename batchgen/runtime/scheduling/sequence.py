@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchgen.constraint import Constraint
 from batchgen.core.plan import KV_CLASSES, KV_HOMES
 from batchgen.core.request import SamplingParams
+from batchgen.runtime.grammar import Constraint
 
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1

@@ -2,7 +2,7 @@
 
 A launch returns long before its work is done. The caller's thread launches all Steps of `compute`, `h2d` and `d2h` in their
 order; the device itself waits, stream for stream, and for the host's lanes at gates: counters in host memory of how many Steps a
-lane has ended. Disk and CPU attention have threads of their own, as in `lanes`, which wait for the device by its events. So the
+lane has ended. Disk and CPU attention have threads of their own, as in `threads`, which wait for the device by its events. So the
 launching thread waits for nothing but room: it stays a few layers ahead at most, as what is launched holds memory, and a few
 Steps, as streams hold a limited number of operations.
 """
@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from batchgen.runtime.lanes import Lanes, OnStep
-from batchgen.runtime.schedule import Step
+from batchgen.runtime.steps.graph import Step
+from batchgen.runtime.steps.threads import Lanes, OnStep
 
 if TYPE_CHECKING:
     import torch

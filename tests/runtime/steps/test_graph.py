@@ -11,7 +11,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.runtime.schedule import (
+from batchgen.runtime.steps.graph import (
     HIDDEN_SLOTS,
     LANES,
     BatchFlow,

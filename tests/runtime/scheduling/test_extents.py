@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.runtime.extents import ExtentManager, runs_of
+from batchgen.runtime.scheduling.extents import ExtentManager, runs_of
 
 OPS = st.lists(
     st.tuples(st.sampled_from(["enter", "grow", "leave"]), st.integers(0, 30), st.integers(1, 12)), max_size=60

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from batchgen.runtime.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.sequence import home_of
+from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.sequence import home_of
 
 _WINDOW_SWEEPS = 8  # measured together
 _SATURATED, _WAITING = 0.9, 0.05  # shares of a window's time

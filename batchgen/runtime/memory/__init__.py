@@ -1,0 +1,1 @@
+"""Weights and KV over the tiers, and what passes between them."""
