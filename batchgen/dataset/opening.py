@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.dataset.csv_reader import csv_source
 from batchgen.dataset.dataset import Dataset
-from batchgen.dataset.datasets_reader import datasets_source, hub_source, saved_source
 from batchgen.dataset.files import EXTENSIONS, find_files, format_of
-from batchgen.dataset.json_reader import json_source, looks_like_openai, openai_source
-from batchgen.dataset.parquet_reader import parquet_source
+from batchgen.dataset.readers.csv import csv_source
+from batchgen.dataset.readers.datasets import datasets_source, hub_source, saved_source
+from batchgen.dataset.readers.json import json_source, looks_like_openai, openai_source
+from batchgen.dataset.readers.parquet import parquet_source
 from batchgen.dataset.source import FORMATS, Source
 
 

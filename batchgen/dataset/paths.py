@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.dataset.datasets_reader import files_behind
+from batchgen.dataset.readers.datasets import files_behind
 
 
 @dataclass(frozen=True)
