@@ -25,7 +25,7 @@ FINGERPRINT = {
     "sampling": {"temperature": 0.0, "stop": ("a", "b")},
     "limit": None,
 }
-SUPPORT = Path(__file__).parent / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 PYTHONPATH = {"PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
 
 

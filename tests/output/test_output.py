@@ -318,7 +318,7 @@ def test_a_million_rows_join_in_flat_memory(tmp_path):
         folder = tmp_path / str(num_rows)
         folder.mkdir()
         command = [sys.executable, "-c", _JOIN_MANY, str(folder), str(num_rows)]
-        path = f"{Path(__file__).parent / 'support'}:{Path(__file__).parent.parent}"
+        path = f"{Path(__file__).parents[1] / 'support'}:{Path(__file__).parents[2]}"
         done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)
         peak_kib, join_s = done.stdout.split()
         peaks_mib[num_rows] = int(peak_kib) / 1024
