@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ScoreRequest,
         TokenLogprob,
     )
-    from batchgen.engine import Engine
+    from batchgen.engine.engine import Engine
     from batchgen.job import run
     from batchgen.with_datasets import MapFunction, run_dataset
 
@@ -52,7 +52,7 @@ __all__ = [
 # Where names are from. They are imported when first asked for: the command line must be able to take a Ctrl-C before, and --help
 # must not wait for them.
 _HOMES = {
-    "batchgen.engine": ("Engine",),
+    "batchgen.engine.engine": ("Engine",),
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped"),
     "batchgen.job": ("run",),
     "batchgen.core.request": (

@@ -13,12 +13,12 @@ from batchgen.core.plan import Plan
 from batchgen.core.request import Request
 from batchgen.core.units import format_seconds
 from batchgen.core.workload import uniform_workload
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineStats
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import resolve_context, resolve_dtype
+from batchgen.engine.parts import EngineStats
 from batchgen.job import load_engine, tracing
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options
-from batchgen.loading import resolve_context, resolve_dtype
 from batchgen.models.files import ModelFiles, read_config, resolve_model, without_weights
 from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchgen.core.device import parse_device
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.loading import resolve_dtype
+from batchgen.engine.loader import resolve_dtype
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.progress import Progress

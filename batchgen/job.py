@@ -21,12 +21,13 @@ from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.core.workload import Workload
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineStats
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.parts import EngineStats
+from batchgen.engine.scoring import encode_all, encode_pairs
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import RequestSource, open_source
-from batchgen.loading import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
@@ -50,7 +51,6 @@ from batchgen.planning import (
 from batchgen.progress import Counts, Progress
 from batchgen.report import make_report, write_report
 from batchgen.runtime.steps.trace import TraceWriter
-from batchgen.scoring import encode_all, encode_pairs
 from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
 if TYPE_CHECKING:

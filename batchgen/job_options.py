@@ -10,7 +10,7 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
-from batchgen.engine import ON_OVERLONG
+from batchgen.engine.engine import ON_OVERLONG
 from batchgen.runtime.grammar import check_grammar
 
 TASKS = ("generate", "score")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineParts
+from batchgen.engine.engine import Engine
+from batchgen.engine.parts import EngineParts
 from batchgen.models.config import ModelConfig
 from batchgen.models.tokenizer import NoText
 from batchgen.planner.profile import Overheads

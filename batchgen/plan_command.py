@@ -15,10 +15,10 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.emulated_profile import emulated_profile
+from batchgen.engine.loader import resolve_context, resolve_dtype, store_bytes
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
 from batchgen.job_source import open_source
-from batchgen.loading import resolve_context, resolve_dtype, store_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline

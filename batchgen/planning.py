@@ -21,8 +21,7 @@ from batchgen.core.plan import TIERS, Plan
 from batchgen.core.units import format_bytes, parse_bytes, size_bytes
 from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile
-from batchgen.job_options import JobOptions
-from batchgen.loading import (
+from batchgen.engine.loader import (
     BLOCK_SIZE,
     TYPICAL_PROCESS_BYTES,
     existing_store,
@@ -30,6 +29,7 @@ from batchgen.loading import (
     resolve_budgets,
     store_bytes,
 )
+from batchgen.job_options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir
 from batchgen.overheads import measure_overheads

@@ -19,7 +19,7 @@ from batchgen.output.run_directory import Run, errors_path
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
-    from batchgen.engine import Engine
+    from batchgen.engine.engine import Engine
     from batchgen.job_options import JobOptions
     from batchgen.job_source import RequestSource
 
@@ -73,7 +73,7 @@ def make_report(
 
 def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
     """What an engine did, was planned to do and ran on, as JSON values. None: there was nothing to run."""
-    from batchgen.engine_parts import EngineStats
+    from batchgen.engine.parts import EngineStats
 
     stats = engine.stats if engine else EngineStats()
     tokens = stats.prompt_tokens + stats.generated_tokens

@@ -21,7 +21,7 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     import datasets
 
-    from batchgen.engine import Engine
+    from batchgen.engine.engine import Engine
 
 ENGINE_OPTIONS = (
     "dtype", "device", "cpu_memory", "admission", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
@@ -183,7 +183,7 @@ class MapFunction:
     def _engine_here(self) -> Engine:
         """This process's engine: a fork has none of its parent's threads."""
         if self._engine is None or self._process != os.getpid():
-            from batchgen.engine import Engine
+            from batchgen.engine.engine import Engine
 
             self._engine, self._process = (
                 Engine(self._model, sampling=self._sampling, **self._engine_options),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
 from batchgen.core.workload import Lengths, Workload
-from batchgen.scoring import encode_all, paths_to_run, tokens_of
+from batchgen.engine.scoring import encode_all, paths_to_run, tokens_of
 
 if TYPE_CHECKING:
     from batchgen.dataset import Dataset

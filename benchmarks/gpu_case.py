@@ -26,8 +26,8 @@ from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
-from batchgen.loading import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
@@ -48,8 +48,8 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig, dt
             " (--policy resident, cpu or streamed)"
         )
     from batchgen.core.workload import uniform_workload
+    from batchgen.engine.loader import resolve_context
     from batchgen.job_options import JobOptions
-    from batchgen.loading import resolve_context
     from batchgen.planner.lp import Allowed
     from batchgen.planning import machine_of, plan_job, problem_of, request_of
 

@@ -93,9 +93,9 @@ PARTS: dict[str, Part] = {
     "machine": Part((str(HERE / "gpu_rates.py"), "--output", str(RATES)), 40, RATES),
     "build": Part((), 90),
     "tests-kernels": _tests(390, "tests/ops/test_triton.py"),
-    "tests-engine": _tests(120, "tests/test_gpu_engine.py"),
-    "tests-policies": _tests(280, "tests/test_tiers.py"),
-    "tests-scores": _tests(180, "tests/test_score_tiers.py"),
+    "tests-engine": _tests(120, "tests/engine/test_gpu_engine.py"),
+    "tests-policies": _tests(280, "tests/engine/test_tiers.py"),
+    "tests-scores": _tests(180, "tests/engine/test_scoring_tiers.py"),
     "profile": Part((str(HERE / "gpu_profile.py"), "--output", str(PROFILE)), 80, PROFILE),
     # Everything on the GPU: decode sweeps are captured graphs.
     "llama-8b, all on the GPU": _llama("resident", "--gpu-memory", "48GiB"),

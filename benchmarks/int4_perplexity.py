@@ -26,9 +26,9 @@ import numpy as np
 from batchgen.core.device import Device
 from batchgen.core.dtypes import INT4
 from batchgen.core.request import ScoreRequest
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineParts
-from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.parts import EngineParts
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer

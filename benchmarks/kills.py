@@ -79,7 +79,7 @@ class Board:
 def watched_batchgen(arguments: list[str], board_path: str) -> None:
     """`batchgen *arguments` in this process, which notes its progress on a board."""
     from batchgen import cli
-    from batchgen.engine import Engine
+    from batchgen.engine.engine import Engine
     from batchgen.output.part_writer import PartWriter
     from batchgen.output.run_directory import Run
 
@@ -159,7 +159,6 @@ class Account:
     moments: list[int] = field(default_factory=lambda: [0] * _BINS)
     exit_codes: dict[int, int] = field(default_factory=dict)
 
-
     def ended(self, code: int) -> None:
         self.exit_codes[code] = self.exit_codes.get(code, 0) + 1
 
@@ -221,7 +220,9 @@ class Campaign:
         self.complete(arguments(self.folder / f"{name}-first.parquet"))  # converts what has to be
         seen = self.complete(arguments(whole))
         sweep_s = (seen.finishing_s - seen.started_s) / seen.sweeps
-        return Tier(name, arguments, pq.read_table(whole), seen.sweeps, sweep_s, (seen.finished_s - seen.finishing_s) / sweep_s)
+        return Tier(
+            name, arguments, pq.read_table(whole), seen.sweeps, sweep_s, (seen.finished_s - seen.finishing_s) / sweep_s
+        )
 
     def trial(self, tier: Tier, how: int, account: Account) -> None:
         """A job that is hit, perhaps again when it goes on, and then run to its end. Raises SystemExit where it ends in another way."""
@@ -347,9 +348,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchgen-kills-") as folder:
-        found = run_campaign(
-            Path(folder), kills=args.kills, interrupts=args.interrupts, seed=args.seed, rows=args.rows
-        )
+        found = run_campaign(Path(folder), kills=args.kills, interrupts=args.interrupts, seed=args.seed, rows=args.rows)
         args.output.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps({name: found[name] for name in ("hits", "mismatches", "moments")}))
         if found["mismatches"]:

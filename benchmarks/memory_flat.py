@@ -39,8 +39,8 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
     import torch
 
     from batchgen.core.plan import MemoryPlan, Policy
-    from batchgen.engine import Engine
-    from batchgen.engine_parts import EngineParts
+    from batchgen.engine.engine import Engine
+    from batchgen.engine.parts import EngineParts
     from batchgen.models.files import read_config
     from batchgen.runtime.batch import pack
     from batchgen.runtime.sampler import sample

@@ -23,7 +23,7 @@ from batchgen.core.device import Device
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile
-from batchgen.loading import process_bytes, store_bytes
+from batchgen.engine.loader import process_bytes, store_bytes
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of

@@ -20,8 +20,8 @@ from random_model import make_model
 from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
-from batchgen.loading import load_parts, needs_store, resolve_budgets
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import load_parts, needs_store, resolve_budgets
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("support", "models", ".")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("support", "models", "engine")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: threads of several would wait for each other

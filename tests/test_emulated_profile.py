@@ -13,7 +13,7 @@ from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.emulated_profile import emulated_profile, piece_times
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
 from batchgen.planner.flow import Stage, stages_of

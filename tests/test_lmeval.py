@@ -338,7 +338,7 @@ def test_rows_that_fail_are_an_error_and_tried_again(llama, tmp_path, monkeypatc
     requests = instances("loglikelihood", [("a b c", " d")])
     model = batchgen_model(llama[0], tmp_path)
     from batchgen.core.request import Scored
-    from batchgen.engine import Engine
+    from batchgen.engine.engine import Engine
 
     def fails(self, requests, **_):
         for index, _ in enumerate(requests):

@@ -20,8 +20,8 @@ from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
-from batchgen.engine import Engine
-from batchgen.loading import weight_homes
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import weight_homes
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import head_lanes, layer_lanes
@@ -499,7 +499,7 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
         assert load_of(batch, block_size=policy.kv_block_size, compute_home="gpu").flow == packed[-1].flow()
         return packed[-1]
 
-    monkeypatch.setattr("batchgen.engine.Prefetch", Eager)
+    monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)
     draw = random.Random(0)
     requests = [
         Request([draw.randrange(5, 500) for _ in range(prompt)], SamplingParams(max_tokens=output, ignore_eos=True))

@@ -342,7 +342,7 @@ def test_a_job_that_was_stopped_goes_on_under_the_same_schema(model, table, tmp_
         jsonschema.validate(json.loads(text), PERSON)
 
     sweeps = itertools.count()
-    schedule = batchgen.engine.Scheduler.schedule
+    schedule = batchgen.engine.engine.Scheduler.schedule
 
     def interrupted(self):
         if next(sweeps) == 150:
@@ -350,7 +350,7 @@ def test_a_job_that_was_stopped_goes_on_under_the_same_schema(model, table, tmp_
         return schedule(self)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(batchgen.engine.Scheduler, "schedule", interrupted)
+        patch.setattr(batchgen.engine.engine.Scheduler, "schedule", interrupted)
         batchgen.run(model, table, parts, **options)
     with pytest.raises(InputError, match=r"sampling\.json_schema"):
         batchgen.run(model, table, parts, **options | {"json_schema": PERSON | {"required": []}})

@@ -213,7 +213,7 @@ def test_bad_use_is_refused_before_the_model_loads(model, monkeypatch):
     def engine(*args, **kwargs):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("batchgen.engine.Engine.__init__", engine)
+    monkeypatch.setattr("batchgen.engine.engine.Engine.__init__", engine)
     data = datasets.Dataset.from_dict(
         {"q": ["a"], "n": [1], "not_text": ["b"], "m": [[{"role": "user", "content": "Hi"}]]}
     )
@@ -352,8 +352,8 @@ model, saved, may_load = sys.argv[1:]
 if may_load == "no":
     def refuse(*args, **kwargs):
         raise AssertionError("the model was loaded")
-    import batchgen.engine
-    batchgen.engine.Engine.__init__ = refuse
+    import batchgen.engine.engine
+    batchgen.engine.engine.Engine.__init__ = refuse
 answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="2GiB")
 rows = datasets.load_from_disk(saved).map(answer, batched=True, batch_size=3)
 print(json.dumps([Hasher.hash(answer), rows["text"][:], rows._fingerprint]))

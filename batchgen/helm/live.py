@@ -32,7 +32,7 @@ class LiveEngine:
     """options: "model", "seed", and others of `batchgen.Engine`. The model is loaded with the first rows. Raises InputError."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        from batchgen.engine import Engine
+        from batchgen.engine.engine import Engine
 
         known = set(inspect.signature(Engine).parameters) - {"sampling", "on_load"} | {"seed"}
         for name in options:
@@ -73,7 +73,7 @@ class LiveEngine:
 
     def _results(self, rows) -> dict[str, dict[str, Any]]:
         from batchgen.core.request import Request, SamplingParams, ScoreRequest
-        from batchgen.engine import Engine
+        from batchgen.engine.engine import Engine
 
         if self._engine is None:
             self._engine = Engine(**self._options)

@@ -21,10 +21,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from batchgen._version import __version__
 from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError, one_line
+from batchgen.engine.loader import resolve_context, resolve_dtype
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
-from batchgen.loading import resolve_context, resolve_dtype
 from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
 

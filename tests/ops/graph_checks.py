@@ -9,8 +9,8 @@ from triton_device import DEVICE
 
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineParts
+from batchgen.engine.engine import Engine
+from batchgen.engine.parts import EngineParts
 from batchgen.models.checkpoint import dummy_checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.tokenizer import NoText

@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, MODELS
 
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.models.checkpoint import dummy_checkpoint
 from batchgen.runtime import cuda, executor, graphs
 

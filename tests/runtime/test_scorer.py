@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.core.request import SamplingParams
+from batchgen.engine.token_tree import paths_of, windows_of
 from batchgen.runtime.scheduling.sequence import Asked, Sequence
 from batchgen.runtime.scorer import Scorer
-from batchgen.score_paths import paths_of, windows_of
 
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
 

@@ -22,7 +22,7 @@ import torch
 from fake_memory import HOST, FakeMemory
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from batchgen.engine_parts import EngineParts
+from batchgen.engine.parts import EngineParts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops.host_copy import upload

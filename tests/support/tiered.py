@@ -15,9 +15,9 @@ import pytest
 from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
-from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.loading import load_parts, needs_store
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import load_parts, needs_store
+from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
-from batchgen.loading import warm_up
+from batchgen.engine.loader import warm_up
 from batchgen.ops import dispatch as ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")

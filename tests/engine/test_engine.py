@@ -56,7 +56,7 @@ def test_a_chunk_of_tokens_at_a_time_gives_the_same_tokens(tiny_models, family, 
     rows = [Request(ids) for ids in prompts(12)]
     tokens = {}
     for count in (1 << 20, 7):
-        monkeypatch.setattr("batchgen.loading.chunk_tokens", lambda *_, count=count, **__: count)
+        monkeypatch.setattr("batchgen.engine.loader.chunk_tokens", lambda *_, count=count, **__: count)
         tokens[count] = [c.samples[0].token_ids for c in generate(path, rows)[0]]
     assert tokens[7] == tokens[1 << 20]
 

@@ -8,12 +8,12 @@ import pytest
 from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
-from batchgen import loading
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.machine import resident_bytes
 from batchgen.core.request import ScoreRequest
 from batchgen.core.units import parse_bytes
-from batchgen.engine import Engine
+from batchgen.engine import loader as loading
+from batchgen.engine.engine import Engine
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +72,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations in host memory are
     tensors too, and have their own reservation there; so does the output matrix's result, where it comes in pieces."""
     if chunk:
-        for module in ("planner.memory", "loading"):
+        for module in ("planner.memory", "engine.loader"):
             monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
     model = tiny_models(family, **WIDE[family])[0]
     fields = {"gpu_batch_size": 12, "num_gpu_batches": 3, "share_prefixes": False} | POLICIES[kind]

@@ -24,10 +24,10 @@ from tiered import (
 )
 from tiny_models import FAMILIES, MODELS
 
-from batchgen import loading
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
+from batchgen.engine import loader as loading
+from batchgen.engine.engine import Engine
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.steps.graph import KINDS
 

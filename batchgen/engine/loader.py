@@ -26,7 +26,7 @@ from batchgen.core.machine import (
 from batchgen.core.plan import TIERS, MemoryPlan, Policy, spread_layers
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
-from batchgen.engine_parts import EngineParts
+from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest

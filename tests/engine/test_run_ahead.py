@@ -10,13 +10,13 @@ import threading
 from dataclasses import dataclass, replace
 
 import pytest
-from test_score import check as check_scores
+from test_scoring import check as check_scores
 from tiered import CPU, make_parts, make_policy
 from tiny_models import MODELS
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
-from batchgen.engine import Engine
-from batchgen.generation import ENCODE_CHUNK
+from batchgen.engine.engine import Engine
+from batchgen.engine.generation import ENCODE_CHUNK
 from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.token_table import TokenTable
 

@@ -19,11 +19,11 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.generation import ENCODE_CHUNK, check_vocabulary
+from batchgen.engine.generation import ENCODE_CHUNK, check_vocabulary
+from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.engine.token_tree import Path, Place, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import Sequence
-from batchgen.score_paths import Path, Place, paths_of, windows_of
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import resolve_model
 from batchgen.models.weight_store import open_store

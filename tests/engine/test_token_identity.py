@@ -14,7 +14,7 @@ from tiny_models import MODELS
 
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.request import Request, SamplingParams
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.models.config import ARCHITECTURES
 from batchgen.runtime.scheduling.sequence import CLASSES
 from batchgen.runtime.steps.graph import KINDS

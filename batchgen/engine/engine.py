@@ -12,17 +12,17 @@ from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
-from batchgen.engine_parts import EngineParts, EngineStats
-from batchgen.generation import Generation
-from batchgen.loading import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.generation import Generation
+from batchgen.engine.loader import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.engine.prefetch import Prefetch
+from batchgen.engine.scoring import Scoring
 from batchgen.models.files import read_config, resolve_model
-from batchgen.prefetch import Prefetch
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
 from batchgen.runtime.scheduling.scheduler import Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence
-from batchgen.scoring import Scoring
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine_parts import EngineParts, EngineStats
+from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import PENDING, Sequence

@@ -8,14 +8,14 @@ import torch
 from fake_device import ORDERS, FakeDevice, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_score import CLOSE, check, tokens
+from test_scoring import CLOSE, check, tokens
 from test_tiers import VARIANTS, any_policy, random_case
 from thorough import quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduling.scheduler import Scheduler
 

@@ -1,0 +1,1 @@
+"""The engine: requests in, completions or scores out."""
