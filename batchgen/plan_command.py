@@ -14,7 +14,6 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
-from batchgen.emulated_profile import emulated_profile
 from batchgen.engine.loader import resolve_context, resolve_dtype, store_bytes
 from batchgen.job_files import check_files
 from batchgen.job_options import JobOptions, check_options, seconds
@@ -33,6 +32,7 @@ from batchgen.planning import (
     request_of,
     what_if,
 )
+from batchgen.profiler.emulated import emulated_profile
 from batchgen.progress import Progress
 from batchgen.simulation import trace_plan
 from batchgen.workload_sample import measure_workload

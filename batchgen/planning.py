@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment
 from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
@@ -20,7 +19,6 @@ from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
 from batchgen.core.units import format_bytes, parse_bytes, size_bytes
 from batchgen.core.workload import Workload
-from batchgen.emulated_profile import emulated_profile
 from batchgen.engine.loader import (
     BLOCK_SIZE,
     TYPICAL_PROCESS_BYTES,
@@ -32,12 +30,14 @@ from batchgen.engine.loader import (
 from batchgen.job_options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir
-from batchgen.overheads import measure_overheads
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed
-from batchgen.planner.profile_cache import load_or_measure
 from batchgen.planner.search import Candidate, Problem, search
-from batchgen.planner.shipped import shipped_profile, shipped_profiles
+from batchgen.profiler.cache import load_or_measure
+from batchgen.profiler.calibration import at_this_moment, calibrated, disk_at_this_moment
+from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.overheads import measure_overheads
+from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.

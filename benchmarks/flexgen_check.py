@@ -22,7 +22,7 @@ from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.planner.setting import FLEXGEN, RuntimeModel, Setting, Shares
-from batchgen.planner.shipped import shipped_profile
+from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
 GIB = 1 << 30

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from batchgen.core.errors import InputError
-from batchgen.overheads import measure_overheads
-from batchgen.planner.profile import check_measurable, measure
+from batchgen.profiler.measure import check_measurable, measure
+from batchgen.profiler.overheads import measure_overheads
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.models.config import ModelConfig
-from batchgen.planner.profile_timing import available_cores
+from batchgen.profiler.timing import available_cores
 from batchgen.report import versions
 
 HERE = Path(__file__).parent

@@ -18,15 +18,15 @@ from typing import Any
 
 from tier_runs import model_in, prompts, run, write
 
-from batchgen.calibration import disk_at_this_moment
 from batchgen.core.device import Device
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
-from batchgen.emulated_profile import emulated_profile
 from batchgen.engine.loader import process_bytes, store_bytes
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
+from batchgen.profiler.calibration import disk_at_this_moment
+from batchgen.profiler.emulated import emulated_profile
 from batchgen.simulation import simulate_job
 
 MIB = 1 << 20

@@ -453,7 +453,7 @@ def test_packages_of_no_use_are_out_of_reach_in_a_rehearsal(tmp_path):
 
 
 def test_profiles_are_measured_without_gguf(monkeypatch):
-    from batchgen import overheads
+    from batchgen.profiler import overheads
 
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert overheads._gguf_load_bytes_per_s() is None

@@ -307,7 +307,7 @@ def test_mistakes_get_one_clear_line(model, opt_30b, table, tmp_path, args, word
     empty, unusable, profile = tmp_path / "empty.parquet", tmp_path / "unusable.parquet", tmp_path / "profile.json"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
     pq.write_table(pa.table({"prompt": pa.array([None, ""], pa.string())}), unusable)
-    from batchgen.planner.shipped import shipped_profile
+    from batchgen.profiler.shipped import shipped_profile
 
     profile.write_text(json.dumps(shipped_profile("zen4").to_json() | {"dram_bytes_per_s": -1}))
     names = {"TABLE": table, "EMPTY": empty, "UNUSABLE": unusable, "BADPROFILE": profile, "CONFIG": opt_30b}

@@ -16,7 +16,6 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.explain import make_plan
 from batchgen.planner.search import search
-from batchgen.planner.shipped import shipped_profile, shipped_profiles
 from batchgen.planning import (
     PlanRequest,
     find_hardware,
@@ -29,6 +28,7 @@ from batchgen.planning import (
     runnable,
     what_if,
 )
+from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 CPU, EMULATED = Device("cpu"), Device("emulated", GIB)
 SMALL = opt(1024, 12, 16)

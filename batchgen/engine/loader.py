@@ -31,7 +31,7 @@ from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
-from batchgen.planner.profile_transfer import make_offload_dir
+from batchgen.profiler.transfer import make_offload_dir
 from batchgen.runtime.grammar import Grammars
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from planner_cases import cpu_box
 
-from batchgen import calibration
-from batchgen.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.models.config import ModelConfig
-from batchgen.planner.profile_transfer import DiskRates
-from batchgen.planner.shipped import shipped_profile
+from batchgen.profiler import calibration
+from batchgen.profiler.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
+from batchgen.profiler.shipped import shipped_profile
+from batchgen.profiler.transfer import DiskRates
 
 TINY = ModelConfig.from_hf(
     {

@@ -16,8 +16,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.machine import available_memory_bytes, instruction_set, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.planner.profile_timing import FULL, Device, Effort, available_cores
-from batchgen.planner.profile_transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate, make_offload_dir
+from batchgen.profiler.timing import FULL, Device, Effort, available_cores
+from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate, make_offload_dir
 
 DEVICES = ("cpu", "cuda")
 _TABLES = (
@@ -142,7 +142,7 @@ def add_int4(
     effort: Effort = FULL,
 ) -> HardwareProfile:
     """A profile of this machine with the rates of 4-bit weights and KV, beside computing in `dtype`, merged in."""
-    from batchgen.planner.profile_compute import measure_decode_attention, measure_int4, subjects_of
+    from batchgen.profiler.compute import measure_decode_attention, measure_int4, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
@@ -214,7 +214,7 @@ def _compute_rates(
     device: str, dtypes: Sequence[str], model: ModelConfig | None, effort: Effort, watch: _Stopwatch
 ) -> tuple[ComputeRates, ComputeRates | None]:
     """(cpu, gpu). Beside a GPU, of the CPU only decode attention matters."""
-    from batchgen.planner.profile_compute import measure_compute, measure_decode_attention, subjects_of
+    from batchgen.profiler.compute import measure_compute, measure_decode_attention, subjects_of
 
     subjects = subjects_of(device, effort, model)
     cpu = gpu = ComputeRates()

@@ -21,7 +21,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
-from batchgen.planner.profile_timing import Device, Effort, Trial, pieces
+from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
 # Calls a measurement under the name it has for people, and returns its result.
 Timed = Callable[[str, Callable[[], Any]], Any]

@@ -15,7 +15,7 @@ from batchgen.planner.cost import bounds, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Allowed, Counts
 from batchgen.planner.search import Problem, search, settings
-from batchgen.planner.shipped import shipped_profile
+from batchgen.profiler.shipped import shipped_profile
 
 GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
 NEO = Allowed(weight_tiers=("gpu",), kv_classes=("gpu", "cpu"))

@@ -20,7 +20,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import InputError
-from batchgen.planner.profile_timing import Device, Effort, Trial
+from batchgen.profiler.timing import Device, Effort, Trial
 
 _REQUEST_BYTES = 8 << 20
 _IN_FLIGHT = 4

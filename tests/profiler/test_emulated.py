@@ -12,7 +12,6 @@ from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
-from batchgen.emulated_profile import emulated_profile, piece_times
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
@@ -20,6 +19,7 @@ from batchgen.planner.flow import Stage, stages_of
 from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Problem, predicted_s, search, settings
 from batchgen.planner.setting import NO_OVERLAP
+from batchgen.profiler.emulated import emulated_profile, piece_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

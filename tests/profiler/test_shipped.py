@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.planner.shipped import shipped_profile, shipped_profiles
+from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 NAMES = ("a100", "a10g", "h100", "h200", "rtx3090", "t4", "zen4")
 GPU_NAMES = tuple(name for name in NAMES if name != "zen4")
@@ -27,7 +27,7 @@ DATASHEET = {
 PCIE_BYTES_PER_S = {"t4": 15.75e9, "a10g": 31.5e9, "rtx3090": 31.5e9, "a100": 31.5e9, "h100": 63e9, "h200": 63e9}
 TOKENS = (1, 2, 4, 10, 16, 50, 64, 128, 256, 700, 1024, 4096, 30_000)
 GROUPS = (1, 2, 4, 7, 8, 16)
-PAGE = Path(__file__).parents[1] / "docs" / "hardware_profiles.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hardware_profiles.md"
 
 
 def half(name):

@@ -22,12 +22,14 @@ from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.machine import available_memory_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import quant
-from batchgen.planner import profile as profile_module
-from batchgen.planner import profile_compute, profile_timing, profile_transfer
-from batchgen.planner.profile import Overheads, add_dtypes, add_int4, measure
-from batchgen.planner.profile_cache import load_or_measure, profile_path
-from batchgen.planner.profile_timing import Device, Effort, Trial, last_level_cache_bytes, pieces
-from batchgen.planner.profile_transfer import copy_rates, disk_rates
+from batchgen.profiler import compute as profile_compute
+from batchgen.profiler import measure as profile_module
+from batchgen.profiler import timing as profile_timing
+from batchgen.profiler import transfer as profile_transfer
+from batchgen.profiler.cache import load_or_measure, profile_path
+from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, measure
+from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
+from batchgen.profiler.transfer import copy_rates, disk_rates
 
 TINY = Effort(
     widths=(32, 64),
@@ -432,8 +434,8 @@ class TestCache:
             return call
 
         load.measured, load.overheads, load.notes = [], [], []
-        monkeypatch.setattr("batchgen.planner.profile_cache.measure", counted(whole))
-        monkeypatch.setattr("batchgen.planner.profile_cache.add_dtypes", counted(further))
+        monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
+        monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
         return load
 
     def kept(self, tmp_path):
@@ -533,7 +535,7 @@ class TestCache:
         target = tmp_path / "cache" / "profiles" / "cpu.json"
         writer = (
             "import sys; from pathlib import Path; from batchgen.core.hardware import read_profile;"
-            "from batchgen.planner.profile_cache import _keep;"
+            "from batchgen.profiler.cache import _keep;"
             f"profile = read_profile({str(source)!r});"
             f"[_keep(profile, Path({str(target)!r}), sys.exit) for _ in range(200)]"
         )

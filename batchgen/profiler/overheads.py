@@ -16,7 +16,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import ModelConfig
 from batchgen.models.tokenizer import NoText
-from batchgen.planner.profile import Overheads
+from batchgen.profiler.measure import Overheads
 
 _MANY = 128  # sequences
 _LAYERS = 9

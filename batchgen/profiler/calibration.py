@@ -25,10 +25,10 @@ from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
 from batchgen.planner.flow import Stage
-from batchgen.planner.profile_timing import FULL, last_level_cache_bytes
-from batchgen.planner.profile_transfer import disk_rates
 from batchgen.planner.search import Problem, settings
 from batchgen.planner.setting import Setting
+from batchgen.profiler.timing import FULL, last_level_cache_bytes
+from batchgen.profiler.transfer import disk_rates
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import Sequence
 

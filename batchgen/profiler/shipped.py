@@ -12,7 +12,7 @@ from importlib import resources
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 
-_FOLDER = resources.files("batchgen.planner") / "profiles"
+_FOLDER = resources.files("batchgen.profiler") / "profiles"
 
 
 def shipped_profiles() -> tuple[str, ...]:

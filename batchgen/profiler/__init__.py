@@ -1,0 +1,1 @@
+"""Measures a machine into a HardwareProfile; profiles that ship with the package."""
