@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from batchgen.engine.engine import Engine
-    from batchgen.job import run
+    from batchgen.job.run import run
     from batchgen.with_datasets import MapFunction, run_dataset
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "batchgen.engine.engine": ("Engine",),
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped"),
-    "batchgen.job": ("run",),
+    "batchgen.job.run": ("run",),
     "batchgen.core.request": (
         "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
         "TokenLogprob",

@@ -47,8 +47,8 @@ def run(**options: Any) -> None:
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 130 interrupted.
     """
     keep(lambda: _before_rows(options["output"]))
-    from batchgen.job import JobOptions, run_job
-    from batchgen.report import summary
+    from batchgen.job.report import summary
+    from batchgen.job.run import JobOptions, run_job
 
     report = run_job(JobOptions(**_sampling_apart(options)))
     if options["report"] == "-":
@@ -69,8 +69,8 @@ def plan(**options: Any) -> None:
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    from batchgen.job_options import JobOptions
-    from batchgen.plan_command import PlanOptions, run_plan
+    from batchgen.job.options import JobOptions
+    from batchgen.job.plan import PlanOptions, run_plan
 
     options = _sampling_apart(options)
     own = {f.name: options.pop(f.name) for f in fields(PlanOptions) if f.name in options}
@@ -85,8 +85,8 @@ def bench(**options: Any) -> None:
 
     With --load-format dummy a model's config.json is enough: weights of that shape are made up.
     """
-    from batchgen.bench import BenchOptions, run_bench, summary
-    from batchgen.job_options import JobOptions
+    from batchgen.job.bench import BenchOptions, run_bench, summary
+    from batchgen.job.options import JobOptions
 
     options = _sampling_apart(options)
     own = {f.name: options.pop(f.name) for f in fields(BenchOptions) if f.name in options}
@@ -100,7 +100,7 @@ def bench(**options: Any) -> None:
 @with_options(PROFILE_OPTIONS)
 def profile(**options: Any) -> None:
     """Measure what this machine can do: matrix products, attention, memory, disk. Kept for later plans."""
-    from batchgen.plan_command import run_profile
+    from batchgen.job.plan import run_profile
 
     for line in run_profile(**options):
         click.echo(line)
@@ -114,7 +114,7 @@ def convert(**options: Any) -> None:
     Can be interrupted at any time: the same command goes on, checks what is there and repairs it.
     """
     keep(lambda: "the same command goes on from there")
-    from batchgen.convert_command import run_convert
+    from batchgen.job.convert import run_convert
 
     click.echo(run_convert(**options))
 

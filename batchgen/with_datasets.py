@@ -46,7 +46,7 @@ def run_dataset(
     """
     import datasets
 
-    from batchgen.job import run
+    from batchgen.job.run import run
 
     if output is not None and Path(output).suffix.lower() != ".arrow":
         raise InputError(f"output must end in .arrow, which datasets can map into memory, not {Path(output).name!r}")

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 import batchgen
+from batchgen.job.report import versions
 from batchgen.models.files import resolve_model
-from batchgen.report import versions
 
 HERE = Path(__file__).parent
 

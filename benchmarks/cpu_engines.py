@@ -32,11 +32,11 @@ from peers.workloads import WORKLOADS, Workload, random_rows, work
 
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.units import parse_bytes
+from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.profiler.timing import FULL, available_cores
 from batchgen.profiler.transfer import dram_read_rate
-from batchgen.report import versions
 
 HERE = Path(__file__).parent
 BATCHGEN = "batchgen"

@@ -28,11 +28,11 @@ from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
+from batchgen.job.report import engine_account
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
 from batchgen.planner.memory import plan_memory
-from batchgen.report import engine_account
 from batchgen.runtime.steps.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
@@ -49,9 +49,9 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig, dt
         )
     from batchgen.core.workload import uniform_workload
     from batchgen.engine.loader import resolve_context
-    from batchgen.job_options import JobOptions
+    from batchgen.job.options import JobOptions
+    from batchgen.job.planning import machine_of, plan_job, problem_of, request_of
     from batchgen.planner.lp import Allowed
-    from batchgen.planning import machine_of, plan_job, problem_of, request_of
 
     job = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,

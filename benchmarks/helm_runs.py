@@ -40,8 +40,8 @@ from peers.helm_side import (
     write_questions,
 )
 
+from batchgen.job.report import versions
 from batchgen.models.files import resolve_model
-from batchgen.report import versions
 
 HERE = Path(__file__).parent
 RESTAURANTS = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"

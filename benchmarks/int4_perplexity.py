@@ -29,10 +29,10 @@ from batchgen.core.request import ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import in_memory_policy, load_parts, resolve_budgets
 from batchgen.engine.parts import EngineParts
+from batchgen.job.report import versions
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
-from batchgen.report import versions
 
 HERE = Path(__file__).parent
 DTYPE = "float32"

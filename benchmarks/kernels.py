@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from batchgen.core import dtypes as formats
 from batchgen.core.machine import keep_freed_memory
+from batchgen.job.report import versions
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
-from batchgen.report import versions
 from batchgen.runtime.memory.transfers import untouched
 
 HERE = Path(__file__).parent

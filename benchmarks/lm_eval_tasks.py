@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from peers.bfloat16_files import write_directory
 
+from batchgen.job.report import versions
 from batchgen.models.files import cache_dir, resolve_model
-from batchgen.report import versions
 
 HERE = Path(__file__).parent
 TASKS = ("listings_match", "listings_address", "listings_perplexity")

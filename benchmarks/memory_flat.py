@@ -90,8 +90,8 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
 
 def run_one(model: str, rows: int, folder: Path) -> dict:
     """The job with a stubbed network, in this process; returns rows, peak bytes and seconds."""
-    from batchgen import job
     from batchgen.core.request import SamplingParams
+    from batchgen.job import run as job
 
     source, output = folder / "in.parquet", folder / "out.parquet"
     write_input(source, rows)

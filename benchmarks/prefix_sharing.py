@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 import batchgen
 from batchgen.cli_options import read_job_file
-from batchgen.report import versions
+from batchgen.job.report import versions
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats" / "job.toml"

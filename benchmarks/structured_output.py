@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 import batchgen
 from batchgen.core.request import Completion, Request, SamplingParams
-from batchgen.report import versions
+from batchgen.job.report import versions
 
 HERE = Path(__file__).parent
 ENTRIES = HERE.parent / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"

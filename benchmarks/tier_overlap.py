@@ -19,11 +19,11 @@ from tier_runs import model_in, prompts, run, write
 from batchgen.core.device import Device
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
+from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
+from batchgen.job.simulation import simulate_job
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
-from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.profiler.emulated import emulated_profile
-from batchgen.simulation import simulate_job
 
 GIB = 1 << 30
 PROMPT, OUTPUT = 16, 64

@@ -22,12 +22,12 @@ from batchgen.core.device import Device
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes, store_bytes
+from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
+from batchgen.job.simulation import simulate_job
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.planner.lp import Allowed
-from batchgen.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.profiler.calibration import disk_at_this_moment
 from batchgen.profiler.emulated import emulated_profile
-from batchgen.simulation import simulate_job
 
 MIB = 1 << 20
 PROMPT, OUTPUT = 128, 32

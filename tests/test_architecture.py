@@ -23,21 +23,9 @@ BELOW = {
 NO_ROOM = {"", "__main__", "_version"}
 # Modules that are elsewhere than in their room.
 ELSEWHERE = {
-    "bench": "job",
     "cli_options": "cli",
     "commands": "cli",
-    "convert_command": "job",
-    "job_files": "job",
-    "job_options": "job",
-    "job_source": "job",
-    "plan_command": "job",
-    "planning": "job",
-    "progress": "job",
-    "report": "job",
-    "simulation": "job",
-    "step_costs": "job",
     "with_datasets": "hf_datasets",
-    "workload_sample": "job",
 }
 # Imports against the order that are left to mend. None is added; one that is mended is taken out here.
 AGAINST = {

@@ -83,21 +83,21 @@ def patched(name: str, sign: str, after: int, arguments: list[str]) -> None:
 
 
 PHASES = {
-    "model": ("batchgen.job:resolve_model", 0, 0),
-    "input": ("batchgen.job_source:open_dataset", 0, 0),
+    "model": ("batchgen.job.run:resolve_model", 0, 0),
+    "input": ("batchgen.job.source:open_dataset", 0, 0),
     "identity of the input": ("batchgen.dataset.dataset:Dataset.identity", 0, 0),
     "tokenizer": ("batchgen.models.tokenizer:load_tokenizer", 0, 0),
     "run directory": ("batchgen.output.run_directory:_lock", 0, 0),
-    "workload": ("batchgen.job:measure_workload", 0, 0),
-    "profile": ("batchgen.planning:find_hardware", 0, 0),
+    "workload": ("batchgen.job.run:measure_workload", 0, 0),
+    "profile": ("batchgen.job.planning:find_hardware", 0, 0),
     "solver": ("pulp:HiGHS.actualSolve", 0, 0),
-    "weights": ("batchgen.job:load_parts", 0, 0),
+    "weights": ("batchgen.job.run:load_parts", 0, 0),
     "first sweep": ("batchgen.engine.engine:Engine._launch", 0, 0),
     "sweeps": ("batchgen.engine.engine:Engine._launch", 14, None),
-    "a row's result": ("batchgen.job:_row_result", 21, 21),
+    "a row's result": ("batchgen.job.run:_row_result", 21, 21),
     "join": ("batchgen.output.run_directory:join", 0, ROWS),
     "rename of the output": ("batchgen.output.run_directory:replace_durably", 0, ROWS),
-    "report": ("batchgen.job:make_report", 0, ROWS),
+    "report": ("batchgen.job.run:make_report", 0, ROWS),
 }
 
 
@@ -133,9 +133,9 @@ def test_what_earlier_runs_finished_is_not_denied(job, tmp_path):
     output, sign, log = tmp_path / "out.parquet", tmp_path / "sign", tmp_path / "log"
     said = []
     for name, after in (
-        ("batchgen.job:_row_result", 9),
-        ("batchgen.job:open_source", 0),
-        ("batchgen.job:load_parts", 0),
+        ("batchgen.job.run:_row_result", 9),
+        ("batchgen.job.run:open_source", 0),
+        ("batchgen.job.run:load_parts", 0),
     ):
         process = start_in_process(patched, [name, str(sign), after, [str(a) for a in job(output)]], log)
         wait_for(sign, process.is_alive)

@@ -95,7 +95,7 @@ def test_the_entry_point_names_the_model():
 
 
 def test_batchgen_does_without_lm_eval():
-    code = "import sys, batchgen.commands, batchgen.job, batchgen.lmeval, batchgen.lmeval.__main__\nsys.exit('lm_eval' in sys.modules)"
+    code = "import sys, batchgen.commands, batchgen.job.run, batchgen.lmeval, batchgen.lmeval.__main__\nsys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from batchgen.cli_options import read_job_file
 from batchgen.core.request import SamplingParams
-from batchgen.job_options import JobOptions
-from batchgen.job_source import open_source
+from batchgen.job.options import JobOptions
+from batchgen.job.source import open_source
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from batchgen.core.errors import InputError
 from batchgen.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds, parse_shard
-from batchgen.progress import Counts, Progress, TokenClock, describe
+from batchgen.job.progress import Counts, Progress, TokenClock, describe
 
 
 @pytest.mark.parametrize(

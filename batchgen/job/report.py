@@ -20,8 +20,8 @@ from batchgen.output.run_directory import Run, errors_path
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
     from batchgen.engine.engine import Engine
-    from batchgen.job_options import JobOptions
-    from batchgen.job_source import RequestSource
+    from batchgen.job.options import JobOptions
+    from batchgen.job.source import RequestSource
 
 
 def versions() -> dict[str, str]:

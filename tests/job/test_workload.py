@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job_options import JobOptions
-from batchgen.job_source import open_source
+from batchgen.job.options import JobOptions
+from batchgen.job.source import open_source
+from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer
-from batchgen.workload_sample import measure_workload
 
 CONTEXT = 512
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")

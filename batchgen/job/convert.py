@@ -8,9 +8,9 @@ from pathlib import Path
 from batchgen.core.device import parse_device
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.engine.loader import resolve_dtype
+from batchgen.job.progress import Progress
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
-from batchgen.progress import Progress
 
 
 def run_convert(*, model: str, output: str, quantization: str, dtype: str, overwrite: bool, progress: str) -> str:

@@ -13,16 +13,16 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
+from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
+from batchgen.job.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import plan_memory
-from batchgen.planning import longest_tokens, most_kv_tokens, process_share
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence
 from batchgen.runtime.steps.graph import Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator, Timeline
 from batchgen.runtime.steps.trace import TraceWriter
-from batchgen.step_costs import BatchLoad, StepCosts, load_of, streams_of
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from batchgen.bench import BenchOptions, run_bench
 from batchgen.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
-from batchgen.job_options import JobOptions
+from batchgen.job.bench import BenchOptions, run_bench
+from batchgen.job.options import JobOptions
 from batchgen.models.files import model_identity, read_config, without_weights
 
 
@@ -108,7 +108,7 @@ def test_the_command(tiny_models, tmp_path, monkeypatch):
     assert CliRunner().invoke(cli, [*args, "--prompt-column", "x"]).exit_code == 2
 
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "throughput"
+RECIPE = Path(__file__).parents[2] / "recipes" / "throughput"
 
 
 @pytest.mark.parametrize(

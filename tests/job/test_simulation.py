@@ -22,19 +22,19 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import weight_homes
+from batchgen.job.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
+from batchgen.job.simulation import made_up_rows, simulate_job, trace_plan
+from batchgen.job.step_costs import StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import head_lanes, layer_lanes
 from batchgen.planner.flow import Stage
 from batchgen.planner.lp import Counts
-from batchgen.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import Sequence
 from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.steps.simulator import Simulator, simulate
 from batchgen.runtime.steps.threads import Lanes
-from batchgen.simulation import made_up_rows, simulate_job, trace_plan
-from batchgen.step_costs import StepCosts, load_of, streams_of
 
 
 def step(number, lane, *after, kind="work", sweep=0):
@@ -419,7 +419,7 @@ def test_a_plans_trace_has_the_lanes_of_a_run(tmp_path):
 def test_no_torch_is_needed():
     import subprocess
 
-    code = "import sys, batchgen.simulation; sys.exit('torch' in sys.modules)"
+    code = "import sys, batchgen.job.simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -14,10 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import commands, planning
+from batchgen import commands
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import Plan
-from batchgen.planning import read_plan
+from batchgen.job import planning
+from batchgen.job.planning import read_plan
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")

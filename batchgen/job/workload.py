@@ -14,7 +14,7 @@ from batchgen.engine.scoring import encode_all, paths_to_run, tokens_of
 
 if TYPE_CHECKING:
     from batchgen.dataset import Dataset
-    from batchgen.job_source import RequestSource
+    from batchgen.job.source import RequestSource
     from batchgen.models.tokenizer import Tokenizer
 
 # Neighbouring rows often share a prefix, far ones differ in length: several stretches of rows are read.

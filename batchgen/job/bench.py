@@ -16,15 +16,15 @@ from batchgen.core.workload import uniform_workload
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import resolve_context, resolve_dtype
 from batchgen.engine.parts import EngineStats
-from batchgen.job import load_engine, tracing
-from batchgen.job_files import check_files
-from batchgen.job_options import JobOptions, check_options
+from batchgen.job.files import check_files
+from batchgen.job.options import JobOptions, check_options
+from batchgen.job.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
+from batchgen.job.progress import Counts, Progress
+from batchgen.job.report import engine_account, write_report
+from batchgen.job.run import load_engine, tracing
 from batchgen.models.files import ModelFiles, read_config, resolve_model, without_weights
 from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
-from batchgen.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
-from batchgen.progress import Counts, Progress
-from batchgen.report import engine_account, write_report
 
 LOAD_FORMATS = ("auto", "dummy")
 

@@ -27,7 +27,7 @@ from batchgen.engine.loader import (
     resolve_budgets,
     store_bytes,
 )
-from batchgen.job_options import JobOptions
+from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir
 from batchgen.planner.explain import make_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths, is_in, same_file
-from batchgen.job_options import JobOptions
+from batchgen.job.options import JobOptions
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
 # What is read of a model's folder.

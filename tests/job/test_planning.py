@@ -8,15 +8,13 @@ from functools import partial
 import pytest
 from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
 
-from batchgen import planning
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.explain import make_plan
-from batchgen.planner.search import search
-from batchgen.planning import (
+from batchgen.job import planning
+from batchgen.job.planning import (
     PlanRequest,
     find_hardware,
     loading_s,
@@ -28,6 +26,8 @@ from batchgen.planning import (
     runnable,
     what_if,
 )
+from batchgen.planner.explain import make_plan
+from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 CPU, EMULATED = Device("cpu"), Device("emulated", GIB)

@@ -13,8 +13,8 @@ import batchgen
 from batchgen.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
-from batchgen.job_files import check_files
-from batchgen.job_options import JobOptions
+from batchgen.job.files import check_files
+from batchgen.job.options import JobOptions
 from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert
 from batchgen.models.files import resolve_model

@@ -15,14 +15,9 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.engine.loader import resolve_context, resolve_dtype, store_bytes
-from batchgen.job_files import check_files
-from batchgen.job_options import JobOptions, check_options, seconds
-from batchgen.job_source import open_source
-from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
-from batchgen.planner.explain import compare, explain, frontier_lines, headline
-from batchgen.planner.search import Problem
-from batchgen.planning import (
+from batchgen.job.files import check_files
+from batchgen.job.options import JobOptions, check_options, seconds
+from batchgen.job.planning import (
     PlanRequest,
     find_hardware,
     loading_s,
@@ -32,10 +27,15 @@ from batchgen.planning import (
     request_of,
     what_if,
 )
+from batchgen.job.progress import Progress
+from batchgen.job.simulation import trace_plan
+from batchgen.job.source import open_source
+from batchgen.job.workload import measure_workload
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
+from batchgen.planner.explain import compare, explain, frontier_lines, headline
+from batchgen.planner.search import Problem
 from batchgen.profiler.emulated import emulated_profile
-from batchgen.progress import Progress
-from batchgen.simulation import trace_plan
-from batchgen.workload_sample import measure_workload
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
 _STARTUP_S = 5.0

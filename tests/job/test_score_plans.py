@@ -14,17 +14,17 @@ from batchgen import commands
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job_options import JobOptions
-from batchgen.job_source import open_source
+from batchgen.job.options import JobOptions
+from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.job.simulation import memory_of, simulate_job
+from batchgen.job.source import open_source
+from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer
 from batchgen.planner.cost import head_lanes
 from batchgen.planner.flow import stages_of
 from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.search import search
-from batchgen.planning import PlanRequest, plan_job, problem_of
-from batchgen.simulation import memory_of, simulate_job
-from batchgen.workload_sample import measure_workload
 
 PROMPTS = Lengths(tuple(range(50, 300, 10)))
 REQUEST = PlanRequest("model", "float16", 2048)

@@ -25,17 +25,9 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.parts import EngineStats
 from batchgen.engine.scoring import encode_all, encode_pairs
-from batchgen.job_files import check_files
-from batchgen.job_options import JobOptions, check_options, seconds
-from batchgen.job_source import RequestSource, open_source
-from batchgen.models.config import ModelConfig
-from batchgen.models.convert import find_or_convert
-from batchgen.models.files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
-from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import Run, open_run
-from batchgen.output.score_result import ScoreResult
-from batchgen.planner.explain import headline
-from batchgen.planning import (
+from batchgen.job.files import check_files
+from batchgen.job.options import JobOptions, check_options, seconds
+from batchgen.job.planning import (
     loading_s,
     longest_tokens,
     machine_of,
@@ -48,10 +40,18 @@ from batchgen.planning import (
     request_of,
     runnable,
 )
-from batchgen.progress import Counts, Progress
-from batchgen.report import make_report, write_report
+from batchgen.job.progress import Counts, Progress
+from batchgen.job.report import make_report, write_report
+from batchgen.job.source import RequestSource, open_source
+from batchgen.job.workload import UNKNOWN_ROWS, NoUsableRow, measure_workload
+from batchgen.models.config import ModelConfig
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import ModelFiles, cache_dir, model_identity, read_config, resolve_model
+from batchgen.output.row_result import RowResult
+from batchgen.output.run_directory import Run, open_run
+from batchgen.output.score_result import ScoreResult
+from batchgen.planner.explain import headline
 from batchgen.runtime.steps.trace import TraceWriter
-from batchgen.workload_sample import UNKNOWN_ROWS, NoUsableRow, measure_workload
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer

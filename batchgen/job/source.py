@@ -17,7 +17,7 @@ from batchgen.output.join import output_schema
 
 if TYPE_CHECKING:
     from batchgen.dataset.prompts import PromptSpec
-    from batchgen.job_options import JobOptions
+    from batchgen.job.options import JobOptions
 
 
 class DoneRows(Protocol):

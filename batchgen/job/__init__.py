@@ -1,0 +1,1 @@
+"""A job: its options, its plan, its run and its report."""
