@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from batchgen.engine.engine import Engine
+    from batchgen.hf_datasets import MapFunction, run_dataset
     from batchgen.job.run import run
-    from batchgen.with_datasets import MapFunction, run_dataset
 
 __all__ = [
     "BatchgenError",
@@ -59,7 +59,7 @@ _HOMES = {
         "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",
         "TokenLogprob",
     ),
-    "batchgen.with_datasets": ("MapFunction", "run_dataset"),
+    "batchgen.hf_datasets": ("MapFunction", "run_dataset"),
 }  # fmt: skip
 _LAZY = {name: home for home, names in _HOMES.items() for name in names}
 

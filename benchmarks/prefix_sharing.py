@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 import batchgen
-from batchgen.cli_options import read_job_file
+from batchgen.cli.options import read_job_file
 from batchgen.job.report import versions
 
 HERE = Path(__file__).parent

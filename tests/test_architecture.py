@@ -21,12 +21,6 @@ BELOW = {
     "job": (*PARTS, "engine", "profiler"),
 } | dict.fromkeys(("cli", "hf_datasets", "lmeval", "helm"), (*PARTS, "engine", "profiler", "job"))
 NO_ROOM = {"", "__main__", "_version"}
-# Modules that are elsewhere than in their room.
-ELSEWHERE = {
-    "cli_options": "cli",
-    "commands": "cli",
-    "with_datasets": "hf_datasets",
-}
 # Imports against the order that are left to mend. None is added; one that is mended is taken out here.
 AGAINST = {
     ("core.machine", "ops._kernels"),
@@ -52,11 +46,7 @@ def imports(path):
 
 def room_of(name):
     """The room of a module, named as within the package; None for what belongs to no room."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in ELSEWHERE:
-            return ELSEWHERE[".".join(parts[:end])]
-    return None if name in NO_ROOM else parts[0]
+    return None if name in NO_ROOM else name.split(".")[0]
 
 
 def against_the_order():
@@ -87,7 +77,7 @@ def test_triton_is_imported_where_a_card_is_used_and_nowhere_else():
 def test_llguidance_is_imported_where_there_is_a_grammar_and_nowhere_else():
     users = {p.name for p in PACKAGE.rglob("*.py") if "import llguidance" in p.read_text()}
     assert users == {"grammar.py"}
-    code = "import sys, batchgen.engine.engine, batchgen.runtime.sampler, batchgen.commands\nsys.exit('llguidance' in sys.modules)"
+    code = "import sys, batchgen.engine.engine, batchgen.runtime.sampler, batchgen.cli.commands\nsys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -104,7 +94,7 @@ def test_only_what_helm_itself_loads_needs_helm():
 
 def test_planning_and_scheduling_need_no_torch():
     code = (
-        "import sys, batchgen, batchgen.commands, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduling.scheduler, batchgen.runtime.batch\n"
+        "import sys, batchgen, batchgen.cli.commands, batchgen.planner.search, batchgen.planner.explain, batchgen.runtime.scheduling.scheduler, batchgen.runtime.batch\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

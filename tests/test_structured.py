@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 import batchgen
-from batchgen.commands import cli
+from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.output.run_directory import errors_path

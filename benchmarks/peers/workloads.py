@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from batchgen.cli_options import read_job_file
+from batchgen.cli.options import read_job_file
 from batchgen.core.request import SamplingParams
 from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source

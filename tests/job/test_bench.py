@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from batchgen.commands import cli
+from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.job.bench import BenchOptions, run_bench

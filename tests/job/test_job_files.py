@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen.commands import cli
+from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
 from batchgen.job.files import check_files

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import commands
+from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import Plan
 from batchgen.job import planning

@@ -15,7 +15,8 @@ from processes import start_batchgen
 from transformers import AutoTokenizer
 
 import batchgen
-from batchgen import InputError, commands
+from batchgen import InputError
+from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError
 
 CLOSE = 1e-4

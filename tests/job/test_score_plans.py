@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from planner_cases import cpu_box, gpu_box, opt
 
-from batchgen import commands
+from batchgen.cli import commands
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload

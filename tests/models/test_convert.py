@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
-from batchgen import commands
+from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert, store_path

@@ -35,7 +35,7 @@ from batchgen.lmeval.model import BatchgenLM
 from batchgen.lmeval.texts import Texts
 from batchgen.models.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TASKS = ROOT / "recipes" / "lm_eval"
 CONTEXT = 128
 NEAR = 1e-3
@@ -95,7 +95,7 @@ def test_the_entry_point_names_the_model():
 
 
 def test_batchgen_does_without_lm_eval():
-    code = "import sys, batchgen.commands, batchgen.job.run, batchgen.lmeval, batchgen.lmeval.__main__\nsys.exit('lm_eval' in sys.modules)"
+    code = "import sys, batchgen.cli.commands, batchgen.job.run, batchgen.lmeval, batchgen.lmeval.__main__\nsys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

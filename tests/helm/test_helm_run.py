@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("helm.benchmark.run")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from peers.helm_side import (  # noqa: E402

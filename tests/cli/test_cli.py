@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen import commands
+from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed

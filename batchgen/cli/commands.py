@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli_options import (
+from batchgen.cli.options import (
     BENCH_OPTIONS,
     CONVERT_OPTIONS,
     JOB_OPTIONS,

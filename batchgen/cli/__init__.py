@@ -11,7 +11,7 @@ from batchgen.core.interrupts import guarded
 def main() -> None:
     """One line and an exit code for whatever goes wrong."""
     with guarded():
-        from batchgen.commands import run_cli
+        from batchgen.cli.commands import run_cli
 
         code = run_cli()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

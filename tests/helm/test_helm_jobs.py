@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import batchgen
-from batchgen.commands import cli
+from batchgen.cli.commands import cli
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.helm.jobs import FILES, Jobs
