@@ -69,7 +69,7 @@ neon: install
 # The tests that need HELM, in an environment of its own: it pins older packages than the others run with. torchvision, which
 # it has for images only, goes again: PyPI's does not work beside a CPU build of torch, and transformers not beside such a one.
 helm-check: $(HELM_VENV)/.installed
-	$(HELM_VENV)/bin/python -m pytest tests/helm/test_helm_rows.py tests/helm/test_helm_jobs.py tests/helm/test_helm_run.py tests/test_helm_recipe.py
+	$(HELM_VENV)/bin/python -m pytest tests/helm/test_helm_rows.py tests/helm/test_helm_jobs.py tests/helm/test_helm_run.py tests/integration/test_helm_recipe.py
 
 $(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
 	test -x $(HELM_VENV)/bin/python || $(PYTHON) -m venv $(HELM_VENV)

@@ -17,7 +17,7 @@ from thorough import only_thorough
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 

@@ -11,7 +11,7 @@ import batchgen
 from batchgen.core.request import Request, SamplingParams
 from batchgen.models.files import resolve_model
 
-ROWS = Path(__file__).parents[1] / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
+ROWS = Path(__file__).parents[2] / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
 TIE = 1e-4  # a difference does not count where the reference's two best logits lie this close
 
 

@@ -15,7 +15,7 @@ import pytest
 from processes import batchgen
 from thorough import only_thorough
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(sys.executable).with_name("batchgen")
 
 

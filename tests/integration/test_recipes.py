@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from thorough import quick_or
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes" / "data_wrangling"
 sys.path.insert(0, str(RECIPES))  # as for a script there
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from processes import start_in_process
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LONG_S = 60  # until then everything may take its time; what hangs would take for ever
 ROWS = 40
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "helm"
 
 spec = importlib.util.spec_from_file_location("_helm_recipe", RECIPE / "run.py")

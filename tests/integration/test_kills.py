@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from thorough import quick_or
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from kills import HOW, TIERS, run_campaign
 
@@ -22,4 +22,6 @@ def test_killed_and_interrupted_in_every_tier(tmp_path):
         assert sum(account["hits"] for account in accounts) >= wanted
         assert sum(account["runs_resumed"] for account in accounts) >= wanted - 1
     interrupted = [found["tiers"][name]["interrupts"] for name in TIERS]
-    assert all(account["rows_run_again"] == 0 for account in interrupted), "an interrupted job saves all that is finished"
+    assert all(account["rows_run_again"] == 0 for account in interrupted), (
+        "an interrupted job saves all that is finished"
+    )
