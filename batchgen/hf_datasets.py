@@ -81,6 +81,9 @@ class MapFunction:
     Raises InputError, before weights are read where possible.
     """
 
+    # As it was called when `datasets` hashed the first of them: the cache of `map` finds their results.
+    __module__ = "batchgen.with_datasets"
+
     def __init__(
         self,
         model: str = "demo",
