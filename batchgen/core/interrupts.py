@@ -86,7 +86,11 @@ class _Guard:
         os.close(self._write)  # the thread reads the end of the file, and ends
 
     def save_and_end(self) -> NoReturn:
-        self._end(self.save())
+        try:
+            kept = self.save()
+        except Exception as error:
+            kept = f"not everything could be saved: {error}"
+        self._end(kept)
 
     def _end(self, kept: str) -> NoReturn:
         """Ends the process; of several threads that want to, the first."""

@@ -21,7 +21,7 @@ from batchgen.models.files import read_config, resolve_model
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
-from batchgen.runtime.scheduling.scheduler import Scheduler
+from batchgen.runtime.scheduling.scheduler import Scheduler, TokenSlots
 from batchgen.runtime.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ class Engine:
         policy = parts.policy
         # Outlives a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
+        self._token_slots = TokenSlots()  # calls may take turns: one may begin while a sweep of another is under way
 
     @property
     def policy(self) -> Policy:
@@ -244,7 +245,7 @@ class Engine:
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
         limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_home)
-        return Scheduler(self._pools, limits, expected_output_len)
+        return Scheduler(self._pools, limits, expected_output_len, self._token_slots)
 
     def _run(
         self,
@@ -278,7 +279,7 @@ class Engine:
             if under_way is not None:
                 with contextlib.suppress(Exception):  # the next sweep would raise it again
                     under_way.wait()
-            for sequence in list(scheduler.running):
+            for sequence in (*scheduler.running, *scheduler.waiting):
                 scheduler.finish(sequence)
 
     def _take_requests(self, source: Prefetch, scheduler: Scheduler, work: Work, under_way: bool) -> Iterator:

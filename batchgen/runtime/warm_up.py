@@ -34,7 +34,9 @@ def dummy_sweeps(
     cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
-    sampled_token: what stands for tokens that are sampled, in the next sweep."""
+    sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises."""
+    if sampling.repetition_penalty != 1.0:
+        sampled_token = 0
     numbers = count()
 
     def rows(num: int, length: int) -> list[Sequence]:

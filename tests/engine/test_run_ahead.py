@@ -201,6 +201,18 @@ def test_an_engine_that_was_stopped_goes_on(parts_of):
     assert [c.samples for c in again] == [c.samples for c in expected]
 
 
+def test_calls_that_take_turns(parts_of):
+    """Another call runs while a sweep of the first one is under way: what that sweep has sampled is still there afterwards."""
+    outer = [Request(p, replace(FREE, max_tokens=4 + 2 * i)) for i, p in enumerate(PROMPTS)]
+    inner = [Request(p[::-1], FREE) for p in PROMPTS[:2]]
+
+    def nested(parts):
+        with Engine.from_parts(parts) as engine:
+            return [(c.samples, [d.samples for d in engine.generate(inner)]) for c in engine.generate(outer)]
+
+    assert nested(Ahead(parts_of()).parts) == nested(parts_of())
+
+
 def test_scores(parts_of, tiny_models):
     ahead = Ahead(parts_of())
     rows = [ScoreRequest(p, ([5, 6, 7], [9], [5, 6, 8, 10]), i) for i, p in enumerate(PROMPTS)]

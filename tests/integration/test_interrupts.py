@@ -224,3 +224,29 @@ def test_a_forked_process_does_not_speak_for_its_parent(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"done\n"), done.stderr
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_save_that_fails_does_not_keep_the_process(stuck):
+    script = f"""
+import signal, threading
+from batchgen.interrupts import guarded, keep
+def fail(): raise OSError("the disk is gone")
+with guarded():
+    keep(fail)
+    if {stuck}:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    print(flush=True)
+    threading.Event().wait()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=LONG_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said == "batchgen: interrupted; not everything could be saved: the disk is gone\n"

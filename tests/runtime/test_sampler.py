@@ -11,7 +11,10 @@ from batchgen.core.request import SamplingParams
 from batchgen.ops import dispatch as ops
 from batchgen.runtime import sampler
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.sequence import PENDING, Sequence
+from batchgen.runtime.warm_up import dummy_sweeps
 
 VOCAB = 500
 
@@ -140,3 +143,17 @@ def test_tokens_and_log_probabilities_come_in_one_copy_each(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: copies.append(self) or tolist(self))
     sample(logits_of(7), of_all_kinds()).tokens()
     assert len(copies) == 2
+
+
+def test_a_device_warms_up_for_repetition_penalties():
+    """They are on tokens that the host knows: PENDING has no logit."""
+    scheduler = Scheduler({"cpu": BlockManager(64, 16)}, SchedulerLimits(4, 64))
+    sweeps = dummy_sweeps(
+        scheduler, lambda sweep: [sweep], list, max_num_seqs=4, max_num_batched_tokens=64, longest=100, vocab_size=50,
+        sampling=SamplingParams(repetition_penalty=1.3), sampled_token=PENDING,
+    )  # fmt: skip
+    sampled = 0
+    for (batch,) in sweeps:
+        sequences = [scheduled.sequence for scheduled in batch if scheduled.samples]
+        sampled += len(sample(torch.zeros(len(sequences), 50), sequences).tokens())
+    assert sampled > 8, "rows decode too"

@@ -72,6 +72,23 @@ class ScheduledSequence:
         return range(max(self.sequence.num_computed, self.sequence.next_asked), self.num_keys)
 
 
+class TokenSlots:
+    """Slots of an engine's table of tokens: those in flight are distinct, whichever call of the engine they are of."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._count = 0
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._count += 1
+        return self._count - 1
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+
 class Scheduler:
     """Invariant: in each pool, blocks reserved for sequences in flight never exceed the blocks available."""
 
@@ -80,9 +97,11 @@ class Scheduler:
         pools: Mapping[str, BlockManager | ExtentManager],
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
+        token_slots: TokenSlots | None = None,
     ) -> None:
         """pools: by home tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
-        default max_tokens, with which none has to give way unless long prompts hold others up."""
+        default max_tokens, with which none has to give way unless long prompts hold others up. token_slots: shared by
+        all that run on the same device at a time; None: there is no other."""
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -91,8 +110,7 @@ class Scheduler:
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._reserved = dict.fromkeys(pools, 0)  # blocks, by home tier
         self._filling = True  # static admission: the current block still takes sequences
-        self._free_slots: list[int] = []  # of tokens, that ended sequences had
-        self._num_slots = 0
+        self._token_slots = token_slots or TokenSlots()
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -161,7 +179,7 @@ class Scheduler:
             self._leave(sequence)
         except ValueError:  # it has given way, and waits to be run again
             self.waiting.remove(sequence)
-        self._free_slots.append(sequence.token_slot)
+        self._token_slots.give_back(sequence.token_slot)
         sequence.token_slot = None
 
     def _leave(self, sequence: Sequence) -> None:
@@ -212,18 +230,12 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             if sequence.token_slot is None:
-                sequence.token_slot = self._new_slot()
+                sequence.token_slot = self._token_slots.take()
             in_class[sequence.kv_class] += 1
             count = self._chunk(sequence, budget)
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
-
-    def _new_slot(self) -> int:
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._num_slots += 1
-        return self._num_slots - 1
 
     def _follows(self, sequence: Sequence) -> bool:
         """Whether its leader is in flight and has yet to enter blocks that it could take over."""
