@@ -17,6 +17,7 @@ _FIX = {
     errno.EACCES: "make it writable",
     errno.EPERM: "make it writable",
     errno.EROFS: "make it writable",
+    errno.ENOENT: "somebody removed it; leave it there",
 }
 
 
@@ -70,5 +71,6 @@ def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> 
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"
     fix = _FIX.get(error.errno, "check the disk")
-    safe = "" if rows_safe is None else f"; {rows_safe} finished rows are safe on disk"
+    gone = error.errno == errno.ENOENT  # and what was in it, perhaps
+    safe = "" if rows_safe is None or gone else f"; {rows_safe} finished rows are safe on disk"
     return BatchgenError(f"cannot {action}: {what}{safe}: {fix} and run the same command again")

@@ -137,8 +137,6 @@ def summary(report: dict) -> list[str]:
             f"{report['prompt_tokens']:,} prompt tokens{share}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
-    if report.get("first_error"):
-        lines.append(f"first failed row: {report['first_error']}")
     if failed and report["state"] != "stopped":
         lines.append("the error column tells why rows failed; --retry-failed runs just those again")
     if report["state"] != "stopped":

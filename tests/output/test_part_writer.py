@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -253,3 +254,16 @@ def test_trouble_in_reading_is_not_taken_for_damage(tmp_path):
     part_paths(tmp_path)[0].unlink()
     with pytest.raises(FileNotFoundError):
         index.read(0, 1)
+
+
+def test_rows_are_not_called_safe_whose_directory_was_removed(tmp_path):
+    (tmp_path / "parts").mkdir()
+    writer = PartWriter(tmp_path / "parts", DoneRows(), flush_interval_s=0.01)
+    writer.add(0, result_of(0))
+    writer.flush()
+    shutil.rmtree(tmp_path / "parts")
+    writer.add(1, result_of(1))
+    with pytest.raises(BatchgenError, match="somebody removed it") as raised:
+        writer.flush()
+    assert "finished rows" not in str(raised.value) and "\n" not in str(raised.value)
+    writer.close()
