@@ -9,9 +9,11 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from batchgen.core.errors import InputError
 
 ALIGNMENT = 4096
 # A transfer of this size keeps a disk busy by itself; smaller ones are issued several at a time.
@@ -104,3 +106,22 @@ class DirectFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             done += count
         return done
+
+
+@contextlib.contextmanager
+def offload_errors(directory: Path) -> Iterator[None]:
+    """An OSError within becomes an InputError that names the directory of --offload-dir."""
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise InputError(
+            f"--offload-dir {directory}: {what}; name a directory with room that you may write to"
+        ) from error
+
+
+def make_offload_dir(directory: Path) -> Path:
+    """The directory, resolved; made where it does not exist. Raises InputError."""
+    with offload_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory.resolve()

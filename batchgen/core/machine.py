@@ -1,4 +1,4 @@
-"""What this process may use: memory, the machine's or its container's, and instruction sets."""
+"""What memory this process may use: the machine's, or its container's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import ctypes
 import gc
 import os
 from pathlib import Path
-
-from batchgen.core.errors import InputError
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -44,16 +42,6 @@ def peak_resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def instruction_set() -> str:
-    """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
-    from batchgen.ops import _kernels
-
-    try:
-        return _kernels.active()
-    except ValueError as error:
-        raise InputError(f"{error}: name one of these, or none") from error
-
-
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed blocks for the next sweep instead of giving them back to the kernel, which would cost a
     page fault for every page of every intermediate result. Elsewhere it does nothing."""
@@ -68,15 +56,6 @@ def give_back_freed_memory() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _meminfo() -> dict[str, int]:

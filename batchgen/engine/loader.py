@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
+from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.machine import (
     available_memory_bytes,
     give_back_freed_memory,
-    has_fast_bfloat16,
-    instruction_set,
     keep_freed_memory,
     resident_bytes,
 )
@@ -30,8 +29,8 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
+from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
-from batchgen.profiler.transfer import make_offload_dir
 from batchgen.runtime.grammar import Grammars
 
 if TYPE_CHECKING:

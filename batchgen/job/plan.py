@@ -233,7 +233,7 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
 
 def native_format(device: str) -> str:
     """What models stored in 16 bits run in here."""
-    from batchgen.core.machine import has_fast_bfloat16
+    from batchgen.ops.instruction_set import has_fast_bfloat16
 
     return "bfloat16" if device == "cuda" or has_fast_bfloat16() else "float32"
 

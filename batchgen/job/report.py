@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
-from batchgen.core.machine import instruction_set, peak_resident_bytes
+from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.units import format_bytes, format_seconds
+from batchgen.ops.instruction_set import instruction_set
 from batchgen.output.run_directory import Run, errors_path
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.core.machine import instruction_set
 from batchgen.ops import _kernels
 from batchgen.ops import attention_plan as plans
+from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan

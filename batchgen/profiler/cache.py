@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.models.config import ModelConfig
 from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, check_measurable, identity, measure, sizes
 from batchgen.profiler.timing import FULL, Effort
-from batchgen.profiler.transfer import make_offload_dir
 
 # What makes two models' layers take the same time.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.core.direct_io import aligned_buffer
-from batchgen.core.errors import InputError
+from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.profiler.timing import Device, Effort, Trial
 
 _REQUEST_BYTES = 8 << 20
@@ -30,24 +29,6 @@ _STRETCH_REQUESTS = 8
 _SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
-
-
-@contextlib.contextmanager
-def _offload_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = error.strerror or str(error)
-        raise InputError(
-            f"--offload-dir {directory}: {what}; name a directory with room that you may write to"
-        ) from error
-
-
-def make_offload_dir(directory: Path) -> Path:
-    """The directory, resolved; made where it does not exist. Raises InputError."""
-    with _offload_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        return directory.resolve()
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,7 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
 
     Writes a file of at most `effort.disk_bytes`, which nothing is left of.
     """
-    with _offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
+    with offload_errors(directory), _open_file(directory) as file, ThreadPoolExecutor(_IN_FLIGHT) as workers:
 
         def seconds(transfer: Callable[[int, int], None], offsets: Sequence[int]) -> float:
             started = time.perf_counter()

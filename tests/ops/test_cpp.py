@@ -554,7 +554,7 @@ def test_conversions_to_16_bits(value):
 
 
 def test_an_instruction_set_that_is_not_there():
-    code = "from batchgen.core.machine import instruction_set; print(instruction_set())"
+    code = "from batchgen.ops.instruction_set import instruction_set; print(instruction_set())"
 
     def run(name):
         environment = os.environ | {"BATCHGEN_ISA": name}

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchgen.core import direct_io
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.machine import available_memory_bytes
@@ -341,7 +342,7 @@ class TestTransfers:
         if where == "memory" and not os.access("/dev/shm", os.W_OK):
             pytest.skip("no /dev/shm")
         try:
-            disk = disk_rates(profile_transfer.make_offload_dir(directory), TINY)
+            disk = disk_rates(direct_io.make_offload_dir(directory), TINY)
             assert 1e5 < disk.read_bytes_per_s < 1e13 and 1e5 < disk.write_bytes_per_s < 1e13
             assert 0 <= disk.read_overhead_s < 1 and 0 <= disk.write_overhead_s < 1
             assert list(directory.iterdir()) == []

@@ -153,6 +153,7 @@ class StreamLanes(Lanes):
         def wait() -> None:
             if last is not None:
                 self._driver.synchronize(last)
+            self._failure_raised = self._failure is not None
             self._check()
             self._account()
 

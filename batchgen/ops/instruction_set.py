@@ -1,0 +1,25 @@
+"""What the CPU that computes can do. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchgen.core.errors import InputError
+from batchgen.ops import _kernels
+
+
+def instruction_set() -> str:
+    """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
+    try:
+        return _kernels.active()
+    except ValueError as error:
+        raise InputError(f"{error}: name one of these, or none") from error
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
