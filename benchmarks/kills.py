@@ -167,7 +167,7 @@ class Campaign:
     """Jobs of every tier in one folder."""
 
     def __init__(self, folder: Path, seed: int, rows: int) -> None:
-        self.folder, self.rows, self.draw = folder, rows, random.Random(seed)
+        self.folder, self.seed, self.rows, self.draw = folder, seed, rows, random.Random(seed)
         self.offload = folder / "offload"
         self._boards = 0
         os.environ["BATCHGEN_HARDWARE"] = "zen4"  # fixed rates: the machine is not measured
@@ -303,17 +303,31 @@ def _without(options: list, name: str) -> list:
     return options[:place] + options[place + 2 :]
 
 
-def run_campaign(folder: Path, *, kills: int, interrupts: int, seed: int, rows: int) -> dict[str, Any]:
-    """The campaign's results, as JSON values; as many hits of either kind as asked for, by turns over the tiers."""
+def run_campaign(
+    folder: Path, *, kills: int, interrupts: int, seed: int, rows: int, notify: Callable[[dict], None] = lambda found: None
+) -> dict[str, Any]:
+    """The campaign's results, as JSON values, of which `notify` is told after each job; as many hits of either kind as asked for,
+    by turns over kinds and tiers. Raises SystemExit where a run hangs, or ends as it should not."""
     campaign = Campaign(folder, seed, rows)
     accounts = {(tier.name, kind): Account() for tier in campaign.tiers for kind in HOW}
-    for kind, wanted in (("kills", kills), ("interrupts", interrupts)):
-        turn = 0
-        while (done := sum(accounts[tier.name, kind].hits for tier in campaign.tiers)) < wanted:
-            tier = campaign.tiers[turn % len(campaign.tiers)]
-            campaign.trial(tier, HOW[kind], accounts[tier.name, kind])
-            turn += 1
-            print(f"{kind}: {done} of {wanted}", file=sys.stderr)
+    wanted = {"kills": kills, "interrupts": interrupts}
+    trials = 0
+    while short := [kind for kind in HOW if _hits(accounts)[kind] < wanted[kind]]:
+        if trials > 20 + 3 * (kills + interrupts):
+            raise SystemExit(f"jobs end before they are hit: {_hits(accounts)} of {wanted}")
+        tier = campaign.tiers[trials // len(HOW) % len(campaign.tiers)]
+        kind = short[trials % len(short)]
+        campaign.trial(tier, HOW[kind], accounts[tier.name, kind])
+        trials += 1
+        notify(_results(campaign, accounts))
+    return _results(campaign, accounts)
+
+
+def _hits(accounts: dict[tuple[str, str], Account]) -> dict[str, int]:
+    return {kind: sum(accounts[name, kind].hits for name in TIERS) for kind in HOW}
+
+
+def _results(campaign: Campaign, accounts: dict[tuple[str, str], Account]) -> dict[str, Any]:
     tiers = {
         tier.name: {
             "sweeps": tier.sweeps,
@@ -323,16 +337,17 @@ def run_campaign(folder: Path, *, kills: int, interrupts: int, seed: int, rows: 
         }
         for tier in campaign.tiers
     }
+    moments = {kind: zip(*(accounts[name, kind].moments for name in TIERS), strict=True) for kind in HOW}
     return {
         "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "seed": seed,
-        "rows": rows,
+        "seed": campaign.seed,
+        "rows": campaign.rows,
         "exact_tiers_are_equal": campaign.tiers[0].table.equals(campaign.tiers[1].table),
-        "hits": {kind: sum(accounts[name, kind].hits for name in TIERS) for kind in HOW},
+        "hits": _hits(accounts),
         "mismatches": sum(account.mismatches for account in accounts.values()),
-        "moments": {kind: [sum(column) for column in zip(*(accounts[name, kind].moments for name in TIERS), strict=True)] for kind in HOW},
+        "moments": {kind: [sum(column) for column in columns] for kind, columns in moments.items()},
         "tiers": tiers,
-    }  # fmt: skip
+    }
 
 
 def _cpu_name() -> str:
@@ -347,10 +362,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="batchgen-kills-") as folder:
-        found = run_campaign(Path(folder), kills=args.kills, interrupts=args.interrupts, seed=args.seed, rows=args.rows)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this deaf to it, and so its jobs
+
+    def note(found: dict[str, Any]) -> None:
         args.output.write_text(json.dumps(found, indent=1) + "\n")
-        print(json.dumps({name: found[name] for name in ("hits", "mismatches", "moments")}))
+        print(json.dumps({name: found[name] for name in ("hits", "mismatches", "moments")}), file=sys.stderr)
+
+    with tempfile.TemporaryDirectory(prefix="batchgen-kills-") as folder:
+        found = run_campaign(
+            Path(folder), kills=args.kills, interrupts=args.interrupts, seed=args.seed, rows=args.rows, notify=note
+        )
         if found["mismatches"]:
             sys.exit(f"{found['mismatches']} outputs differ")
 
