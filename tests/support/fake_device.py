@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from batchgen.runtime import token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.memory import kv_cache
 from batchgen.runtime.memory.weights import OUTPUT_MATRIX
-from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.steps.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -451,7 +449,7 @@ def run_on(
         monkeypatch.setattr(
             ops, "_of_logits", lambda x: reference if getattr(device.launching, "lane", None) else real_of_logits(x)
         )
-        assert executor.weights.embeds_on_device
+        assert executor.weights.embeds_on_device, "tokens that the host does not have cannot be looked up there"
         executor._tokens = token_table.TokenTable(DEVICE)
         return parts
     run = executor.run
@@ -471,24 +469,6 @@ def run_on(
 
     executor.run = run_and_look
     return parts
-
-
-def ahead_on(parts: EngineParts, device: FakeDevice, monkeypatch, on_sweep) -> EngineParts:
-    """As `run_on`, with sweeps launched ahead. on_sweep(operations under way) is called before each. Greedy tokens only."""
-    executor, run = parts.executor, parts.executor.run
-    run_on(parts, device, monkeypatch)
-    executor._tokens = token_table.TokenTable(DEVICE)
-
-    def run_ahead(batches, on_logits, **options):
-        on_sweep(sum(map(len, device._queues.values())))
-        return run(batches, on_logits, **options)
-
-    def sample(logits, sequences):
-        chosen = logits.argmax(-1)
-        return Sampled(chosen, device.empty_pinned(chosen.shape, chosen.dtype).copy_(chosen))
-
-    executor.run = run_ahead
-    return replace(parts, sample=sample)
 
 
 def _give_memory(executor, device):
