@@ -148,7 +148,8 @@ class Check:
 
     def environment(self) -> dict[str, str]:
         paths = [ROOT, HERE, self.site, os.environ.get("PYTHONPATH", "")]
-        return os.environ | {
+        own = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}  # of who started this
+        return own | {
             # cmake and ninja are this Python's, whether or not its environment is the shell's.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),

@@ -230,7 +230,7 @@ def test_a_forked_process_does_not_speak_for_its_parent(tmp_path):
 def test_a_save_that_fails_does_not_keep_the_process(stuck):
     script = f"""
 import signal, threading
-from batchgen.interrupts import guarded, keep
+from batchgen.core.interrupts import guarded, keep
 def fail(): raise OSError("the disk is gone")
 with guarded():
     keep(fail)
