@@ -62,11 +62,14 @@ class OnlyListed:
         self._packages = packages
         owners = importlib.metadata.packages_distributions()
         self._blocked = {m for m, names in owners.items() if not packages & {_plain(n) for n in names}} - {"batchgen"}
+        # What an editable installation put before Python's own: it knows where the compiled kernels are.
+        self._batchgen = [f for f in sys.meta_path if f not in (BuiltinImporter, FrozenImporter)]
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
         if name.partition(".")[0] in self._blocked:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        finders = self._batchgen if name.partition(".")[0] == "batchgen" else [PathFinder]
+        spec = next((found for finder in finders if (found := finder.find_spec(name, path, target))), None)
         if spec is not None and name in ("torch", "batchgen.core.device"):
             execute = spec.loader.exec_module
 
