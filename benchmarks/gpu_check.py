@@ -148,7 +148,9 @@ class Check:
 
     def environment(self) -> dict[str, str]:
         paths = [ROOT, HERE, self.site, os.environ.get("PYTHONPATH", "")]
-        own = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}  # of who started this
+        own = {
+            name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"
+        }  # of who started this
         return own | {
             # cmake and ninja are this Python's, whether or not its environment is the shell's.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",

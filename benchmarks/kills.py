@@ -304,7 +304,13 @@ def _without(options: list, name: str) -> list:
 
 
 def run_campaign(
-    folder: Path, *, kills: int, interrupts: int, seed: int, rows: int, notify: Callable[[dict], None] = lambda found: None
+    folder: Path,
+    *,
+    kills: int,
+    interrupts: int,
+    seed: int,
+    rows: int,
+    notify: Callable[[dict], None] = lambda found: None,
 ) -> dict[str, Any]:
     """The campaign's results, as JSON values, of which `notify` is told after each job; as many hits of either kind as asked for,
     by turns over kinds and tiers. Raises SystemExit where a run hangs, or ends as it should not."""
@@ -362,7 +368,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this deaf to it, and so its jobs
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell may have started this deaf to it, and so its jobs
 
     def note(found: dict[str, Any]) -> None:
         args.output.write_text(json.dumps(found, indent=1) + "\n")

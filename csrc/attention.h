@@ -32,11 +32,14 @@ struct Attend {
     // is carried along is kept for all heads, one after the other.
     int start, count;
     int at, rows_now;  // of the span's rows the ones whose scores there are
-    bool packs;         // whether the item has spans with more than few rows
+    bool packs;        // whether the item has spans with more than few rows
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
-        : args(args), s(args, carve), n(args.kv.head_dim), group(args.heads / args.kv.kv_heads),
+        : args(args),
+          s(args, carve),
+          n(args.kv.head_dim),
+          group(args.heads / args.kv.kv_heads),
           groups((args.kv.head_dim + kGroup - 1) / kGroup) {}
 
     int rows() const { return item.num_tokens * group; }
@@ -140,9 +143,8 @@ struct Attend {
             const uint32_t* a = s.a + held_row * s.depth;
             for (int i = 0; i < whole; i += W) {
                 ahead.fetch();
-                with_count<kMaxHeadDim / 32>(n / 32, [&]<int Chunks>() {
-                    few_scores<Chunks>(a, s.depth, count, keys + i, s.s + i, s.tile);
-                });
+                with_count<kMaxHeadDim / 32>(
+                    n / 32, [&]<int Chunks>() { few_scores<Chunks>(a, s.depth, count, keys + i, s.s + i, s.tile); });
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);
@@ -186,18 +188,17 @@ struct Attend {
             ahead.spread((left - 1) * (whole / W + passes * groups));
             interleave_levels(values, whole, n, s.v, ahead);
             read_tables(values, whole, n, s.v_scale, s.v_minimum);
-            fixed_shares(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step,
-                         s.least + held_row * kGroups, s.change);
+            fixed_shares(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
+                         s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
                     constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
                     for (int column = 0; column < n / 2; column += kVectors * W) {
                         const int g = column / (kGroup / 2);
                         if (column % (kGroup / 2) == 0) ahead.fetch();
-                        level_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + r * kGroups + g,
-                                                     s.v + column, n / 2, whole,
-                                                     s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns,
-                                                     s.change + r);
+                        level_values<Rows, kVectors>(
+                            s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + r * kGroups + g, s.v + column, n / 2,
+                            whole, s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns, s.change + r);
                     }
                 });
             }
@@ -412,8 +413,7 @@ inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
         float scale[W];
         store(scale, exp(set1(part(i)[n] - highest)));
         total += part(i)[n + 1] * scale[0];
-        for (int j = 0; j < n; j += W)
-            store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
+        for (int j = 0; j < n; j += W) store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
     }
     with_type(args.type, [&](auto* type) {
         auto* out = (decltype(type))args.out + m.token * args.out_stride + int64_t(m.head) * n;

@@ -60,7 +60,8 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
 
 constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
 
-// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no number either.
+// Integers of W numbers. Those of what is no number, as of 0 / 0, are 0; where that is to be seen, the step is no number
+// either.
 inline void store_fixed(vf x, int8_t* high, int8_t* low) {
     const vi whole = to_int(x);
     store_low_bytes(low, whole);  // as a number of -128 .. 127, so that the high part may be one more
@@ -80,8 +81,7 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
 }
 
 // The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
-__attribute__((noinline))
-void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline)) void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
     const int words = n / 8;
     ahead.fetch();
     for (int d = 0; d < words; d += W) {
@@ -106,9 +106,8 @@ void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead)
 
 // Scores of Vectors * W keys for each of Rows queries.
 template <int Rows, int Vectors>
-__attribute__((noinline))
-void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups, const uint32_t* words,
-                         const float* scale, const float* minimum, float* out) {
+__attribute__((noinline)) void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
+                                            const uint32_t* words, const float* scale, const float* minimum, float* out) {
     const vi four_bits = set1_int(0x0f0f0f0f);
     for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
         vi high[Rows][Vectors], low[Rows][Vectors];
@@ -158,8 +157,7 @@ void level_scores(const int8_t* q, const float* steps, const float* query_sum, i
 }
 
 // Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
-__attribute__((noinline))
-void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline)) void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
         if (i % W == 0) ahead.fetch();
         for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
@@ -172,9 +170,8 @@ void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* 
 
 // Shares of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedShares], with a step for each
 // row and group [rows, kGroups]. least [rows, kGroups] * change + shares times minimums.
-__attribute__((noinline))
-void fixed_shares(const float* shares, int rows, int groups, const float* scale, const float* minimum, int keys,
-                         int8_t* out, float* step, float* least, const float* change) {
+__attribute__((noinline)) void fixed_shares(const float* shares, int rows, int groups, const float* scale, const float* minimum,
+                                            int keys, int8_t* out, float* step, float* least, const float* change) {
     constexpr int kAtOnce = W / kGroups;  // rows: a vector of numbers for a row and group
     for (int first = 0; first < rows; first += kAtOnce) {
         const int count = int(smaller(kAtOnce, rows - first));
@@ -213,17 +210,15 @@ void fixed_shares(const float* shares, int rows, int groups, const float* scale,
 // acc [Rows, stride] * change + shares of keys, four at a time, times levels of V, for one group's columns: those of
 // Vectors * W bytes.
 template <int Rows, int Vectors>
-__attribute__((noinline))
-void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes, int64_t bytes_stride, int keys,
-                         float* acc, int64_t stride, const float* change) {
+__attribute__((noinline)) void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes,
+                                            int64_t bytes_stride, int keys, float* acc, int64_t stride, const float* change) {
     const vi high_bits = set1_int(0xf0f0f0f0);
     // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
     vi whole[Rows][Vectors][2], upper[Rows][Vectors][2];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
 #pragma GCC unroll 2
-        for (int v = 0; v < Vectors; v++)
-            whole[r][v][0] = whole[r][v][1] = upper[r][v][0] = upper[r][v][1] = set1_int(0);
+        for (int v = 0; v < Vectors; v++) whole[r][v][0] = whole[r][v][1] = upper[r][v][0] = upper[r][v][1] = set1_int(0);
     }
     for (int i = 0; i < keys; i += 4, bytes += bytes_stride) {
         vi both[Vectors], high[Vectors];

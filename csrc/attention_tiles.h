@@ -1,7 +1,7 @@
 // Tiles of keys for attention: from the rows of paged KV into the order in which products read them.
 
-constexpr int kKeys = 128;     // of a tile, at most: many rows share the work that there is for each of them
-constexpr int kFewKeys = 64;   // with few rows: the next tile's KV has to fit a cache beside this one's
+constexpr int kKeys = 128;    // of a tile, at most: many rows share the work that there is for each of them
+constexpr int kFewKeys = 64;  // with few rows: the next tile's KV has to fit a cache beside this one's
 constexpr int kFewRows = 16;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
@@ -17,8 +17,8 @@ struct AttentionScratch {
     int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
     uint32_t *a, *p, *k, *v;
     float *s, *t, *acc, *highest, *change;
-    float* total;  // [rows, W], to be added up
-    float *query_sum, *least;                        // [rows, groups]: sum of q, sum of p * minimum
+    float* total;                                      // [rows, W], to be added up
+    float *query_sum, *least;                          // [rows, groups]: sum of q, sum of p * minimum
     float *k_scale, *k_minimum, *v_scale, *v_minimum;  // [groups, keys]
     int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
@@ -61,8 +61,7 @@ inline void expand_levels(const uint8_t* row, int n, float* out) {
     for (int start = 0; start < n; start += kGroup) {
         int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
         for (int i = 0; i < half; i += W) store(out + start + i, low_nibbles(load_bytes_part(row + i, half - i)));
-        for (int i = 0; i < half; i += W)
-            store(out + start + half + i, high_nibbles(load_bytes_part(row + i, half - i)));
+        for (int i = 0; i < half; i += W) store(out + start + half + i, high_nibbles(load_bytes_part(row + i, half - i)));
         row += half;
     }
 }
@@ -226,8 +225,7 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 #endif
 
 // Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
-__attribute__((noinline))
-void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
+__attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
     const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
     for (int g = 0; g < groups; g++) {
         for (int i = 0; i < keys; i += W) {
@@ -252,7 +250,8 @@ inline void key_rows(const KV& kv, const AttentionSpan& span, int head, int key,
         }
         int offset = at % kv.block_size;
         int count = int(smaller(smaller(kv.block_size - offset, span.last_key - at), kKeys - i));
-        row = kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes + offset * kv.row_bytes;
+        row =
+            kv.data + int64_t(span.blocks[at / kv.block_size]) * kv.block_bytes + head * kv.head_bytes + offset * kv.row_bytes;
         for (int j = 0; j < count; j++, row += kv.row_bytes) rows[i++] = row;
         row -= kv.row_bytes;
     }

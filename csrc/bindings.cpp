@@ -68,9 +68,7 @@ struct Attending {
         pieces.push_back(plan.items().size());
     }
     int64_t first_phase() const { return int64_t(pieces.size()) - 1; }
-    int64_t count() const {
-        return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce;
-    }
+    int64_t count() const { return first_phase() + (int64_t(plan.merges().size()) + kMergesAtOnce - 1) / kMergesAtOnce; }
     void operator()(int64_t i) const {
         if (i < first_phase()) {
             kernels.attend(args, plan.items().data() + pieces[i], pieces[i + 1] - pieces[i],
@@ -131,8 +129,8 @@ void run_linear(const Linear& args) {
     if (!args.rows) return;
     const Kernels& kernels = active_kernels();
     const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args);
-    // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching. Fewer
-    // where threads would have nothing to do.
+    // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
+    // Fewer where threads would have nothing to do.
     const int64_t tile = kernels.row_tile, most = std::clamp<int64_t>(96 * 1024 / depth / tile * tile, 192, 480);
     int64_t blocks = (args.rows + most - 1) / most;
     while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
@@ -149,7 +147,8 @@ void run_linear(const Linear& args) {
         const int64_t row = i / pieces * block, panel = i % pieces * piece;
         // Threads take turns, so this one's next piece is as many further as there are threads.
         const int64_t next = std::min(panels - 1, panel + piece * num_threads());
-        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), next, scratch(bytes));
+        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), next,
+                       scratch(bytes));
     });
 }
 
@@ -172,8 +171,7 @@ PYBIND11_MODULE(_kernels, m) {
 
     m.attr("MAX_GROUP") = kTileRows;
     py::class_<AttentionPlan>(m, "AttentionPlan")
-        .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"),
-             py::arg("row_bytes"))
+        .def(py::init<int, int, int, int>(), py::arg("kv_heads"), py::arg("group"), py::arg("block_size"), py::arg("row_bytes"))
         .def("add_decode",
              [](AttentionPlan& plan, int start, const Array<int32_t>& blocks, const Array<int64_t>& num_keys,
                 const Array<int64_t>& first_key) {
@@ -184,8 +182,10 @@ PYBIND11_MODULE(_kernels, m) {
              [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks, int offset, int window) {
                  plan.add_prefill(start, stop, blocks.data(), int(blocks.size()), offset, window);
              })
-        .def("add_shared", [](AttentionPlan& plan, int start, int stop,
-                              const Array<int32_t>& blocks) { plan.add_shared(start, stop, blocks.data(), int(blocks.size())); })
+        .def("add_shared",
+             [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks) {
+                 plan.add_shared(start, stop, blocks.data(), int(blocks.size()));
+             })
         .def("finish", &AttentionPlan::finish);
 
     py::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait);
@@ -222,8 +222,8 @@ PYBIND11_MODULE(_kernels, m) {
                   [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at<uint32_t>(out)); });
     });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-                       int type, bool packed, int activation, Address bias, Address residual,
-                       int64_t residual_stride, Address out, int64_t out_stride, int out_type) {
+                       int type, bool packed, int activation, Address bias, Address residual, int64_t residual_stride,
+                       Address out, int64_t out_stride, int out_type) {
         Linear args{};
         args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
@@ -242,22 +242,22 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.norm(args, row, stop); });
     });
 
-    m.def("rotary_store", [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads, int head_dim,
-                             Address cos, Address sin, Address positions, float scale, Address q_norm, Address k_norm,
-                             float eps, Address rotation, Address q_out, Address kv, int kv_type, int block_size,
-                             Address slots, Address k_out, Address v_out) {
-        RotaryStore args{};
-        args.qkv = at(qkv), args.qkv_stride = qkv_stride, args.type = Type(type), args.heads = heads;
-        args.cos = at<float>(cos), args.sin = at<float>(sin), args.positions = at<int64_t>(positions);
-        args.scale = scale, args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps;
-        args.rotation = at<float>(rotation), args.q_out = at(q_out), args.slots = at<int64_t>(slots);
-        args.k_out = at(k_out), args.v_out = at(v_out);
-        args.kv = make_kv(kv, kv_type, block_size, kv_heads, head_dim);
-        const Kernels& kernels = active_kernels();
-        py::gil_scoped_release release;
-        over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
-                  [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
-    });
+    m.def("rotary_store",
+          [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads, int head_dim, Address cos,
+             Address sin, Address positions, float scale, Address q_norm, Address k_norm, float eps, Address rotation,
+             Address q_out, Address kv, int kv_type, int block_size, Address slots, Address k_out, Address v_out) {
+              RotaryStore args{};
+              args.qkv = at(qkv), args.qkv_stride = qkv_stride, args.type = Type(type), args.heads = heads;
+              args.cos = at<float>(cos), args.sin = at<float>(sin), args.positions = at<int64_t>(positions);
+              args.scale = scale, args.q_norm = at(q_norm), args.k_norm = at(k_norm), args.eps = eps;
+              args.rotation = at<float>(rotation), args.q_out = at(q_out), args.slots = at<int64_t>(slots);
+              args.k_out = at(k_out), args.v_out = at(v_out);
+              args.kv = make_kv(kv, kv_type, block_size, kv_heads, head_dim);
+              const Kernels& kernels = active_kernels();
+              py::gil_scoped_release release;
+              over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
+                        [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
+          });
 
     m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int64_t row_bytes) {
         Quant args{};
@@ -277,35 +277,35 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.dequantize(args, row, stop); });
     });
 
-    m.def("argmax", [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum,
-                       Address lse) {
-        const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};
-        const Kernels& kernels = active_kernels();
-        py::gil_scoped_release release;
-        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
-    });
-    m.def("draw", [](Address logits, int64_t stride, int64_t columns, const Array<float>& temperature,
-                     const Array<int64_t>& top_k, const Array<double>& top_p, const Array<double>& min_p,
-                     const Array<double>& uniform, Address index) {
-        const Kernels& kernels = active_kernels();
-        const int64_t rows = temperature.size();
-        auto row = [&](int64_t i) {
-            float* shares = static_cast<float*>(scratch(columns * sizeof(float)));
-            kernels.shares(at<float>(logits) + i * stride, columns, temperature.data()[i], shares);
-            const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
-            at<int64_t>(index)[i] = draw(shares, columns, filter, uniform.data()[i]);
-        };
-        py::gil_scoped_release release;
-        run(rows, row);
-    });
-    m.def("forbid", [](Address logits, int64_t stride, int64_t columns, const Array<int64_t>& rows,
-                       const Array<int32_t>& allowed) {
-        const int64_t words = allowed.shape(1);
-        const auto* masks = reinterpret_cast<const uint32_t*>(allowed.data());
-        const int64_t* row = rows.data();
-        py::gil_scoped_release release;
-        over_rows(rows.size(), columns, [&](int64_t i, int64_t stop) {
-            for (; i < stop; i++) forbid(at<float>(logits) + row[i] * stride, columns, masks + i * words);
-        });
-    });
+    m.def("argmax",
+          [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum, Address lse) {
+              const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};
+              const Kernels& kernels = active_kernels();
+              py::gil_scoped_release release;
+              over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.argmax(args, row, stop); });
+          });
+    m.def("draw",
+          [](Address logits, int64_t stride, int64_t columns, const Array<float>& temperature, const Array<int64_t>& top_k,
+             const Array<double>& top_p, const Array<double>& min_p, const Array<double>& uniform, Address index) {
+              const Kernels& kernels = active_kernels();
+              const int64_t rows = temperature.size();
+              auto row = [&](int64_t i) {
+                  float* shares = static_cast<float*>(scratch(columns * sizeof(float)));
+                  kernels.shares(at<float>(logits) + i * stride, columns, temperature.data()[i], shares);
+                  const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
+                  at<int64_t>(index)[i] = draw(shares, columns, filter, uniform.data()[i]);
+              };
+              py::gil_scoped_release release;
+              run(rows, row);
+          });
+    m.def("forbid",
+          [](Address logits, int64_t stride, int64_t columns, const Array<int64_t>& rows, const Array<int32_t>& allowed) {
+              const int64_t words = allowed.shape(1);
+              const auto* masks = reinterpret_cast<const uint32_t*>(allowed.data());
+              const int64_t* row = rows.data();
+              py::gil_scoped_release release;
+              over_rows(rows.size(), columns, [&](int64_t i, int64_t stop) {
+                  for (; i < stop; i++) forbid(at<float>(logits) + row[i] * stride, columns, masks + i * words);
+              });
+          });
 }

@@ -55,7 +55,8 @@ int64_t draw(float* shares, int64_t count, const Filter& filter, double uniform)
     if (filter.top_k > 0 && filter.top_k < count) keep_largest(shares, count, filter.top_k);
     if (filter.top_p < 1) keep_nucleus(shares, count, filter.top_p);
     std::vector<double> blocks((count + kBlock - 1) / kBlock);
-    for (size_t i = 0; i < blocks.size(); i++) blocks[i] = sum(shares + i * kBlock, std::min(kBlock, count - int64_t(i) * kBlock));
+    for (size_t i = 0; i < blocks.size(); i++)
+        blocks[i] = sum(shares + i * kBlock, std::min(kBlock, count - int64_t(i) * kBlock));
     const double wanted = uniform * std::accumulate(blocks.begin(), blocks.end(), 0.0);
     double before = 0;
     int64_t last = 0;  // that can be drawn: rounding may put what is wanted past all of them

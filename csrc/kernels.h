@@ -19,8 +19,8 @@ enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMu
 
 constexpr int kGroup = 64;  // values of a 4-bit group
 constexpr int kMaxHeadDim = 256;
-constexpr int kTileRows = 288;  // rows of queries that attention packs K and V for: whole tiles of 12 or 6
-constexpr int kMostHeads = 64;  // of an item
+constexpr int kTileRows = 288;           // rows of queries that attention packs K and V for: whole tiles of 12 or 6
+constexpr int kMostHeads = 64;           // of an item
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
 constexpr int kNoWindow = INT32_MAX;
 
@@ -38,8 +38,8 @@ struct KV {
 };
 
 struct Attention {
-    const void* q;  // [tokens, heads, head_dim], scaled
-    void* out;      // [tokens, heads, head_dim], of q's type
+    const void* q;                 // [tokens, heads, head_dim], scaled
+    void* out;                     // [tokens, heads, head_dim], of q's type
     int64_t q_stride, out_stride;  // values from token to token
     Type type;
     int heads;
@@ -72,8 +72,8 @@ struct Merge {
 
 // out = activation(x wᵀ + bias) + residual; with SiluMul w has the gate's rows before the other half's.
 struct Linear {
-    const void* x;  // [rows, depth]
-    const void* w;  // [columns, depth], or packed in panels (pack_panel)
+    const void* x;         // [rows, depth]
+    const void* w;         // [columns, depth], or packed in panels (pack_panel)
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
@@ -99,8 +99,8 @@ struct Norm {
 
 // Rotary embedding of fused QKV, K and V to their places in the KV.
 struct RotaryStore {
-    const void* qkv;  // [tokens, heads + 2 kv_heads, head_dim]
-    void* q_out;      // [tokens, heads, head_dim], scaled
+    const void* qkv;   // [tokens, heads + 2 kv_heads, head_dim]
+    void* q_out;       // [tokens, heads, head_dim], scaled
     const float* cos;  // [positions, head_dim / 2] or null
     const float* sin;
     const int64_t* positions;  // [tokens]
@@ -135,10 +135,10 @@ struct Argmax {
 
 struct Kernels {
     const char* name;
-    int width;        // floats of a vector
-    bool fast_bf16;   // has products of bf16 pairs
-    int panel;        // columns of a packed panel
-    int row_tile;     // rows that a tile of Linear works on at once
+    int width;       // floats of a vector
+    bool fast_bf16;  // has products of bf16 pairs
+    int panel;       // columns of a packed panel
+    int row_tile;    // rows that a tile of Linear works on at once
     // Scratch that a call may use, in bytes, aligned to 64.
     int64_t (*attention_scratch)(const Attention&);
     int64_t (*linear_scratch)(const Linear&, int64_t block_rows);

@@ -66,7 +66,9 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, uint32_
 }
 
 template <class M, class T>
-inline constexpr bool direct() { return sizeof(typename M::Value) == sizeof(T) && (M::kPair == 2 || sizeof(T) == 4); }
+inline constexpr bool direct() {
+    return sizeof(typename M::Value) == sizeof(T) && (M::kPair == 2 || sizeof(T) == 4);
+}
 
 struct LinearScratch {
     uint32_t *a, *b;
@@ -104,8 +106,7 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
             vf x = add(load(c + r * kPanel + part), bias);
             if (gated) x = mul(silu(x), add(load(c + r * kPanel + W), second_bias));
             else x = activate(args.activation, x);
-            if (args.residual)
-                x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
+            if (args.residual) x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
             store_part((O*)args.out + (row + r) * args.out_stride + column, x, n);
         }
     }
@@ -165,8 +166,7 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
 inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch) {
     with_products(args, [&]<class M, class T>() {
-        if (args.out_type == Type::F32)
-            linear_block<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+        if (args.out_type == Type::F32) linear_block<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
         else linear_block<M, T, T>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     });
 }

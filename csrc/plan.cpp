@@ -24,7 +24,9 @@ int64_t cost(const AttentionItem& item) {
 }
 
 AttentionPlan::AttentionPlan(int kv_heads, int group, int block_size, int row_bytes)
-    : kv_heads_(kv_heads), group_(group), block_size_(block_size),
+    : kv_heads_(kv_heads),
+      group_(group),
+      block_size_(block_size),
       most_heads_(std::clamp(kTileBytes / (2 * kTileKeys * row_bytes), 1, kMostHeads)) {}
 
 const int32_t* AttentionPlan::keep(const int32_t* blocks, int count) {
@@ -41,8 +43,8 @@ void AttentionPlan::add(int first_token, int num_tokens, std::vector<AttentionSp
     const int most = std::max(1, std::min(most_heads_, kHeadRows / (num_tokens * group_)));
     const int pieces = (kv_heads_ + most - 1) / most, heads = (kv_heads_ + pieces - 1) / pieces;
     for (int head = 0; head < kv_heads_; head += heads)
-        items_.push_back({first_token, num_tokens, head, std::min(heads, kv_heads_ - head), spans_.back().get(),
-                          int32_t(spans.size()), -1});
+        items_.push_back(
+            {first_token, num_tokens, head, std::min(heads, kv_heads_ - head), spans_.back().get(), int32_t(spans.size()), -1});
 }
 
 void AttentionPlan::add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
@@ -53,8 +55,9 @@ void AttentionPlan::add_decode(int start, int sequences, const int32_t* blocks, 
         const int parts = std::max(1, (count + kPartKeys - 1) / kPartKeys);
         const int size = ((count + parts - 1) / parts + kTileKeys - 1) / kTileKeys * kTileKeys;
         for (int part = 0; part == 0 || part * size < count; part++)
-            add(start + i, 1, {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow,
-                                kept + int64_t(i) * stride}});
+            add(start + i, 1,
+                {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow,
+                  kept + int64_t(i) * stride}});
     }
 }
 
@@ -69,8 +72,8 @@ void AttentionPlan::add_shared(int start, int stop, const int32_t* blocks, int n
 // Tokens [start, stop) in tiles: those of prompts with their own keys, after the keys that all of them share.
 void AttentionPlan::add_prompts(const Shared* shared, int start, int stop) {
     const int most = std::max(1, kTileRows / group_);
-    auto prompt = std::lower_bound(prompts_.begin(), prompts_.end(), start,
-                                   [](const Prompt& p, int token) { return p.stop <= token; });
+    auto prompt =
+        std::lower_bound(prompts_.begin(), prompts_.end(), start, [](const Prompt& p, int token) { return p.stop <= token; });
     for (int first = start; first < stop; first += most) {
         const int last = std::min(stop, first + most);
         std::vector<AttentionSpan> spans;
@@ -107,7 +110,8 @@ void AttentionPlan::cut_prompts() {
         for (int token = given.start; token < given.stop;) {
             while (prompt != prompts_.end() && prompt->stop <= token) prompt++;
             const bool inside = prompt != prompts_.end() && prompt->start <= token;
-            const int stop = prompt == prompts_.end() ? given.stop : std::min(given.stop, inside ? prompt->stop : prompt->start);
+            const int stop =
+                prompt == prompts_.end() ? given.stop : std::min(given.stop, inside ? prompt->stop : prompt->start);
             if (!inside) add_prompts(&given, token, stop);
             token = stop;
         }

@@ -76,7 +76,8 @@ class Pool {
         for (Worker& worker : workers_) {
             if (worker.cpu != cpu) continue;
             for (int other : cpus_) {
-                const bool taken = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& w) { return w.cpu == other; });
+                const bool taken =
+                    std::any_of(workers_.begin(), workers_.end(), [&](const Worker& w) { return w.cpu == other; });
                 if (!taken) return pin(worker, other);
             }
         }

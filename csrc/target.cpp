@@ -39,9 +39,23 @@ constexpr bool kFastBF16 = false;
 
 const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
     static const Kernels kernels = {
-        BATCHGEN_TEXT(BATCHGEN_TARGET), W,      kFastBF16,   kPanel, kRowTile,     attention_scratch,
-        linear_scratch,                 attend, merge,       linear, pack_panels,  norm,
-        rotary_store,                   quantize, dequantize, argmax,       shares,
+        BATCHGEN_TEXT(BATCHGEN_TARGET),
+        W,
+        kFastBF16,
+        kPanel,
+        kRowTile,
+        attention_scratch,
+        linear_scratch,
+        attend,
+        merge,
+        linear,
+        pack_panels,
+        norm,
+        rotary_store,
+        quantize,
+        dequantize,
+        argmax,
+        shares,
     };
     return kernels;
 }

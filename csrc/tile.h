@@ -25,9 +25,8 @@ constexpr int kRowTile = 6;
 constexpr int kPanel = 2 * W;
 
 template <class M, int MR, int NR>
-__attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const uint32_t* a, int64_t a_stride,
-                                                      const uint32_t* b, int64_t b_stride, int64_t depth,
-                                                      const uint8_t* ahead) {
+__attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const uint32_t* a, int64_t a_stride, const uint32_t* b,
+                                                      int64_t b_stride, int64_t depth, const uint8_t* ahead) {
     // A pointer for every three rows: the others are within reach of an address's scaled index.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
@@ -60,8 +59,7 @@ inline void product_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b,
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++)
-            acc[r][n] = scale ? mul(load(c + r * c_stride + n * W), set1(scale[r])) : zero();
+        for (int n = 0; n < NR; n++) acc[r][n] = scale ? mul(load(c + r * c_stride + n * W), set1(scale[r])) : zero();
     }
     accumulate<M, MR, NR>(acc, a, a_stride, b, b_stride, depth, ahead);
 #pragma GCC unroll 12
@@ -81,8 +79,8 @@ inline void with_count(int n, F f) {
 }
 
 template <class M>
-inline void product(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
-                    int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
+inline void product(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride, int64_t columns,
+                    int64_t depth, float* c, int64_t c_stride, const float* scale) {
     // Few rows go with more columns, so that there are enough sums under way.
     constexpr int kFewRows = kRowTile / 2;
     for (int64_t n = 0; n < columns;) {
@@ -98,9 +96,11 @@ inline void product(const uint32_t* a, int64_t a_stride, int64_t rows, const uin
             with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
                 const float* s = scale ? scale + r : nullptr;
                 if (left >= 2 * W) {
-                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride, s);
+                    product_tile<M, MR, 2>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride,
+                                           s);
                 } else {
-                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride, s);
+                    product_tile<M, MR, 1>(a + r * a_stride, a_stride, b + n, b_stride, depth, c + r * c_stride + n, c_stride,
+                                           s);
                 }
             });
         }

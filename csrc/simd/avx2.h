@@ -40,9 +40,7 @@ inline vf load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m
 inline void store(float* p, vf a) { _mm256_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 // The low 16 bits of each lane.
-inline __m128i narrow(vi a) {
-    return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-}
+inline __m128i narrow(vi a) { return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)); }
 inline __m128i to_bf16(vf a) {
     vi bits = _mm256_castps_si256(a), lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));

@@ -106,7 +106,7 @@ inline vf across(const vf* r, F join) {
     vf fours[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const vf *a = r + 4 * i;
+        const vf* a = r + 4 * i;
         vf first = join(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
         vf second = join(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
         vf low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
@@ -128,22 +128,22 @@ inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
 // The first n <= W / 2 of both, each in its half.
 inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
     const __mmask8 mask = __mmask8((1u << n) - 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(mask, low)), _mm256_maskz_loadu_epi32(mask, high), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(mask, low)), _mm256_maskz_loadu_epi32(mask, high),
+                              1);
 }
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
-    const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                    36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                    35, 3, 34, 2, 33, 1, 32, 0);
     first = _mm512_permutex2var_epi16(a, low, b);
     second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
 }
 // The integers in the low four bits of each 16, as bf16. What is in bit 4 does not matter.
 inline vi nibbles_to_bf16(vi a) {
-    const vi table = _mm512_set_epi16(
-        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000,
-        0x3f80, 0, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080,
-        0x4040, 0x4000, 0x3f80, 0);
+    const vi table = _mm512_set_epi16(0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0,
+                                      0x4080, 0x4040, 0x4000, 0x3f80, 0, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110,
+                                      0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
     return _mm512_permutexvar_epi16(a, table);
 }
 template <int N>
@@ -168,9 +168,7 @@ inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 // To the nearest; -2^31 of what is no number or beyond all integers.
 inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 // Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
-inline vf max_or_nan(vf a, vf b) {
-    return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b))));
-}
+inline vf max_or_nan(vf a, vf b) { return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b)))); }
 inline void store_low_bytes(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 inline vi set1_bytes(const int8_t* four) {
     int bits;
@@ -192,8 +190,8 @@ inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c
     const vi ac = both(a, c), bd = both(b, d);
     // Pairs of a and b in the lower, of c and d in the upper half; of each 16 bytes the first 8, and the others.
     const vi even = _mm512_unpacklo_epi8(ac, bd), odd = _mm512_unpackhi_epi8(ac, bd);
-    const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21, 5,
-                                      20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const vi order = _mm512_set_epi16(55, 39, 54, 38, 53, 37, 52, 36, 51, 35, 50, 34, 49, 33, 48, 32, 23, 7, 22, 6, 21, 5, 20,
+                                      4, 19, 3, 18, 2, 17, 1, 16, 0);
     first = _mm512_permutex2var_epi16(even, order, odd);
     second = _mm512_permutex2var_epi16(even, _mm512_add_epi16(order, _mm512_set1_epi16(8)), odd);
 }
