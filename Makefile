@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[test]"
+	$(BIN)/python -m pip install --quiet -e ".[dev,test]"
 	touch $@
 
 install: $(VENV)/.installed
@@ -48,6 +48,9 @@ test-thorough: test
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/simd/*.h
+	$(BIN)/lint-imports
 
 # The kernels' tests under the address and undefined-behaviour sanitizers.
 sanitize: install
