@@ -45,9 +45,19 @@ def replace_durably(source: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path`: readers see the old file or the new one, never a piece."""
-    temporary = path.with_name(path.name + ".tmp")
+def write_atomically(path: Path, content: bytes, *, contended: bool = False) -> None:
+    """Put `content` at `path`: readers see the old file or the new one, never a piece.
+
+    Args:
+        path: the file, in a directory that is there.
+        content: all of its bytes.
+        contended: other processes may write the same file at the same time: each has a temporary file of its own, and the
+            last one's content stays.
+
+    Raises:
+        OSError: nothing is left of the new content then.
+    """
+    temporary = path.with_name(path.name + (f".{os.getpid()}.tmp" if contended else ".tmp"))
     with staged(temporary) as file:
         file.write(content)
     replace_durably(temporary, path)

@@ -15,6 +15,8 @@ TIERS = ("gpu", "cpu", "disk")
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Pieces in which an output matrix that is not on the accelerator comes over, two at a time.
 HEAD_PIECES = 8
+# Tokens of a KV block, unless somebody asks for others.
+DEFAULT_KV_BLOCK_SIZE = 16
 KV_HOMES = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
 
 

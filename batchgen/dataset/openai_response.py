@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+
+from batchgen.core.digest import json_sha256
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
 
@@ -61,7 +62,7 @@ def format_error(custom_id: str | None, message: str, row_index: int) -> dict:
 
 
 def _digest(custom_id: str | None, row_index: int) -> str:
-    return hashlib.sha256(json.dumps([custom_id, row_index]).encode()).hexdigest()[:24]
+    return json_sha256([custom_id, row_index])[:24]
 
 
 def _chat_choice(index: int, sample: dict) -> dict:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchgen.core.request import Completion, PositionLogprobs
+from batchgen.core.text import repair_surrogates
 
 _TOKEN = [("token", pa.string()), ("token_id", pa.int32()), ("logprob", pa.float32())]
 POSITION_TYPE = pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])
@@ -87,7 +88,7 @@ def make_batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
     try:
         return _batch(columns, schema)
     except UnicodeEncodeError:  # a lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form
-        return _batch(_encodable(columns), schema)
+        return _batch(repair_surrogates(columns), schema)
 
 
 def _batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
@@ -112,12 +113,3 @@ def position_tuples(logprobs: Positions | None) -> list | None:
         ]
         for positions in logprobs
     ]  # fmt: skip
-
-
-def _encodable(value):
-    """The same nest of lists and tuples, with U+FFFD in place of what UTF-8 cannot hold."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list | tuple):
-        return type(value)(_encodable(v) for v in value)
-    return value

@@ -11,10 +11,8 @@ An output that is there is replaced only with `overwrite`, or where the manifest
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
@@ -317,18 +316,9 @@ def _size_bytes(path: Path) -> int | None:
 
 def _lock(path: Path, output_path: Path) -> int:
     """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
-        os.close(descriptor)
+        return lock_file(path)
+    except LockHeld as error:
         raise BatchgenError(
-            f"another batchgen is writing {output_path} ({holder}): wait for it, stop it, or give another --output"
+            f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another --output"
         ) from None
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

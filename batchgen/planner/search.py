@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.plan import Policy
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, Policy
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -66,7 +66,7 @@ class Problem:
     num_gpu_batches: int | None = None
     max_num_batched_tokens: int | None = None
     max_block_latency_s: float | None = None
-    kv_block_size: int = 16
+    kv_block_size: int = DEFAULT_KV_BLOCK_SIZE
     process_bytes: int = 0
     longest_tokens: int | None = None
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
@@ -77,8 +75,8 @@ def profile_path(
     """The file of the profile of this machine, as it is now, with this offload directory: for models of any size in any
     dtype, or for layers like the model's in these."""
     shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]
-    key = json.dumps([identity(device), str(offload_dir.resolve()), shape], sort_keys=True)
-    return cache_dir / "profiles" / f"{device}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    key = json_sha256([identity(device), str(offload_dir.resolve()), shape])
+    return cache_dir / "profiles" / f"{device}-{key[:16]}.json"
 
 
 def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None:
@@ -93,16 +91,8 @@ def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None
 
 def _keep(profile: HardwareProfile, path: Path, notify: Callable[[str], None]) -> None:
     """Whole or not at all, whatever other processes write; the last one's stays."""
-    text = json.dumps(profile.to_json(), indent=1)
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            file.write(text)
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(profile.to_json(), indent=1).encode(), contended=True)
     except OSError as error:
         notify(f"the profile cannot be kept in {path.parent} and will be measured again ({error.strerror})")
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

@@ -20,6 +20,7 @@ import numpy as np
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import keep_freed_memory
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -32,7 +33,6 @@ from batchgen.profiler.transfer import disk_rates
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import Sequence
 
-_KV_BLOCK = 16
 _VOCAB = 1024  # the head is not what is looked at
 _RUNS, _ROUNDS = 3, 3
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
@@ -194,13 +194,15 @@ def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float
 
     torch_dtype = getattr(torch, dtype)
     longest = max(s.new + s.cached for s in _SWEEPS) + 1
-    blocks = max(s.count * -(-(s.new + s.cached) // _KV_BLOCK) for s in _SWEEPS)
+    blocks = max(s.count * -(-(s.new + s.cached) // DEFAULT_KV_BLOCK_SIZE) for s in _SWEEPS)
     part = replace(model, max_position=min(longest, model.max_position))
-    executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, _KV_BLOCK)
+    executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, DEFAULT_KV_BLOCK_SIZE)
     key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
 
     def run(sweep: _Sweep) -> float:
-        batch = pack(_scheduled(sweep), block_size=_KV_BLOCK, key_bytes=key_bytes, windows=frozenset(model.windows))
+        batch = pack(
+            _scheduled(sweep), block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(model.windows)
+        )
         times = []
         for _ in range(_RUNS):
             started = time.perf_counter()
@@ -214,13 +216,13 @@ def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float
 
 def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     scheduled = []
-    shared_blocks = sweep.cached // _KV_BLOCK if sweep.shared else 0
+    shared_blocks = sweep.cached // DEFAULT_KV_BLOCK_SIZE if sweep.shared else 0
     next_block = shared_blocks
     for i in range(sweep.count):
         sequence = Sequence(
             i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
         )
-        own = -(-(sweep.cached + sweep.new) // _KV_BLOCK) - shared_blocks
+        own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + own)])
         next_block += own
         sequence.num_computed, sequence.num_matched_blocks = sweep.cached, shared_blocks

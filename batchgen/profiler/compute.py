@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, Rates
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
@@ -26,7 +27,6 @@ from batchgen.profiler.timing import Device, Effort, Trial, pieces
 # Calls a measurement under the name it has for people, and returns its result.
 Timed = Callable[[str, Callable[[], Any]], Any]
 
-_KV_BLOCK_TOKENS = 16
 # Contexts decoded together differ by up to this much from their mean, as in a real block.
 _CONTEXT_SPREAD_FRAC = 0.25
 
@@ -171,7 +171,7 @@ def decode_rates(
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
         run = _paged_attention(kv, model, [(1, n - 1) for n in contexts], pool.dtype)
-        return Trial(sum(contexts) * (kv[0].nbytes // _KV_BLOCK_TOKENS), run)
+        return Trial(sum(contexts) * (kv[0].nbytes // DEFAULT_KV_BLOCK_SIZE), run)
 
     def over_context(model: ModelConfig, kv: Tensor, batch: int) -> tuple:
         return device.rising_rates(effort.contexts, lambda context: trial(model, kv, batch, context), effort)
@@ -205,7 +205,7 @@ def _paged_attention(
     window's first one, so that one plan does for all runs: making it takes longer than many of them, and a sweep makes one
     for all its layers.
     """
-    heads, size = model.num_kv_heads, _KV_BLOCK_TOKENS
+    heads, size = model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE
     used = [-(-(new + cached) // size) for new, cached in sequences]
     ends = np.cumsum(used).tolist()
     window = min(ends[-1], len(kv))  # a pool too small for all sequences serves them by turns
@@ -224,7 +224,7 @@ def _paged_attention(
 
 def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:
     """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or packed rows in place of the last."""
-    block = (2, model.num_kv_heads, _KV_BLOCK_TOKENS, model.head_dim)
+    block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
     return ops.quantize(kv) if kv_format == INT4 else kv
@@ -249,8 +249,8 @@ def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> T
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
     qkvs = pieces(pool, tokens, config.qkv_size)
     hiddens = pieces(pool, tokens, width)
-    turns = max(1, len(kv) * _KV_BLOCK_TOKENS // tokens)
-    slots = torch.arange(turns * tokens, device=pool.device) % (len(kv) * _KV_BLOCK_TOKENS)
+    turns = max(1, len(kv) * DEFAULT_KV_BLOCK_SIZE // tokens)
+    slots = torch.arange(turns * tokens, device=pool.device) % (len(kv) * DEFAULT_KV_BLOCK_SIZE)
     angles = torch.rand(tokens, config.head_dim // 2, device=pool.device)
     rope, positions = (angles.cos(), angles.sin()), torch.arange(tokens, device=pool.device)
     weight = torch.ones(width, dtype=pool.dtype, device=pool.device)

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineParts
@@ -69,7 +69,7 @@ def _engine(device: str, layers: int) -> Engine:
         num_gpu_batches=1,
         max_num_batched_tokens=_MANY * _PROMPT_TOKENS,
         max_model_len=config.max_position,
-        kv_block_size=16,
+        kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={home: blocks},
         share_prefixes=False,
         weight_format="float32",
@@ -79,9 +79,13 @@ def _engine(device: str, layers: int) -> Engine:
     parts = EngineParts(
         config=config,
         tokenizer=NoText(),
-        executor=in_memory(config, dummy_checkpoint(config), torch.float32, blocks, 16, torch.device(device)),
+        executor=in_memory(
+            config, dummy_checkpoint(config), torch.float32, blocks, DEFAULT_KV_BLOCK_SIZE, torch.device(device)
+        ),
         split=lambda sweep: [sweep],
-        pack=partial(pack, block_size=16, key_bytes=128, windows=frozenset(config.windows), compute_home=home),
+        pack=partial(
+            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_home=home
+        ),
         sample=sample,
         policy=policy,
         memory=MemoryPlan({}, {}, policy.kv_blocks, 0, policy.max_num_batched_tokens),

@@ -11,11 +11,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.text import repair_surrogates
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
@@ -87,22 +87,11 @@ def _parse_object(path: str, number: int, line: bytes) -> dict:
         raise InputError(f"{where} is an array: write one object a line, as jq -c '.[]' does")
     try:
         value = json.loads(line.decode())
-        value = _without_lone_surrogates(value) if b"\\u" in line else value
+        value = repair_surrogates(value) if b"\\u" in line else value
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         reason = one_line(at)
         raise InputError(f"{where} is not valid JSON ({reason}): write one object a line") from error
     if not isinstance(value, dict):
         raise InputError(f"{where} is not a JSON object: write one object a line, its keys the columns")
-    return value
-
-
-def _without_lone_surrogates(value: Any) -> Any:
-    """Half of a surrogate pair, as texts cut in the middle have, is no character: it becomes U+FFFD."""
-    if isinstance(value, str):
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    if isinstance(value, list):
-        return [_without_lone_surrogates(v) for v in value]
-    if isinstance(value, dict):
-        return {_without_lone_surrogates(k): _without_lone_surrogates(v) for k, v in value.items()}
     return value

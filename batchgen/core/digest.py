@@ -1,0 +1,23 @@
+"""Digests of values, to tell jobs, rows and files apart by what they are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def json_sha256(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
+    """Hash a value by its JSON text with sorted keys, so that equal values have equal digests in every process.
+
+    Cache files and folders are named by it: the text must not change.
+
+    Args:
+        value: what JSON has a form for.
+        default: turns anything else into such a value, as for `json.dumps`.
+
+    Returns:
+        The SHA-256, 64 hexadecimal digits.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()

@@ -1,0 +1,41 @@
+"""A lock that one process at a time holds on a directory, and that ends with the process, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+
+class LockHeld(Exception):
+    """Another process has the lock. `holder` says which: "process 123 on host"."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+def lock_file(path: Path) -> int:
+    """Take the lock (flock) of a file, which is made where there is none, and note in it who has it.
+
+    Returns:
+        A file descriptor; closing it releases the lock.
+
+    Raises:
+        LockHeld: another process has it.
+        OSError: the file cannot be made or locked.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
+        os.close(descriptor)
+        raise LockHeld(holder) from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,51 @@
+"""What every package uses: texts that can be encoded, digests that do not change, locks, whole files."""
+
+import hashlib
+import json
+import os
+
+import pytest
+
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.digest import json_sha256
+from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.text import repair_surrogates
+
+
+@pytest.mark.parametrize(
+    ("text", "repaired"),
+    [
+        ("plain é 😀", "plain é 😀"),
+        ("cut \ud83d", "cut \ufffd"),
+        ("\ude00 cut", "\ufffd cut"),
+        ("\ud83d\ude00", "😀"),
+        ("", ""),
+    ],
+)
+def test_lone_surrogates_become_a_replacement_character(text, repaired):
+    assert repair_surrogates(text) == repaired
+    nest = [(text, 1), {"k": [text, None]}, {text: 2.5}]
+    assert repair_surrogates(nest) == [(repaired, 1), {"k": [repaired, None]}, {repaired: 2.5}]
+
+
+def test_digests_go_by_the_value():
+    a, b = {"x": 1, "y": [2, "é"]}, {"y": [2, "é"], "x": 1}
+    assert json_sha256(a) == json_sha256(b) == hashlib.sha256(json.dumps(a, sort_keys=True).encode()).hexdigest()
+    assert json_sha256(a) != json_sha256(a | {"x": 2})
+    assert json_sha256({1, 2}, default=sorted) == json_sha256([1, 2])
+
+
+def test_one_holder_a_lock(tmp_path):
+    held = lock_file(tmp_path / "lock")
+    with pytest.raises(LockHeld, match=f"process {os.getpid()} on "):
+        lock_file(tmp_path / "lock")
+    os.close(held)
+    os.close(lock_file(tmp_path / "lock"))
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_a_file_is_replaced_whole(tmp_path, contended):
+    for content in (b"old", b"new"):
+        write_atomically(tmp_path / "file", content, contended=contended)
+        assert (tmp_path / "file").read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
