@@ -27,7 +27,14 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import in_memory_policy, load_parts, process_bytes, resolve_budgets, resolve_dtype
+from batchgen.engine.loader import (
+    LoadRequest,
+    in_memory_policy,
+    load_parts,
+    process_bytes,
+    resolve_budgets,
+    resolve_dtype,
+)
 from batchgen.job.report import engine_account
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
@@ -145,12 +152,13 @@ def run(args: argparse.Namespace) -> dict:
     planning_s = time.perf_counter() - started if plan else 0.0
     policy = plan.policy if plan else plain_policy(args, config, device, dtype, budgets)
     trace = TraceWriter(args.trace, files.name) if args.trace else None
-    parts = load_parts(
-        files, NoText, policy=policy, dtype=dtype, device=device, budgets=budgets, min_output_len=args.output_len,
+    request = LoadRequest(
+        files, config, policy, dtype=dtype, device=device, budgets=budgets, min_output_len=args.output_len,
         longest_tokens=args.input_len + args.output_len, on_step=trace and trace.add,
         most_kv_tokens=policy.max_num_seqs * (args.input_len + args.output_len + 16),
         planned_process_bytes=process_bytes(),
     )  # fmt: skip
+    parts = load_parts(request, NoText)
     with Engine.from_parts(
         parts, planned_output_len=plan and args.output_len, expected_output_len=args.output_len
     ) as engine:

@@ -27,7 +27,7 @@ from batchgen.core.device import Device
 from batchgen.core.dtypes import INT4
 from batchgen.core.request import ScoreRequest
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, resolve_budgets
 from batchgen.engine.parts import EngineParts
 from batchgen.job.report import versions
 from batchgen.models.convert import find_or_convert
@@ -55,20 +55,22 @@ def real_text() -> str:
 def load(files: ModelFiles, weight_format: str, kv_format: str, window: int, chunk: int, folder: Path) -> EngineParts:
     """The model on the CPU, everything in memory, with KV for one window."""
     device = Device("cpu")
+    config = read_config(files)
     policy = in_memory_policy(
-        read_config(files), device, dtype=DTYPE, admission="continuous", max_num_seqs=1, max_num_batched_tokens=chunk,
+        config, device, dtype=DTYPE, admission="continuous", max_num_seqs=1, max_num_batched_tokens=chunk,
         max_model_len=window, share_prefixes=False,
     )  # fmt: skip
-    return load_parts(
+    request = LoadRequest(
         files,
-        lambda: load_tokenizer(files),
-        policy=replace(policy, weight_format=weight_format, kv_format=kv_format),
+        config,
+        replace(policy, weight_format=weight_format, kv_format=kv_format),
         dtype=DTYPE,
         device=device,
         budgets=resolve_budgets(device),
         min_output_len=1,
         store=find_or_convert(files, folder, DTYPE, INT4) if weight_format == INT4 else None,
     )
+    return load_parts(request, lambda: load_tokenizer(files))
 
 
 def measure(parts: EngineParts, windows: list[list[int]]) -> dict:

@@ -21,9 +21,9 @@ from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import load_parts, needs_store, resolve_budgets
+from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
 from batchgen.models.convert import find_or_convert
-from batchgen.models.files import resolve_model
+from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,10 +77,10 @@ def run_here(
     if needs_store(policy):
         store = find_or_convert(files, work_dir, "bfloat16", "int4" if policy.weight_format == "int4" else "none")
     longest = max(len(r) for r in rows) + max(output_lens)
-    parts = load_parts(
+    request = LoadRequest(
         files,
-        lambda: load_tokenizer(files),
-        policy=policy,
+        read_config(files),
+        policy,
         dtype="bfloat16",
         device=device,
         budgets=resolve_budgets(device, offload_dir=work_dir, **budgets),
@@ -92,6 +92,7 @@ def run_here(
         serial=serial,
         planned_process_bytes=planned_process_bytes,
     )
+    parts = load_parts(request, lambda: load_tokenizer(files))
     requests = [
         Request(list(row), SamplingParams(max_tokens=n, ignore_eos=True))
         for row, n in zip(rows, output_lens, strict=True)

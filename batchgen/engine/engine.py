@@ -13,7 +13,14 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.engine.generation import Generation
-from batchgen.engine.loader import in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.loader import (
+    LoadRequest,
+    in_memory_policy,
+    load_parts,
+    resolve_budgets,
+    resolve_context,
+    resolve_dtype,
+)
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
@@ -92,7 +99,7 @@ class Engine:
     Raises InputError, before weights are read where possible: unsupported or broken model, impossible budget.
     """
 
-    def __init__(
+    def __init__(  # the public API: a keyword for each choice
         self,
         model: str = "demo",
         *,
@@ -116,20 +123,22 @@ class Engine:
         sampling = sampling or SamplingParams()
         check_grammar(sampling)
         files = resolve_model(model)
+        config = read_config(files)
+        dtype = resolve_dtype(config, dtype, where)
         policy = in_memory_policy(
-            read_config(files),
+            config,
             where,
             dtype=dtype,
             admission=admission,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
         )
-        parts = load_parts(
+        request = LoadRequest(
             files,
-            lambda: load_tokenizer(files),
-            policy=policy,
+            config,
+            policy,
             dtype=dtype,
             device=where,
             budgets=resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory),
@@ -138,6 +147,7 @@ class Engine:
             task=None,
             on_load=on_load,
         )
+        parts = load_parts(request, lambda: load_tokenizer(files))
         self._init(parts, expected_output_len, on_overlong, sampling)
 
     @classmethod

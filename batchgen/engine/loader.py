@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,16 +28,21 @@ from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_config, read_store_manifest
+from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.runtime.grammar import Grammars
+from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.models.weight_store import WeightStore
+    from batchgen.runtime.batch import PackedBatch
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.memory.weights import WeightHomes
+    from batchgen.runtime.memory.kv_cache import KVCache
+    from batchgen.runtime.memory.tiers import Tiers
+    from batchgen.runtime.memory.weights import WeightHomes, Weights
     from batchgen.runtime.steps.threads import OnStep
 
 BLOCK_SIZE = 16
@@ -127,16 +132,18 @@ def in_memory_policy(
     admission: str,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    max_model_len: int | None,
+    max_model_len: int,
     share_prefixes: bool,
 ) -> Policy:
-    """The policy that holds everything in the compute device's memory. Raises InputError."""
+    """The policy that holds everything in the compute device's memory.
+
+    dtype, max_model_len: as of `resolve_dtype` and `resolve_context`. Raises InputError.
+    """
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
-    dtype = resolve_dtype(config, dtype, device)
     home = "gpu" if device.accelerated else "cpu"
     layers = tuple(config.num_layers if tier == home else 0 for tier in TIERS)
     return Policy(
@@ -144,7 +151,7 @@ def in_memory_policy(
         gpu_batch_size=max_num_seqs,
         num_gpu_batches=1,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=resolve_context(config, max_model_len),
+        max_model_len=max_model_len,
         kv_block_size=BLOCK_SIZE,
         kv_blocks={},
         share_prefixes=share_prefixes,
@@ -192,159 +199,81 @@ def _refuse_in_fork() -> None:
     _loaded_in = os.getpid()
 
 
-def load_parts(
-    files: ModelFiles,
-    tokenizer: Callable[[], Tokenizer],
-    *,
-    policy: Policy,
-    dtype: str,
-    device: Device,
-    budgets: Mapping[str, int],
-    min_output_len: int,
-    task: str | None = "generate",
-    sampling: SamplingParams | None = None,
-    longest_tokens: int | None = None,
-    most_kv_tokens: int | None = None,
-    planned_process_bytes: int | None = None,
-    offload_dir: Path | None = None,
-    store: WeightStore | None = None,
-    serial: bool = False,
-    on_step: OnStep | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-) -> EngineParts:
-    """Loads a model for the engine, to be run under a policy.
+@dataclass(frozen=True)
+class LoadRequest:
+    """What is to be loaded, for what, and into what: all of it resolved.
 
-    tokenizer: gives the tokenizer; called after all that can be refused quickly, and before weights are read.
+    policy: how it will run. dtype: to compute in, as of `resolve_dtype`. budgets: as of `resolve_budgets`.
     min_output_len: what a row must at least be able to generate. task: what the engine is for, "generate" or "score"; None:
     either. sampling: of most rows; its grammar, if it has one, is compiled before weights are read. longest_tokens: the
     longest prompt and output looked for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond
-    it is left alone.
-    planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
-    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see runtime.lanes.
-    Raises InputError, BatchgenError.
+    it is left alone. planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
+    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see `steps.threads.Lanes`.
+    on_load(done, total): called after each layer.
     """
+
+    files: ModelFiles
+    config: ModelConfig
+    policy: Policy
+    dtype: str
+    device: Device
+    budgets: Mapping[str, int]
+    min_output_len: int
+    task: str | None = "generate"
+    sampling: SamplingParams | None = None
+    longest_tokens: int | None = None
+    most_kv_tokens: int | None = None
+    planned_process_bytes: int | None = None
+    offload_dir: Path | None = None
+    store: WeightStore | None = None
+    serial: bool = False
+    on_step: OnStep | None = None
+    on_load: Callable[[int, int], None] | None = None
+
+
+def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> EngineParts:
+    """Load a model for the engine.
+
+    Args:
+        request: What to load.
+        tokenizer: Gives the tokenizer; called after all that can be refused quickly, and before weights are read.
+
+    Raises:
+        InputError: Something does not fit or is not supported; before weights are read where possible.
+        BatchgenError: Memory or disk failed.
+    """
+    from batchgen.runtime.memory.tiers import open_tiers
+    from batchgen.runtime.sampler import sample
+    from batchgen.runtime.scorer import Scorer
+
     started = time.perf_counter()
     _refuse_in_fork()
     instruction_set()  # refuses a wrong BATCHGEN_ISA
-    config = read_config(files)
-    dtype = resolve_dtype(config, dtype, device)
-    context = policy.max_model_len
-
-    import torch
-
-    from batchgen.models.checkpoint import open_checkpoint
-    from batchgen.runtime.batch import pack
-    from batchgen.runtime.executor import Executor
-    from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
-    from batchgen.runtime.memory.transfers import Arena, Link
-    from batchgen.runtime.memory.weights import Weights
-    from batchgen.runtime.sampler import sample
-    from batchgen.runtime.scheduling.from_policy import splitter
-    from batchgen.runtime.scorer import Scorer
-
-    # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
-    held_bytes = process_bytes()
-    if planned_process_bytes:
-        held_bytes = max(resident_bytes(), planned_process_bytes)
-    keep_freed_memory()
-    torch_dtype = getattr(torch, dtype)
-    compute_home = "gpu" if device.accelerated else "cpu"
-    memory = plan_memory(
-        config,
-        policy,
-        dtype=dtype,
-        budgets=budgets,
-        process_bytes=held_bytes,
-        min_tokens=min(min_output_len + 1, context),
-        longest_tokens=min(context, longest_tokens or context),
-        most_kv_tokens=most_kv_tokens,
-        task=task,
-    )
-    tokenizer = tokenizer()
-    eos_token_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    grammars = Grammars(tokenizer.to_json, config.vocab_size, eos_token_ids)
-    grammar = grammars.compile_ahead(sampling) if sampling and sampling.constrained else None
-    driver, memories, links = None, {}, None
-    if device.kind == "cuda":
-        from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory, cap_memory
-
-        cap_memory(budgets["gpu"])
-        driver = CudaDriver()
-        memories = {"cpu": PinnedMemory(), "gpu": GpuMemory()}
-        links = CudaLink(driver, to_gpu=True), CudaLink(driver, to_gpu=False)
-    elif device.accelerated:
-        links = Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)
-    arenas = {
-        "cpu": Arena("--cpu-memory", memory=memories.get("cpu")),
-        "gpu": Arena("--gpu-memory", budgets.get("gpu"), memories.get("gpu")),
-    }
-    if device.accelerated:
-        arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
+    config, policy = request.config, request.policy
+    memory = _plan_memory(request)
+    loaded_tokenizer = tokenizer()
+    eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded_tokenizer.eos_token_ids)
+    grammars = Grammars(loaded_tokenizer.to_json, config.vocab_size, eos_token_ids)
+    sampling = request.sampling or SamplingParams()
+    grammar = grammars.compile_ahead(sampling) if sampling.constrained else None
     with contextlib.ExitStack() as undo:
-        for made in memories.values():
-            undo.callback(made.close)
-        kv_cache = KVCache(
-            config,
-            kv_shape(config, policy.kv_block_size, policy.kv_format),
-            memory.kv_blocks,
-            compute_home=compute_home,
-            staging_blocks=memory.staging_blocks,
-            arenas=arenas,
-            links=links,
-            offload_dir=offload_dir,
-        )
+        tiers = open_tiers(request.device, request.budgets.get("gpu"))
+        undo.callback(tiers.close)
+        kv_cache = _make_kv_cache(request, memory, tiers)
         undo.callback(kv_cache.close)
-        if not device.accelerated:
-            kv_cache.prefault(_PREFAULT_BYTES)
         if grammar is not None:
             grammar.result()  # refused before weights are read
-        weights = Weights(
-            config,
-            weight_homes(policy, config),
-            torch_dtype,
-            checkpoint=None if store else open_checkpoint(files),
-            store=store,
-            compute_home=compute_home,
-            arenas=arenas,
-            h2d=links and links[0],
-            expanded_slots=2 if device.accelerated and policy.kv_seqs.get("cpu") else 1,
-            on_layer=on_load,
-        )
+        weights = _load_weights(request, tiers)
         undo.callback(weights.close)
-        if device.kind == "cuda":
-            torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-        executor = Executor(
-            config,
-            weights,
-            kv_cache,
-            context,
-            compute_home=compute_home,
-            links=links,
-            batches_on_host=policy.activation_batches[1] if device.accelerated else 0,
-            chunk_tokens=chunk_tokens(config, torch_dtype.itemsize, on_gpu=device.accelerated),
-            logit_rows=memory.logit_rows,
-            device=torch.device("cuda" if device.kind == "cuda" else "cpu"),
-            driver=driver,
-            captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
-            serial=serial,
-            shared_cores=device.kind == "emulated",
-            on_step=on_step,
-        )
+        executor = _make_executor(request, memory, tiers, weights, kv_cache)
         undo.callback(executor.close)
-        split = splitter(policy, memory, compute_home)
-        pack = partial(
-            pack,
-            block_size=policy.kv_block_size,
-            key_bytes=config.num_kv_heads * config.head_dim * torch_dtype.itemsize,
-            windows=frozenset(config.windows),
-            compute_home=compute_home,
-        )
-        if driver is not None:
-            warm_up(executor, policy, memory, compute_home, split, pack, sampling or SamplingParams())
+        split, pack = splitter(policy, memory, tiers.compute_home), _packer(request, tiers.compute_home)
+        if tiers.driver is not None:
+            warm_up(executor, policy, memory, tiers.compute_home, split, pack, sampling)
         undo.pop_all()
     return EngineParts(
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=loaded_tokenizer,
         executor=executor,
         split=split,
         pack=pack,
@@ -353,11 +282,106 @@ def load_parts(
         policy=replace(policy, kv_blocks=memory.kv_blocks),
         memory=memory,
         eos_token_ids=eos_token_ids,
-        dtype=dtype,
+        dtype=request.dtype,
         loaded_bytes=weights.num_bytes,
-        compute_home=compute_home,
+        compute_home=tiers.compute_home,
         load_s=time.perf_counter() - started,
         grammars=grammars,
+    )
+
+
+def _plan_memory(request: LoadRequest) -> MemoryPlan:
+    """How much of each budget what is loaded takes. Raises InputError where it does not fit."""
+    # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
+    held_bytes = process_bytes()
+    if request.planned_process_bytes:
+        held_bytes = max(resident_bytes(), request.planned_process_bytes)
+    keep_freed_memory()
+    context = request.policy.max_model_len
+    return plan_memory(
+        request.config,
+        request.policy,
+        dtype=request.dtype,
+        budgets=request.budgets,
+        process_bytes=held_bytes,
+        min_tokens=min(request.min_output_len + 1, context),
+        longest_tokens=min(context, request.longest_tokens or context),
+        most_kv_tokens=request.most_kv_tokens,
+        task=request.task,
+    )
+
+
+def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
+    """The pools of KV, and the device's memory for activations, which is taken together with them."""
+    from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+
+    if request.device.accelerated:
+        tiers.arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
+    kv_cache = KVCache(
+        request.config,
+        kv_shape(request.config, request.policy.kv_block_size, request.policy.kv_format),
+        memory.kv_blocks,
+        tiers=tiers,
+        staging_blocks=memory.staging_blocks,
+        offload_dir=request.offload_dir,
+    )
+    if not request.device.accelerated:
+        kv_cache.prefault(_PREFAULT_BYTES)
+    return kv_cache
+
+
+def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
+    import torch
+
+    from batchgen.models.checkpoint import open_checkpoint
+    from batchgen.runtime.memory.weights import Weights
+
+    policy = request.policy
+    weights = Weights(
+        request.config,
+        weight_homes(policy, request.config),
+        getattr(torch, request.dtype),
+        checkpoint=None if request.store else open_checkpoint(request.files),
+        store=request.store,
+        tiers=tiers,
+        expanded_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
+        on_layer=request.on_load,
+    )
+    if tiers.driver is not None:
+        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
+    return weights
+
+
+def _make_executor(
+    request: LoadRequest, memory: MemoryPlan, tiers: Tiers, weights: Weights, kv_cache: KVCache
+) -> Executor:
+    from batchgen.runtime.executor import Executor, SweepOptions
+
+    policy, accelerated = request.policy, request.device.accelerated
+    options = SweepOptions(
+        max_positions=policy.max_model_len,
+        batches_on_host=policy.activation_batches[1] if accelerated else 0,
+        chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
+        logit_rows=memory.logit_rows,
+        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
+        serial=request.serial,
+        shared_cores=request.device.kind == "emulated",
+        on_step=request.on_step,
+    )
+    return Executor(request.config, weights, kv_cache, tiers, options)
+
+
+def _packer(request: LoadRequest, compute_home: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
+    """`batch.pack` with the model's numbers filled in."""
+    from batchgen.runtime.batch import pack
+
+    config = request.config
+    return partial(
+        pack,
+        block_size=request.policy.kv_block_size,
+        key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
+        windows=frozenset(config.windows),
+        compute_home=compute_home,
     )
 
 
@@ -372,8 +396,6 @@ def warm_up(
 ) -> None:
     """Has a device do once what it is going to do, with rows such as the policy is for. sampling: of most rows."""
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits
-    from batchgen.runtime.scheduling.scheduler import Scheduler
     from batchgen.runtime.warm_up import dummy_sweeps
 
     sweeps = dummy_sweeps(

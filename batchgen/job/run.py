@@ -22,7 +22,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.parts import EngineStats
 from batchgen.engine.scoring import encode_all, encode_pairs
 from batchgen.job.files import check_files
@@ -256,10 +256,10 @@ def load_engine(
                 files, directory, plan.dtype, options.quantization, notify=progress.say, on_layer=on_layer
             )
     progress.say(f"loading {files.name}")
-    parts = load_parts(
+    request = LoadRequest(
         files,
-        tokenizer,
-        policy=policy,
+        read_config(files),
+        policy,
         dtype=plan.dtype,
         device=device,
         budgets=resolve_budgets(
@@ -279,6 +279,7 @@ def load_engine(
         store=store,
         on_step=on_step,
     )
+    parts = load_parts(request, tokenizer)
     return Engine.from_parts(
         parts,
         expected_output_len=options.expected_output_len,

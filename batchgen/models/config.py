@@ -106,28 +106,11 @@ class ModelConfig:
         """
         architecture = _hf_architecture(config)
         family = ARCHITECTURES[architecture]
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
-            raise InputError(
-                f"quantised checkpoints are not supported (quant_method {method!r}): use the model's "
-                "unquantised safetensors, or a GGUF"
-            )
+        _refuse_unsupported(config, family)
         opt = family == "opt"
         hidden = _require_int(config, "hidden_size")
-        heads = _require_int(config, "num_attention_heads")
         layers = _require_int(config, "num_hidden_layers")
-        kv_heads = heads if opt else _get(config, "num_key_value_heads", heads)
-        head_dim = None if opt else _get(config, "head_dim", 128 if family == "qwen3" else None)
-        if head_dim is None:
-            if hidden % heads:
-                raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
-            head_dim = hidden // heads
-        if opt and not config.get("layer_norm_elementwise_affine", True):
-            raise InputError("OPT without layer_norm_elementwise_affine is not supported")
-        activation = _get(config, "activation_function" if opt else "hidden_act", "relu" if opt else "silu")
-        if activation not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
-            raise InputError(f"activation {activation!r} is not supported; supported: {known}")
+        heads, kv_heads, head_dim = _hf_heads(config, family, hidden)
         all_biases = config.get("enable_bias", True) if opt else config.get("attention_bias", False)
         max_position = _get(config, "max_position_embeddings", _MAX_POSITION[family])
         rope = None if opt else _hf_rope(config, max_position)
@@ -150,7 +133,7 @@ class ModelConfig:
             max_position=max_position,
             norm="layer" if opt else "rms",
             norm_eps=1e-5 if opt else float(_get(config, "rms_norm_eps", 1e-6)),
-            activation=_ACTIVATIONS[activation],
+            activation=_hf_activation(config, family),
             gated_mlp=not opt,
             qkv_bias={"qwen2": True, "mistral": False}.get(family, bool(all_biases)),
             out_bias={"qwen2": False, "mistral": False}.get(family, bool(all_biases)),
@@ -338,6 +321,38 @@ class ModelConfig:
         activation = (3 if self.gated_mlp else 2) * self.intermediate_size
         residual_adds = 2 * 3 * self.hidden_size
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise InputError(
+            f"quantised checkpoints are not supported (quant_method {method!r}): use the model's "
+            "unquantised safetensors, or a GGUF"
+        )
+    if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
+        raise InputError("OPT without layer_norm_elementwise_affine is not supported")
+
+
+def _hf_heads(config: Mapping[str, Any], family: str, hidden: int) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head_dim)."""
+    heads = _require_int(config, "num_attention_heads")
+    opt = family == "opt"
+    kv_heads = heads if opt else _get(config, "num_key_value_heads", heads)
+    head_dim = None if opt else _get(config, "head_dim", 128 if family == "qwen3" else None)
+    if head_dim is None:
+        if hidden % heads:
+            raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+        head_dim = hidden // heads
+    return heads, kv_heads, head_dim
+
+
+def _hf_activation(config: Mapping[str, Any], family: str) -> str:
+    name, default = ("activation_function", "relu") if family == "opt" else ("hidden_act", "silu")
+    activation = _get(config, name, default)
+    if activation not in _ACTIVATIONS:
+        raise InputError(f"activation {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation]
 
 
 def _hf_architecture(config: Mapping[str, Any]) -> str:

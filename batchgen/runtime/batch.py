@@ -124,14 +124,10 @@ def pack(
     tables, staging = {}, None
     if "staged" in by_place:
         tables, staging = _stage(by_place["staged"], block_size)
-    token_ids, positions, asked, asked_rows, segments = [], [], [], [], []
-    pending_rows, pending_slots = [], []
-    row = 0
+    rows, segments = _Rows(block_size), []
     for name in PLACES:
         if name not in by_place:
             continue
-        start = row
-        slots: list[int] = []
         members = by_place[name]
         slices = [
             SequenceSlice(
@@ -143,44 +139,66 @@ def pack(
         ]
         groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], block_size)
         order = order_sequences(slices, groups)
-        place_of = {i: position for position, i in enumerate(order)}
+        index_of = {i: index for index, i in enumerate(order)}
         members, slices = [members[i] for i in order], [slices[i] for i in order]
-        groups = [SharedGroup(tuple(sorted(place_of[i] for i in g.members)), g.num_blocks) for g in groups]
+        groups = [SharedGroup(tuple(sorted(index_of[i] for i in g.members)), g.num_blocks) for g in groups]
+        start, slots = rows.count, []
         for scheduled, part in zip(members, slices, strict=True):
-            sequence = scheduled.sequence
-            first, stop = part.num_cached, part.num_keys
-            token_ids.extend(sequence.tokens[first:stop])
-            if part.num_queries == 1:  # most sequences decode: no small arrays for them
-                positions.append(first)
-                slots.append(int(part.blocks[first // block_size]) * block_size + first % block_size)
-            else:
-                span = np.arange(first, stop)
-                positions.extend(span.tolist())
-                slots.extend(
-                    (part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist()
-                )
-            if token_ids[-1] == PENDING:
-                pending_rows.append(row + part.num_queries - 1)
-                pending_slots.append(sequence.token_slot)
-            for position in scheduled.asked:
-                asked.append(Asked(sequence, position))
-                asked_rows.append(row + position - first)
-            row += part.num_queries
+            rows.add(scheduled, part, slots)
         plans = {
             window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
             for window in windows
         }
-        segments.append(Segment(name, start, row, np.array(slots, dtype=np.int64), plans))
-    return PackedBatch(
-        token_ids=np.array(token_ids, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
-        segments=tuple(segments),
-        staging=staging,
-        asked=asked,
-        asked_rows=np.array(asked_rows, dtype=np.int64),
-        pending_rows=np.array(pending_rows, dtype=np.int64),
-        pending_slots=np.array(pending_slots, dtype=np.int64),
-    )
+        segments.append(Segment(name, start, rows.count, np.array(slots, dtype=np.int64), plans))
+    return rows.packed(tuple(segments), staging)
+
+
+class _Rows:
+    """The rows of a batch while it is packed: a token each."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._asked: list[Asked] = []
+        self._asked_rows: list[int] = []
+        self._pending_rows: list[int] = []
+        self._pending_slots: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, scheduled: ScheduledSequence, part: SequenceSlice, slots: list[int]) -> None:
+        """The tokens of one sequence; where their KV goes is added to `slots`."""
+        sequence, block_size, row = scheduled.sequence, self._block_size, self.count
+        first, stop = part.num_cached, part.num_keys
+        self._token_ids.extend(sequence.tokens[first:stop])
+        if part.num_queries == 1:  # most sequences decode: no small arrays for them
+            self._positions.append(first)
+            slots.append(int(part.blocks[first // block_size]) * block_size + first % block_size)
+        else:
+            span = np.arange(first, stop)
+            self._positions.extend(span.tolist())
+            slots.extend((part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist())
+        if self._token_ids[-1] == PENDING:
+            self._pending_rows.append(self.count - 1)
+            self._pending_slots.append(sequence.token_slot)
+        for position in scheduled.asked:
+            self._asked.append(Asked(sequence, position))
+            self._asked_rows.append(row + position - first)
+
+    def packed(self, segments: tuple[Segment, ...], staging: Staging | None) -> PackedBatch:
+        return PackedBatch(
+            token_ids=np.array(self._token_ids, dtype=np.int64),
+            positions=np.array(self._positions, dtype=np.int64),
+            segments=segments,
+            staging=staging,
+            asked=self._asked,
+            asked_rows=np.array(self._asked_rows, dtype=np.int64),
+            pending_rows=np.array(self._pending_rows, dtype=np.int64),
+            pending_slots=np.array(self._pending_slots, dtype=np.int64),
+        )
 
 
 def _stage(members: List[ScheduledSequence], block_size: int) -> tuple[dict[Sequence, np.ndarray], Staging]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.device import Device
 from batchgen.core.request import SamplingParams
 from batchgen.models import layers
 from batchgen.models.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
-from batchgen.runtime.memory.transfers import Arena, Link
+from batchgen.runtime.memory.tiers import Tiers, open_tiers
 from batchgen.runtime.memory.weights import WeightHomes, Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
@@ -47,6 +48,25 @@ _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 OnLogits = Callable[[Sequence[Asked], Tensor, int], Tensor | None]
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """How an `Executor` runs sweeps.
+
+    max_positions: sequences never get longer than this. batches_on_host: GPU batches, the last ones, whose activations wait
+    in host memory between layers. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
+    are made together; None: a GPU batch. captured_tokens: decode sweeps up to this size are captured (`graphs`); for models
+    whose weights and KV are all on the device. For the rest see `Lanes`."""
+
+    max_positions: int
+    batches_on_host: int = 0
+    chunk_tokens: int | None = None
+    logit_rows: int | None = None
+    captured_tokens: int = 0
+    serial: bool = False
+    shared_cores: bool = False
+    on_step: OnStep | None = None
+
+
 class Executor:
     """A model and its KV, ready to run sweeps. Not for use from several threads at once."""
 
@@ -55,55 +75,37 @@ class Executor:
         config: ModelConfig,
         weights: Weights,
         kv_cache: KVCache,
-        max_positions: int,
-        *,
-        compute_home: str = "cpu",
-        links: tuple[Link, Link] | None = None,
-        batches_on_host: int = 0,
-        chunk_tokens: int | None = None,
-        logit_rows: int | None = None,
-        device: torch.device = CPU,
-        driver: Driver | None = None,
-        captured_tokens: int = 0,
-        serial: bool = False,
-        shared_cores: bool = False,
-        on_step: OnStep | None = None,
+        tiers: Tiers,
+        options: SweepOptions,
     ) -> None:
-        """max_positions: sequences never get longer than this. links: (to, from) an accelerator. batches_on_host: GPU
-        batches, the last ones, whose activations wait in host memory between layers. chunk_tokens, logit_rows: tokens
-        that go through a layer's products, sequences whose logits are made together; None: a GPU batch. device, driver: what
-        computes, and its streams, if it has any. captured_tokens: decode sweeps up to this size are captured (`graphs`); for
-        models whose weights and KV are all on the device. For the rest see `Lanes`."""
+        """tiers: those that the weights and the KV are in."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
-        self.links = links
-        options = {"serial": serial, "on_step": on_step, "on_thread": _prepare_thread}
-        perform = weakref.WeakMethod(
-            self._perform
-        )  # lanes' threads do not keep an engine alive that nobody has any more
-        if driver is None:
-            self.lanes = Lanes(lambda step: perform()(step), shared_cores=shared_cores, **options)
-        else:
-            self.lanes = StreamLanes(lambda step: perform()(step), driver, **options)
+        self.links, self._tiers, self._options = tiers.links, tiers, options
+        self._device, self._compute_home = tiers.device, tiers.compute_home
+        self.lanes = self._make_lanes()
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
-        self._device = device
-        self._sweeps = Sweeps(weights.homes.streams(compute_home))
-        self._compute_home = compute_home
-        self._batches_on_host = batches_on_host
-        self._chunk_tokens = chunk_tokens
-        self._logit_rows = logit_rows
+        self._sweeps = Sweeps(weights.homes.streams(self._compute_home))
         self._logits: Tensor | None = None
         self._rope = None
         if config.rope:
-            cos, sin = layers.rope_table(config, max_positions)
-            self._rope = cos.to(device), sin.to(device)
-        self._graphs = self._make_graphs(driver, captured_tokens) if captured_tokens and driver else None
+            cos, sin = layers.rope_table(config, options.max_positions)
+            self._rope = cos.to(self._device), sin.to(self._device)
+        captured = options.captured_tokens
+        self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
         self._on_logits: OnLogits = lambda asked, logits, start: None
         self._in_pieces = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
-        ahead = driver is not None and not serial and weights.embeds_on_device
-        self._tokens = TokenTable(device) if ahead else None
+        ahead = tiers.driver is not None and not options.serial and weights.embeds_on_device
+        self._tokens = TokenTable(self._device) if ahead else None
+
+    def _make_lanes(self) -> Lanes | StreamLanes:
+        options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": _prepare_thread}
+        perform = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
+        if self._tiers.driver is None:
+            return Lanes(lambda step: perform()(step), shared_cores=self._options.shared_cores, **options)
+        return StreamLanes(lambda step: perform()(step), self._tiers.driver, **options)
 
     @torch.inference_mode()
     def run(
@@ -222,11 +224,10 @@ class Executor:
         self.lanes.close()
         self.kv_cache.close()
         self.weights.close()
-        for arena in self.weights.arenas.values():
-            arena.memory.close()
+        self._tiers.close()
 
     def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[_Batch]:
-        first_on_host = len(batches) - self._batches_on_host
+        first_on_host = len(batches) - self._options.batches_on_host
         return [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
 
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
@@ -414,7 +415,7 @@ class Executor:
 
     def _chunks(self, num_tokens: int) -> Iterator[slice]:
         """Tokens that go through a layer's products together."""
-        count = self._chunk_tokens or num_tokens
+        count = self._options.chunk_tokens or num_tokens
         for start in range(0, num_tokens, count):
             yield slice(start, min(start + count, num_tokens))
 
@@ -431,7 +432,7 @@ class Executor:
         asked = b.packed.asked
         whole = rows.shape[0] == self.config.vocab_size
         if whole or self._in_pieces:
-            count = self._logit_rows or len(asked)
+            count = self._options.logit_rows or len(asked)
             for i in range(0, len(asked), count):
                 part = b.hidden[i : i + count]
                 self._take(asked[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
@@ -502,9 +503,6 @@ class _Batch:
     packed: PackedBatch | None
     host_positions: Tensor | None
     positions: Tensor
-    packed: PackedBatch | None
-    host_positions: Tensor | None
-    positions: Tensor
     asked_rows: Tensor | None
     parts: Mapping[str, _Part]
     moves: Moves | None
@@ -529,24 +527,15 @@ def in_memory(
 ) -> Executor:
     """An executor with all weights and `num_blocks` blocks of KV in the memory of the device, which computes: the CPU, or a CUDA
     GPU. captured_tokens: as of Executor."""
-    name, home, arenas, driver, links = str(dtype).removeprefix("torch."), "cpu", None, None, None
-    if device.type == "cuda":
-        from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory
-
-        home, driver = "gpu", CudaDriver()
-        arenas = {"cpu": Arena("--cpu-memory", memory=PinnedMemory()), "gpu": Arena("--gpu-memory", memory=GpuMemory())}
-        links = CudaLink(driver, to_gpu=True), CudaLink(driver, to_gpu=False)
-    homes = WeightHomes.in_memory(config, name, home)
-    options = {"compute_home": home, "arenas": arenas}
-    weights = Weights(config, homes, dtype, checkpoint=checkpoint, h2d=links and links[0], **options)
-    kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, links=links, **options)
-    if driver:
+    tiers = open_tiers(Device(device.type))
+    name, home = str(dtype).removeprefix("torch."), tiers.compute_home
+    weights = Weights(config, WeightHomes.in_memory(config, name, home), dtype, checkpoint=checkpoint, tiers=tiers)
+    kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, tiers=tiers)
+    if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    executor = Executor(
-        config, weights, kv_cache, config.max_position, compute_home=home, links=links, device=device, driver=driver,
-        captured_tokens=captured_tokens,
-    )  # fmt: skip
-    if driver:
+    options = SweepOptions(config.max_position, captured_tokens=captured_tokens)
+    executor = Executor(config, weights, kv_cache, tiers, options)
+    if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
         limits = SchedulerLimits(rows, tokens, class_seqs={home: rows}, compute_home=home)
         key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -16,7 +16,7 @@ from batchgen.core.device import Device
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import load_parts, needs_store
+from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
@@ -77,10 +77,10 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
         store = find_or_convert(files, offload_dir, "float32", "int4" if policy.weight_format == "int4" else "none")
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
-    return load_parts(
-        files, lambda: load_tokenizer(files), policy=policy, dtype="float32", device=device, offload_dir=offload_dir,
-        store=store, **options,
-    )  # fmt: skip
+    request = LoadRequest(
+        files, read_config(files), policy, "float32", device, offload_dir=offload_dir, store=store, **options
+    )
+    return load_parts(request, lambda: load_tokenizer(files))
 
 
 def without_store(policy: Policy) -> Policy:

@@ -28,7 +28,8 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import row_bytes
 from batchgen.runtime.batch import Run, Staging
-from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
+from batchgen.runtime.memory.tiers import Tiers
+from batchgen.runtime.memory.transfers import Prefault, as_buffer
 from batchgen.runtime.steps.graph import KV_SLOTS
 
 _serial = itertools.count()
@@ -89,22 +90,21 @@ class KVCache:
         shape: KVShape,
         blocks: Mapping[str, int],
         *,
-        compute_home: str = "cpu",
+        tiers: Tiers | None = None,
         staging_blocks: int = 0,
-        arenas: Mapping[str, Arena] | None = None,
-        links: tuple[Link, Link] | None = None,
         offload_dir: Path | None = None,
     ) -> None:
-        """blocks: of each tier's pool. staging_blocks: of each staging buffer. links: (to, from) an accelerator.
+        """blocks: of each tier's pool. tiers: None: the host's memory. staging_blocks: of each staging buffer.
 
         Raises BatchgenError where memory or disk do not suffice.
         """
         self.shape = shape
         self.disk_bytes_read = self.disk_bytes_written = 0
         self._layers = config.num_layers
-        self._compute_home, self._links = compute_home, links
-        arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
-        device = arenas[compute_home]
+        tiers = tiers or Tiers()
+        arenas, links = tiers.arenas, tiers.links
+        self._compute_home, self._links = tiers.compute_home, links
+        device = arenas[tiers.compute_home]
         self.pools: dict[str, list[Tensor]] = {
             tier: [
                 arenas[tier].empty((count, *shape.block), shape.dtype, "the KV pool") for _ in range(config.num_layers)

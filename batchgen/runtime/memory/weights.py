@@ -24,7 +24,8 @@ from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.ops.quant import row_bytes
-from batchgen.runtime.memory.transfers import Arena, Link, as_buffer
+from batchgen.runtime.memory.tiers import Tiers
+from batchgen.runtime.memory.transfers import as_buffer
 from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS, Streams
 
 Tensors = dict[str, ops.Weight]
@@ -91,14 +92,13 @@ class Weights:
         *,
         checkpoint: Checkpoint | None = None,
         store: WeightStore | None = None,
-        compute_home: str = "cpu",
-        arenas: Mapping[str, Arena] | None = None,
-        h2d: Link | None = None,
+        tiers: Tiers | None = None,
         expanded_slots: int = 1,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
         the result; store: that of `homes.weight_format`, needed for 4-bit weights and what is homed on disk, and used for all if given.
+        tiers: None: the host's memory.
 
         expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each
         layer. Raises BatchgenError.
@@ -106,8 +106,9 @@ class Weights:
         self.config, self.homes, self.dtype = config, homes, dtype
         self.disk_bytes_read = 0
         self._store, self._checkpoint = store, checkpoint
-        self._compute_home, self._h2d = compute_home, h2d
-        self.arenas = arenas or {tier: Arena(tier) for tier in ("gpu", "cpu")}
+        tiers = tiers or Tiers()
+        self._compute_home, self.arenas = tiers.compute_home, tiers.arenas
+        self._h2d = tiers.links and tiers.links[0]
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
         for j in range(config.num_layers):
@@ -118,7 +119,7 @@ class Weights:
         self._make_disk_buffers()
         self._expanded = [self._expanded_buffers() for _ in range(expanded_slots if homes.weight_format == INT4 else 0)]
         self.embeddings, self.head = self._load_ends()
-        if self.homes.head == compute_home:
+        if self.homes.head == self._compute_home:
             self.head = _packed(self.head)
 
     @property

@@ -14,6 +14,7 @@ from batchgen.core.errors import BatchgenError
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
@@ -45,8 +46,8 @@ def make_cache(config, tmp_path):
         blocks = {"cpu": HOST_BLOCKS, "disk": disk_blocks} | ({"gpu": 3} if accelerated else {})
         cache = KVCache(
             config, kv_shape(config, block_size, kv_format), blocks,
-            compute_home="gpu" if accelerated else "cpu", staging_blocks=STAGING,
-            links=(Link(), Link()) if accelerated else None, offload_dir=folder,
+            tiers=Tiers("gpu", links=(Link(), Link())) if accelerated else None, staging_blocks=STAGING,
+            offload_dir=folder,
         )  # fmt: skip
         made.append(cache)
         return cache
@@ -163,8 +164,7 @@ def test_budgets_hold_for_pools_and_buffers(config):
 
     def make(budget):
         arenas = {"gpu": Arena("--gpu-memory", budget), "cpu": Arena("--cpu-memory")}
-        links = (Link(), Link())
-        KVCache(config, shape, {"gpu": 4}, compute_home="gpu", staging_blocks=3, arenas=arenas, links=links)
+        KVCache(config, shape, {"gpu": 4}, tiers=Tiers("gpu", arenas, (Link(), Link())), staging_blocks=3)
         return arenas["gpu"].taken_bytes
 
     needed = (4 * LAYERS + 2 * 3) * shape.block_bytes
