@@ -84,13 +84,13 @@ def watched_batchgen(arguments: list[str], board_path: str) -> None:
     from batchgen.output.run_directory import Run
 
     board = Board(Path(board_path))
-    launch, add, finish = Engine._launch, PartWriter.add, Run.finish
+    run, add, finish = Engine._run, PartWriter.add, Run.finish
 
-    def noted_launch(*args: Any, **kwargs: Any) -> Any:
+    def noted_run(*args: Any, **kwargs: Any) -> Any:
         if not board.read().started_s:
             board.write(started_s=time.monotonic())
-        sweep = launch(*args, **kwargs)
-        board.write(sweeps=board.read().sweeps + (sweep is not None))  # on the CPU it has run
+        sweep = run(*args, **kwargs)
+        board.write(sweeps=board.read().sweeps + 1)  # on the CPU it has run
         return sweep
 
     def noted_add(*args: Any) -> None:
@@ -103,7 +103,7 @@ def watched_batchgen(arguments: list[str], board_path: str) -> None:
         board.write(finished_s=time.monotonic())
         return result
 
-    Engine._launch, PartWriter.add, Run.finish = noted_launch, noted_add, noted_finish
+    Engine._run, PartWriter.add, Run.finish = noted_run, noted_add, noted_finish
     sys.argv = ["batchgen", *arguments]
     cli.main()
 

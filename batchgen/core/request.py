@@ -95,12 +95,14 @@ class Request:
     sampling: its parameters; None takes those the engine was given.
     id: decides the row's random draws, with seed, sample and step; None takes the row's position.
     error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
+    row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
     """
 
     prompt: str | Sequence[int] | Sequence[dict]
     sampling: SamplingParams | None = None
     id: str | int | None = None
     error: str | None = None
+    row: int | None = None
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:
@@ -122,6 +124,7 @@ class ScoreRequest:
     id: that of the `Scored`; None takes the request's position.
     logprobs: None, or how many of the likeliest tokens to report at each position as well, at most 100.
     error: the row could not be made into a request; it comes back as a failed Scored with this text.
+    row: as of `Request`.
     """
 
     context: str | Sequence[int] | Sequence[dict]
@@ -129,6 +132,7 @@ class ScoreRequest:
     id: str | int | None = None
     logprobs: int | None = None
     error: str | None = None
+    row: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.continuations, str):
@@ -174,7 +178,7 @@ class Completion:
     """What became of one request: `samples` (one per `n`), or `error` and no samples.
 
     index: the request's position in the iterable given to the engine, from 0. Completions come in the order
-    in which they finish. cached_tokens: prompt tokens whose KV another row had already computed.
+    in which they finish. cached_tokens: prompt tokens whose KV another row had already computed. row: the request's.
     """
 
     index: int
@@ -183,6 +187,7 @@ class Completion:
     samples: tuple[Sample, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
+    row: int | None = None
 
     @property
     def text(self) -> str | None:
@@ -211,3 +216,4 @@ class Scored:
     scores: tuple[ContinuationScore, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
+    row: int | None = None

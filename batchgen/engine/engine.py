@@ -28,7 +28,7 @@ from batchgen.models.files import read_config, resolve_model
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
-from batchgen.runtime.scheduling.scheduler import Scheduler, TokenSlots
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, TokenSlots
 from batchgen.runtime.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
-class Work(Protocol):
+class RequestHandler(Protocol):
     """What requests of one kind take: `Generation`, `Scoring`. in_pieces: logits may come in pieces of the vocabulary."""
 
     in_pieces: bool
@@ -47,22 +47,22 @@ class Work(Protocol):
         """Requests ready to start; runs in the input thread."""
 
     def start(self, prepared) -> list[Sequence] | Completion | Scored:
-        """The sequences to run, or what has become of a request that cannot be run."""
+        """The sequences to run, or the result of a request that cannot be run."""
 
-    def take(self, asked, logits, start: int) -> Tensor | None:
+    def take_logits(self, asked, logits, start: int) -> Tensor | None:
         """Logits of the sweep under way; returns the tokens chosen, int64 [asked], if any are."""
 
-    def launched(self) -> Taken:
-        """All logits of the sweep under way have been taken: what will come of them."""
+    def end_sweep(self) -> SweepResult:
+        """All logits of the sweep under way have been taken: what it will give."""
 
-    def advance(self, taken: Taken, stats: EngineStats) -> list[Sequence]:
+    def advance(self, result: SweepResult, stats: EngineStats) -> list[Sequence]:
         """After that sweep: counts what it did; returns the sequences that have ended, which the scheduler still has."""
 
     def finish(self, sequence: Sequence) -> Completion | Scored | None:
-        """What has become of the request, if this sequence was its last."""
+        """The result of the request, if this sequence was its last."""
 
 
-class Taken(Protocol):
+class SweepResult(Protocol):
     """needs_host: what runs next depends on results in a way that only the host can work out."""
 
     needs_host: bool
@@ -72,9 +72,41 @@ class Taken(Protocol):
 class _Sweep:
     """A sweep that has been launched. wait: returns when it has run; None: it has. started_s: of time.perf_counter."""
 
-    taken: Taken
+    result: SweepResult
     wait: Callable[[], None] | None
     started_s: float
+
+
+@dataclass
+class _Call:
+    """One call of `generate` or `score`. ahead: the sweep that the device is at, while the host goes on."""
+
+    handler: RequestHandler
+    scheduler: Scheduler
+    source: Prefetch
+    adaptation: Adaptation | None = None
+    ahead: _Sweep | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.ahead is not None
+
+    def due(self, launched: _Sweep | None) -> list[_Sweep]:
+        """The sweeps whose results are taken now. While the device is at one sweep the next is scheduled and launched, and
+        then the results of the first are taken."""
+        sweeps = [self.ahead, launched]
+        runs_ahead = launched is not None and launched.wait is not None and not launched.result.needs_host
+        self.ahead = sweeps.pop() if runs_ahead else None
+        return [sweep for sweep in sweeps if sweep is not None]
+
+    def close(self) -> None:
+        """Drops what is unfinished."""
+        self.source.close()
+        if self.ahead is not None:
+            with contextlib.suppress(Exception):  # the next sweep would raise it again
+                self.ahead.wait()
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.finish(sequence)
 
 
 class Engine:
@@ -232,8 +264,8 @@ class Engine:
             )
             scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
-        work = Generation(self.parts, self._sampling, self._on_overlong)
-        return self._run(work, requests, scheduler, adaptation, should_stop, on_sweep)
+        handler = Generation(self.parts, self._sampling, self._on_overlong)
+        return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
 
     def score(
         self,
@@ -249,103 +281,94 @@ class Engine:
         are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no room
         for the longest continuation fails or is cut, as `on_overlong` says.
         """
-        return self._run(
-            Scoring(self.parts, self._on_overlong), requests, self._scheduler(), None, should_stop, on_sweep
-        )
+        handler = Scoring(self.parts, self._on_overlong)
+        return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
         limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_home)
         return Scheduler(self._pools, limits, expected_output_len, self._token_slots)
 
-    def _run(
+    def _run_all(
         self,
-        work: Work,
+        handler: RequestHandler,
         requests: Iterable,
         scheduler: Scheduler,
         adaptation: Adaptation | None,
         should_stop: Callable[[], bool],
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
-        source = Prefetch(work.prepare(requests), ahead=_INPUT_AHEAD)
+        source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        call = _Call(handler, scheduler, source, adaptation)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
-        under_way: _Sweep | None = None
         try:
             while not should_stop():
-                yield from self._take_requests(source, scheduler, work, under_way is not None)
-                if not scheduler.has_work and under_way is None:
+                yield from self._admit(call)
+                if not call.has_work:
                     break
-                # While the device is at one sweep the next is scheduled and launched, and then the results of the first are taken.
-                sweeps = [under_way, self._launch(scheduler, work)]
-                ahead = sweeps[-1] is not None and sweeps[-1].wait is not None and not sweeps[-1].taken.needs_host
-                under_way = sweeps.pop() if ahead else None
-                for sweep in filter(None, sweeps):
-                    for sequence in self._collect(sweep, scheduler, work, adaptation):
-                        result = work.finish(sequence)
-                        if result is not None:
-                            yield result
-                    on_sweep(self.stats)
+                yield from self._step(call, on_sweep)
         finally:
-            source.close()
-            if under_way is not None:
-                with contextlib.suppress(Exception):  # the next sweep would raise it again
-                    under_way.wait()
-            for sequence in (*scheduler.running, *scheduler.waiting):
-                scheduler.finish(sequence)
+            call.close()
 
-    def _take_requests(self, source: Prefetch, scheduler: Scheduler, work: Work, under_way: bool) -> Iterator:
-        """Moves requests from the input to the scheduler; yields what became of those that failed before they ran.
+    def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
+        """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
+        started_s = time.perf_counter()
+        scheduled = call.scheduler.schedule()
+        launched = self._run(call, scheduled, started_s) if scheduled else None
+        for sweep in call.due(launched):
+            for sequence in self._take(call, sweep):
+                result = call.handler.finish(sequence)
+                if result is not None:
+                    yield result
+            on_sweep(self.stats)
+
+    def _admit(self, call: _Call) -> Iterator:
+        """Moves requests from the input to the scheduler; yields the results of those that failed before they ran.
 
         Waits for input only when there is nothing else to do.
         """
-        while len(scheduler.waiting) < self.policy.max_num_seqs:
-            if (scheduler.has_work or under_way) and not source.ready:
+        while len(call.scheduler.waiting) < self.policy.max_num_seqs:
+            if call.has_work and not call.source.ready:
                 return
             started = time.perf_counter()
-            prepared = next(source, None)
+            prepared = next(call.source, None)
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
             if prepared is None:
                 return
-            begun = work.start(prepared)
+            begun = call.handler.start(prepared)
             if not isinstance(begun, list):
                 yield begun
                 continue
             for sequence in begun:
-                scheduler.add(sequence)
+                call.scheduler.add(sequence)
 
-    def _launch(self, scheduler: Scheduler, work: Work) -> _Sweep | None:
-        """Schedules a sweep and has it run; None where there is nothing to run."""
-        stats, parts = self.stats, self.parts
-        started = time.perf_counter()
-        sweep = scheduler.schedule()
-        if not sweep:
-            return None
-        batches = [parts.pack(batch) for batch in parts.split(sweep)]
+    def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
+        """Has a sweep run; perhaps it has only been launched."""
+        stats, parts, handler = self.stats, self.parts, call.handler
+        batches = [parts.pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
         def on_logits(asked, logits, start: int) -> Tensor | None:
             nonlocal sampling_s
             began = time.perf_counter()
-            chosen = work.take(asked, logits, start)
+            chosen = handler.take_logits(asked, logits, start)
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, in_pieces=work.in_pieces)
-        scheduler.commit(sweep)
+        wait = parts.executor.run(batches, on_logits, in_pieces=handler.in_pieces)
+        call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
-        stats.preempted = scheduler.num_preempted
+        stats.preempted = call.scheduler.num_preempted
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
-        stats.busy_s["compute"] += time.perf_counter() - started - sampling_s
+        stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
-        taken = work.launched()
-        for scheduled in sweep:
-            if scheduled.sequence.is_complete:
-                scheduler.finish(scheduled.sequence)
-        return _Sweep(taken, wait, started)
+        result = handler.end_sweep()
+        for one in scheduled:
+            if one.sequence.is_complete:
+                call.scheduler.finish(one.sequence)
+        return _Sweep(result, wait, started_s)
 
-    def _collect(
-        self, sweep: _Sweep, scheduler: Scheduler, work: Work, adaptation: Adaptation | None
-    ) -> list[Sequence]:
+    def _take(self, call: _Call, sweep: _Sweep) -> list[Sequence]:
         """Takes the results of a sweep once it has run; returns the sequences that have ended with it."""
         stats = self.stats
         started = time.perf_counter()
@@ -353,13 +376,13 @@ class Engine:
             sweep.wait()
         ran = time.perf_counter()
         generated = stats.generated_tokens
-        finished = work.advance(sweep.taken, stats)
+        finished = call.handler.advance(sweep.result, stats)
         for sequence in finished:
-            scheduler.finish(sequence)
+            call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started
         stats.busy_s["sampling"] += time.perf_counter() - ran
-        if adaptation:
-            self._adapt(adaptation, sweep, finished, stats.generated_tokens - generated)
+        if call.adaptation:
+            self._adapt(call.adaptation, sweep, finished, stats.generated_tokens - generated)
         return finished
 
     def _adapt(self, adaptation: Adaptation, sweep: _Sweep, finished: list[Sequence], tokens: int) -> None:

@@ -37,6 +37,7 @@ class _InFlight:
 
     index: int
     row_id: str | int
+    row: int | None
     prompt_tokens: int
     samples: list[Sample | None]
     cached_tokens: int = 0
@@ -52,9 +53,14 @@ class _InFlight:
 
     def completion(self) -> Completion:
         if self.error is not None:
-            return Completion(self.index, self.row_id, self.prompt_tokens, error=self.error)
+            return Completion(self.index, self.row_id, self.prompt_tokens, error=self.error, row=self.row)
         return Completion(
-            self.index, self.row_id, self.prompt_tokens, tuple(self.samples), cached_tokens=self.cached_tokens
+            self.index,
+            self.row_id,
+            self.prompt_tokens,
+            tuple(self.samples),
+            cached_tokens=self.cached_tokens,
+            row=self.row,
         )
 
 
@@ -103,7 +109,7 @@ class _Prepared:
 
 
 class Generation:
-    """The `Work` of one call of `Engine.generate`."""
+    """The request handler of one call of `Engine.generate`."""
 
     in_pieces = False  # draws need a row's logits all at once
 
@@ -171,8 +177,9 @@ class Generation:
         request, index = prepared.request, prepared.index
         row_id = index if request.id is None else request.id
         if prepared.error is not None:
-            return Completion(index, row_id, len(prepared.token_ids), error=prepared.error)
-        self._in_flight[index] = _InFlight(index, row_id, len(prepared.token_ids), [None] * request.sampling.n)
+            return Completion(index, row_id, len(prepared.token_ids), error=prepared.error, row=request.row)
+        samples: list[Sample | None] = [None] * request.sampling.n
+        self._in_flight[index] = _InFlight(index, row_id, request.row, len(prepared.token_ids), samples)
         started = []
         for k in range(request.sampling.n):
             sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
@@ -184,14 +191,14 @@ class Generation:
             started.append(sequence)
         return started
 
-    def take(self, asked, logits, start: int) -> Tensor:
+    def take_logits(self, asked, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
         sequences = [a.sequence for a in asked]
         sampled = self._parts.sample(logits, sequences)
         self._sampled.append((sequences, sampled))
         return sampled.token_ids
 
-    def launched(self) -> _Chosen:
+    def end_sweep(self) -> _Chosen:
         """What the sweep under way will give; until then its tokens are PENDING."""
         rows = []
         for sequences, _ in self._sampled:

@@ -52,6 +52,7 @@ class Tokens:
 class _Prepared:
     index: int
     row_id: str | int
+    row: int | None
     logprobs: int | None = None
     tokens: Tokens | None = None
     error: str | None = None
@@ -68,7 +69,7 @@ class _InFlight:
 
 
 class Scoring:
-    """The `Work` of one call of `Engine.score`."""
+    """The request handler of one call of `Engine.score`."""
 
     in_pieces = True
 
@@ -85,12 +86,12 @@ class Scoring:
             for index, request in chunk:
                 row_id = index if request.id is None else request.id
                 if request.error is not None:
-                    yield _Prepared(index, row_id, error=request.error)
+                    yield _Prepared(index, row_id, request.row, error=request.error)
                     continue
                 try:
-                    yield _Prepared(index, row_id, request.logprobs, self._tokens(request, texts))
+                    yield _Prepared(index, row_id, request.row, request.logprobs, self._tokens(request, texts))
                 except (RowError, InputError) as problem:
-                    yield _Prepared(index, row_id, error=str(problem))
+                    yield _Prepared(index, row_id, request.row, error=str(problem))
 
     def _tokens(self, request: ScoreRequest, texts: Texts) -> Tokens:
         config, policy = self._parts.config, self._parts.policy
@@ -106,7 +107,7 @@ class Scoring:
     def start(self, prepared: _Prepared) -> list[Sequence] | Scored:
         """The sequences of a request, or its Scored if it failed before it ran."""
         if prepared.error is not None:
-            return Scored(prepared.index, prepared.row_id, 0, error=prepared.error)
+            return Scored(prepared.index, prepared.row_id, 0, error=prepared.error, row=prepared.row)
         paths, places = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
         # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
         sampling = SamplingParams(max_tokens=1, logprobs=prepared.logprobs)
@@ -120,10 +121,10 @@ class Scoring:
         self._in_flight[prepared.index] = _InFlight(prepared, sequences, places, len(sequences))
         return sequences
 
-    def take(self, asked, logits, start: int) -> None:
+    def take_logits(self, asked, logits, start: int) -> None:
         self._scorer.take(asked, logits, start)
 
-    def launched(self) -> Scorer:
+    def end_sweep(self) -> Scorer:
         """What the sweep under way will give."""
         scorer, self._scorer = self._scorer, self._parts.scorer()
         return scorer
@@ -158,7 +159,8 @@ class Scoring:
             for continuation, places in zip(tokens.continuations, flight.places, strict=True)
         )
         cached = min(tokens.given, flight.sequences[0].num_cached)
-        return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached)
+        row = flight.prepared.row
+        return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached, row=row)
 
     def _score(self, tokens: tuple[int, ...], places: list[Place], sequences: list[Sequence]) -> ContinuationScore:
         found, total, is_greedy = [], 0.0, True

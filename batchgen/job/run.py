@@ -299,7 +299,6 @@ def _run_rows(
     deadline_s: float | None,
 ) -> bool:
     """Runs the rows that are left into parts. True if all are done, False if the deadline came first."""
-    rows: dict[int, int] = {}
     done = failed = 0
     stopped = False
 
@@ -315,16 +314,15 @@ def _run_rows(
 
     progress.start()
     run = engine.score if options.task == "score" else engine.generate
-    results = run(source.requests(state.done_rows, rows), should_stop=expired, on_sweep=show)
+    results = run(source.requests(state.done_rows), should_stop=expired, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
             for result in results:
-                row = rows.pop(result.index)
-                writer.add(row, _row_result(options, source, result))
+                writer.add(result.row, _row_result(options, source, result))
                 done += 1
                 if result.error is not None:
                     failed += 1
-                    _on_failed_row(options, row, result.error)
+                    _on_failed_row(options, result.row, result.error)
         finally:
             results.close()
     return not stopped or len(state.done_rows) == total_rows

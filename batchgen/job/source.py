@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,18 +45,15 @@ class RequestSource:
     def is_openai(self) -> bool:
         return self.format_row is not None
 
-    def requests(self, done: DoneRows, rows: dict[int, int]) -> Iterator[Request | ScoreRequest]:
-        """Requests for every row not in `done`; notes in `rows` which row the i-th request is for."""
-        count = 0
+    def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
+        """Requests for every row not in `done`, each with its row's number."""
         for first, batch in self.dataset.batches(done.next_unfinished(0)):
             needed = [row not in done for row in range(first, first + batch.num_rows)]
             if not any(needed):
                 continue
             for offset, request in enumerate(self.requests_of(batch, first)):
                 if needed[offset]:
-                    rows[count] = first + offset
-                    count += 1
-                    yield request
+                    yield replace(request, row=first + offset)
 
 
 def open_source(options: JobOptions) -> RequestSource:
