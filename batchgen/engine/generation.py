@@ -18,6 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
+from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.runtime.sampler import Sampled, SampledToken
-
-ENCODE_CHUNK = 64  # requests tokenized together
 
 
 @dataclass
@@ -124,14 +123,13 @@ class Generation:
         """Tokenizes requests, some at a time; runs in the input thread."""
         numbered = enumerate(r if isinstance(r, Request) else Request(r) for r in requests)
         while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
-            texts = [r.prompt for _, r in chunk if r.error is None and isinstance(r.prompt, str) and r.prompt]
-            encoded = iter(self._parts.tokenizer.encode_batch(texts)) if texts else iter(())
+            texts = encode_texts(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
             for index, request in chunk:
                 token_ids: list[int] = []
                 grammar, error = None, request.error
                 if error is None:
                     try:
-                        token_ids = self._encode(request, encoded)
+                        token_ids = self._encode(request, texts)
                         request, token_ids = self._fit(request, token_ids)
                         if request.sampling.constrained:
                             grammar = self._parts.grammars.compile(request.sampling)
@@ -139,16 +137,8 @@ class Generation:
                         error = str(problem)
                 yield _Prepared(index, request, array("i", token_ids), error, grammar)
 
-    def _encode(self, request: Request, encoded: Iterator[list[int]]) -> list[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RowError("the prompt is empty")
-            token_ids = next(encoded)
-        elif len(prompt) and isinstance(prompt[0], dict):
-            token_ids = self._parts.tokenizer.encode_chat(prompt)
-        else:
-            token_ids = [int(t) for t in prompt]
+    def _encode(self, request: Request, texts: Texts) -> list[int]:
+        token_ids = encode_prompt(self._parts.tokenizer, request, texts)
         if not token_ids:
             raise RowError("the prompt is empty")
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
@@ -278,9 +268,3 @@ class Generation:
 
     def _named(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
-
-
-def check_vocabulary(token_ids: Iterable[int], vocab_size: int, what: str) -> None:
-    """Tokenizers may have tokens that the model has no embedding for. Raises RowError."""
-    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise RowError(f"{what} has a token id outside the model's vocabulary of {vocab_size}")

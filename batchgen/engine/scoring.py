@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.generation import ENCODE_CHUNK, check_vocabulary
+from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_all, encode_pairs
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Path, Place, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -28,8 +27,6 @@ from batchgen.runtime.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.runtime.scorer import Scorer
-
-Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
 
 
 @dataclass(frozen=True)
@@ -215,63 +212,3 @@ def paths_to_run(tokens: Tokens, room: int) -> tuple[list[Path], list[list[Place
             places[i] = [(len(paths) + path, position, target) for path, position, target in there]
         paths += found
     return paths, places
-
-
-def encode_all(tokenizer: Tokenizer, requests: Iterable[ScoreRequest]) -> Texts:
-    """The tokens of all texts that `encode_pairs` asks for."""
-    wanted: dict[tuple[str, bool], list[int]] = {}
-    for request in requests:
-        with contextlib.suppress(RowError, InputError):  # it will be found again
-            encode_pairs(tokenizer, request, _Wanted(wanted))
-    for special in (True, False):
-        keys = [key for key in wanted if key[1] == special]
-        if keys:
-            encoded = tokenizer.encode_batch([text for text, _ in keys], add_special_tokens=special)
-            wanted.update(zip(keys, encoded, strict=True))
-    return wanted
-
-
-class _Wanted:
-    """Stands in for the tokens of texts: notes what is asked for."""
-
-    def __init__(self, wanted: dict) -> None:
-        self._wanted = wanted
-
-    def __getitem__(self, key: tuple[str, bool]) -> list[int]:
-        self._wanted[key] = []
-        return []
-
-
-def encode_pairs(
-    tokenizer: Tokenizer, request: ScoreRequest, texts: Texts
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The tokens of the context and of each continuation, as `ScoreRequest` says. Raises RowError."""
-    context, continuations = request.context, request.continuations
-    if not continuations:
-        raise RowError("there are no continuations")
-    are_texts = {isinstance(c, str) for c in continuations}
-    if len(are_texts) > 1:
-        raise RowError("continuations must be all texts or all token ids")
-    special = True
-    if not isinstance(context, str) and len(context) and isinstance(context[0], dict):
-        context, special = tokenizer.render_chat(context), False  # it has its special tokens written out
-    if True not in are_texts:
-        own = texts[context, special] if isinstance(context, str) and context else _ids(context)
-        return tuple(own), [_ids(c) for c in continuations]
-    if not isinstance(context, str):
-        return _ids(context), [tuple(texts[c, False]) for c in continuations]
-    stripped = context.rstrip()
-    spaces = context[len(stripped) :]
-    if not stripped:
-        return (), [_beginning(texts[spaces + c, False], tokenizer) for c in continuations]
-    own = tuple(texts[stripped, special])
-    return own, [tuple(texts[stripped + spaces + c, special][len(own) :]) for c in continuations]
-
-
-def _beginning(token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Without the token that would stand before it anyway."""
-    return tuple(token_ids[1:] if token_ids and token_ids[0] == tokenizer.begin_token_id else token_ids)
-
-
-def _ids(values: Iterable) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)

@@ -21,10 +21,10 @@ from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.core.workload import Workload
+from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.parts import EngineStats
-from batchgen.engine.scoring import encode_all, encode_pairs
 from batchgen.job.files import check_files
 from batchgen.job.options import JobOptions, check_options, seconds
 from batchgen.job.planning import (
@@ -380,12 +380,11 @@ def _dry_run(
 
 def _shown(request: Request, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """A prompt as text and as tokens."""
+    token_ids = encode_prompt(tokenizer, request)
     if isinstance(request.prompt, str):
-        return request.prompt, tokenizer.encode_batch([request.prompt])[0]
-    if request.prompt and isinstance(request.prompt[0], dict):
-        token_ids = tokenizer.encode_chat(request.prompt)
-        return tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
-    return tokenizer.decode(list(request.prompt)), list(request.prompt)
+        return request.prompt, token_ids
+    messages = bool(request.prompt) and isinstance(request.prompt[0], dict)
+    return tokenizer.decode(token_ids, skip_special_tokens=not messages), token_ids
 
 
 def _close(options: JobOptions, report: dict) -> dict:

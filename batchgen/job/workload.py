@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
 from batchgen.core.workload import Lengths, Workload
-from batchgen.engine.scoring import encode_all, paths_to_run, tokens_of
+from batchgen.engine.encode import encode_all, encode_prompt
+from batchgen.engine.scoring import paths_to_run, tokens_of
 
 if TYPE_CHECKING:
     from batchgen.dataset import Dataset
@@ -112,7 +113,7 @@ def _sequences(
         paths, _ = paths_to_run(tokens, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
     own = request.sampling or sampling
-    tokens = cut_overlong(_encode(request, tokenizer), own.max_tokens, context, on_overlong)
+    tokens = cut_overlong(encode_prompt(tokenizer, request), own.max_tokens, context, on_overlong)
     if not 0 < len(tokens) < context:
         raise RowError("its prompt is too long" if tokens else "it has no prompt")
     return [_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n)]
@@ -141,15 +142,6 @@ def _first_rows(batches: Iterator, count: int) -> Iterator:
         count -= batch.num_rows
         if count <= 0:
             return
-
-
-def _encode(request: Request, tokenizer: Tokenizer) -> list[int]:
-    prompt = request.prompt
-    if not len(prompt):
-        return []
-    if isinstance(prompt, str):
-        return tokenizer.encode_batch([prompt])[0]
-    return tokenizer.encode_chat(prompt) if isinstance(prompt[0], dict) else list(prompt)
 
 
 def _shared_part(sequences: list[_Sampled], copies: float) -> float:
