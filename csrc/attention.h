@@ -2,16 +2,16 @@
 // sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the queries of all
 // heads that share a KV head are rows of one product, so that K and V are read once for all of them.
 //
-// Of 4-bit KV the levels themselves are multiplied. With k = scale * level + minimum for each key,
-//   q.k = scale * (q.level) + minimum * sum(q),   sum p v = sum (p scale) level + sum (p minimum).
+// Of 4-bit KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
+//   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
 
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
 template <class M>
-struct Share {
+struct SoftmaxWeight {
     static constexpr bool kRough = M::kPair == 2;
     vf highest;
     // A row that has seen nothing yet has no score above kLowest.
-    explicit Share(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
+    explicit SoftmaxWeight(float most) : highest(set1(most > kLowest ? (kRough ? most * -kLog2E : most) : 0)) {}
     vf operator()(vf score) const {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (kRough) return exp2_rough(fma(score, set1(kLog2E), highest));
@@ -22,7 +22,7 @@ struct Share {
 
 template <class M, class T>
 struct Attend {
-    static constexpr bool kLevels = sizeof(T) == sizeof(Packed4);
+    static constexpr bool kCodes = sizeof(T) == sizeof(Packed4);
     const Attention& args;
     AttentionScratch<M> s;
     const int n, group, groups;
@@ -53,7 +53,7 @@ struct Attend {
         for (int r = 0; r < held; r++) s.highest[r] = kLowest;
         memset(s.total, 0, held * W * sizeof(float));
         memset(s.acc, 0, held * s.columns * sizeof(float));
-        if (kLevels) memset(s.least, 0, held * kGroups * sizeof(float));
+        if (kCodes) memset(s.least, 0, held * kGroups * sizeof(float));
         for (int i = 0; i < item.num_spans; i++) {
             span = item.spans[i];
             start = span.first_token * group, count = span.num_tokens * group;
@@ -102,11 +102,11 @@ struct Attend {
                 for (int i = 0; i < whole; i += together) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
                 ahead.spread((left - 1) * steps);
                 pack_values<T>(M(), values, whole, n, s, ahead);
-                if (kLevels) {
+                if (kCodes) {
                     read_tables(keys, whole, n, s.k_scale, s.k_minimum);
                     read_tables(values, whole, n, s.v_scale, s.v_minimum);
                 }
-                // Some rows at a time, so that their scores and shares stay in the nearest cache beside K and V.
+                // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce) {
                     rows_now = int(smaller(kRowsAtOnce, count - at));
                     const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
@@ -125,7 +125,7 @@ struct Attend {
     // Whether so many rows are few.
     bool few(int count) const {
 #ifdef BATCHGEN_FAST_BF16
-        return M::kPair == 2 && count <= kFewest && n % (kLevels ? kGroup : 2 * W) == 0;
+        return M::kPair == 2 && count <= kFewest && n % (kCodes ? kGroup : 2 * W) == 0;
 #else
         (void)count;
         return false;
@@ -136,8 +136,8 @@ struct Attend {
     void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
                   int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (kLevels) {
-            few_levels(held_row, key, count_keys, whole, keys, values, left);
+        if constexpr (kCodes) {
+            few_codes(held_row, key, count_keys, whole, keys, values, left);
         } else if constexpr (M::kPair == 2) {
             ahead.spread(left * (whole / W));
             const uint32_t* a = s.a + held_row * s.depth;
@@ -164,40 +164,40 @@ struct Attend {
     }
 
     // The same of 4-bit KV.
-    void few_levels(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
-                    int left) {
+    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
+                   int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
             // Lines are asked for beside the products, too: many at once would take the places of those that are waited for.
             constexpr int kRowsOfValues = kFewest / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
-            for (int i = 0; i < whole; i += 2 * W) turn_levels(keys + i, n, s.k + i, ahead);
+            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
             read_tables(keys, whole, n, s.k_scale, s.k_minimum);
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
                 for (int i = 0; i < whole; i += kVectors * W) {
                     ahead.fetch();
-                    level_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
-                                                 s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
-                                                 s.k_minimum + i, s.s + i);
+                    code_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
+                                                s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
+                                                s.k_minimum + i, s.s + i);
                 }
             });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             ahead.spread((left - 1) * (whole / W + passes * groups));
-            interleave_levels(values, whole, n, s.v, ahead);
+            interleave_codes(values, whole, n, s.v, ahead);
             read_tables(values, whole, n, s.v_scale, s.v_minimum);
-            fixed_shares(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
-                         s.change);
+            fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
+                          s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
                     constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
                     for (int column = 0; column < n / 2; column += kVectors * W) {
                         const int g = column / (kGroup / 2);
                         if (column % (kGroup / 2) == 0) ahead.fetch();
-                        level_values<Rows, kVectors>(
-                            s.fixed_p + (r * kGroups + g) * kFixedShares, s.p_step + r * kGroups + g, s.v + column, n / 2,
+                        code_values<Rows, kVectors>(
+                            s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g, s.v + column, n / 2,
                             whole, s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns, s.change + r);
                     }
                 });
@@ -238,18 +238,18 @@ struct Attend {
         if constexpr (M::kPair == 2) {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
-                if (!kLevels) memcpy(a, q, n * sizeof(Q));
-                else if (packs) level_order((const bf16*)q, n, (bf16*)a);
+                if (!kCodes) memcpy(a, q, n * sizeof(Q));
+                else if (packs) code_order((const bf16*)q, n, (bf16*)a);
             }
         } else {
             for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
             for (int i = 0; i < n; i += W) store_part((float*)a + i, load_part(q + i, n - i), n - i);
         }
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (M::kPair == 2 && kLevels)
+        if constexpr (M::kPair == 2 && kCodes)
             if (few(group)) s.q_step[r] = fixed_query(q, n, s.fixed_q + r * kFixedRow);
 #endif
-        for (int g = 0; kLevels && g < groups; g++) {
+        for (int g = 0; kCodes && g < groups; g++) {
             float all = 0;
             for (int i = g * kGroup; i < n && i < (g + 1) * kGroup; i += W)
                 all += sum(load_part(q + i, int(smaller(n, (g + 1) * kGroup)) - i));
@@ -260,7 +260,7 @@ struct Attend {
     // Of one head's rows, held from held_row on.
     void scores(int held_row, int keys) {
         const uint32_t* a = s.a + held_row * s.depth;
-        if constexpr (!kLevels) {
+        if constexpr (!kCodes) {
             product<M>(a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             for (int g = 0; g < groups; g++) {
@@ -307,13 +307,13 @@ struct Attend {
         for (int r = 0; r < rows_now; r++) {
             float* row = s.s + r * s.tile;
             typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
-            const Share<M> share_of(highest[r]);
+            const SoftmaxWeight<M> weight_of(highest[r]);
             vf all = mul(load(totals + r * W), set1(s.change[r]));
             for (int i = 0; i < keys; i += W) {
-                vf share = share_of(load(row + i));
-                all = add(all, share);
-                if (kLevels) store(row + i, share);
-                else store(p + i, share);
+                vf weight = weight_of(load(row + i));
+                all = add(all, weight);
+                if (kCodes) store(row + i, weight);
+                else store(p + i, weight);
             }
             store(totals + r * W, all);
         }
@@ -322,7 +322,7 @@ struct Attend {
     void add_values(int held_row, int keys) {
         const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
         float* acc = s.acc + held_row * s.columns;
-        if constexpr (!kLevels) {
+        if constexpr (!kCodes) {
             product<M>(s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
         } else {
             for (int g = 0; g < groups; g++) {
@@ -330,9 +330,9 @@ struct Attend {
                     typename M::Value* p = (typename M::Value*)s.p + r * s.tile;
                     vf all = zero();
                     for (int i = 0; i < keys; i += W) {
-                        vf share = load(s.s + r * s.tile + i);
-                        all = fma(share, load(s.v_minimum + g * kKeys + i), all);
-                        store(p + i, mul(share, load(s.v_scale + g * kKeys + i)));
+                        vf weight = load(s.s + r * s.tile + i);
+                        all = fma(weight, load(s.v_minimum + g * kKeys + i), all);
+                        store(p + i, mul(weight, load(s.v_scale + g * kKeys + i)));
                     }
                     float* least = s.least + (held_row + r) * kGroups + g;
                     *least = *least * s.change[r] + sum(all);
@@ -345,7 +345,7 @@ struct Attend {
 
     vf result(int held_row, int column) const {
         vf x = load(s.acc + held_row * s.columns + column);
-        return kLevels ? add(x, set1(s.least[held_row * kGroups + column / kGroup])) : x;
+        return kCodes ? add(x, set1(s.least[held_row * kGroups + column / kGroup])) : x;
     }
 
     void write(int h) {

@@ -23,7 +23,7 @@ inline void few_scores(const uint32_t* a, int64_t a_stride, int rows, const uint
     }
 }
 
-// acc [Rows, stride] * change + shares of `keys` rows of V, for Vectors vectors of columns from `column` on.
+// acc [Rows, stride] * change + softmax weights of `keys` rows of V, for Vectors vectors of columns from `column` on.
 template <int Rows, int Vectors>
 inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const* values, int keys, int column, float* acc,
                        int64_t stride, const float* change, Ahead& ahead) {
@@ -42,9 +42,9 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
                        load_int((const uint32_t*)(values[i + 1] + 2 * (column + v * W))), pairs[v], pairs[v + 1]);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
-            const vi share = set1_int(p[r * p_stride + i / 2]);
+            const vi weight = set1_int(p[r * p_stride + i / 2]);
 #pragma GCC unroll 4
-            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(share, pairs[v], all[r][v]);
+            for (int v = 0; v < Vectors; v++) all[r][v] = dot_pairs(weight, pairs[v], all[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -54,9 +54,10 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
     }
 }
 
-// 4-bit KV. Levels are bytes, and there is an instruction that adds up four products of bytes. The other factor, a query or a
-// share, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is. Head sizes are multiples of kGroup.
-// The larger functions are not inlined: in one function for all, vectors do not keep their registers.
+// 4-bit KV. Its codes, the quantized values, are taken as bytes, and there is an instruction that adds up four products of
+// bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is.
+// Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors do not keep their
+// registers.
 
 constexpr float kFixedMost = 127 * 256;  // the largest number in fixed point
 
@@ -81,7 +82,7 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
 }
 
 // The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
-__attribute__((noinline)) void turn_levels(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
     const int words = n / 8;
     ahead.fetch();
     for (int d = 0; d < words; d += W) {
@@ -106,8 +107,8 @@ __attribute__((noinline)) void turn_levels(const uint8_t* const* keys, int n, ui
 
 // Scores of Vectors * W keys for each of Rows queries.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void level_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
-                                            const uint32_t* words, const float* scale, const float* minimum, float* out) {
+__attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
+                                           const uint32_t* words, const float* scale, const float* minimum, float* out) {
     const vi four_bits = set1_int(0x0f0f0f0f);
     for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
         vi high[Rows][Vectors], low[Rows][Vectors];
@@ -149,15 +150,15 @@ __attribute__((noinline)) void level_scores(const int8_t* q, const float* steps,
             for (int v = 0; v < Vectors; v++) {
                 float* to = out + r * kFewKeys + v * W;
                 const vf score = mul(sum, load(minimum + v * W));
-                const vf levels = mul(to_float(join_fixed(high[r][v], low[r][v])), step);
-                store(to, fma(levels, load(scale + v * W), g ? add(load(to), score) : score));
+                const vf products = mul(to_float(join_fixed(high[r][v], low[r][v])), step);
+                store(to, fma(products, load(scale + v * W), g ? add(load(to), score) : score));
             }
         }
     }
 }
 
 // Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
-__attribute__((noinline)) void interleave_levels(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+__attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
         if (i % W == 0) ahead.fetch();
         for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
@@ -168,10 +169,11 @@ __attribute__((noinline)) void interleave_levels(const uint8_t* const* values, i
     }
 }
 
-// Shares of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedShares], with a step for each
-// row and group [rows, kGroups]. least [rows, kGroups] * change + shares times minimums.
-__attribute__((noinline)) void fixed_shares(const float* shares, int rows, int groups, const float* scale, const float* minimum,
-                                            int keys, int8_t* out, float* step, float* least, const float* change) {
+// Softmax weights of `keys` keys of some rows times V's scales, in fixed point: out [rows, kGroups, kFixedWeights], with a step
+// for each row and group [rows, kGroups]. least [rows, kGroups] * change + weights times minimums.
+__attribute__((noinline)) void fixed_weights(const float* weights, int rows, int groups, const float* scale,
+                                             const float* minimum, int keys, int8_t* out, float* step, float* least,
+                                             const float* change) {
     constexpr int kAtOnce = W / kGroups;  // rows: a vector of numbers for a row and group
     for (int first = 0; first < rows; first += kAtOnce) {
         const int count = int(smaller(kAtOnce, rows - first));
@@ -181,9 +183,9 @@ __attribute__((noinline)) void fixed_shares(const float* shares, int rows, int g
             for (int g = 0; g < groups; g++) {
                 vf largest = zero(), sum = zero();
                 for (int i = 0; i < keys; i += W) {
-                    const vf share = load(shares + (first + r) * kFewKeys + i);
-                    sum = fma(share, load(minimum + g * kKeys + i), sum);
-                    largest = max_or_nan(largest, mul(share, load(scale + g * kKeys + i)));
+                    const vf weight = load(weights + (first + r) * kFewKeys + i);
+                    sum = fma(weight, load(minimum + g * kKeys + i), sum);
+                    largest = max_or_nan(largest, mul(weight, load(scale + g * kKeys + i)));
                 }
                 most[r * kGroups + g] = largest, all[r * kGroups + g] = sum;
             }
@@ -199,19 +201,19 @@ __attribute__((noinline)) void fixed_shares(const float* shares, int rows, int g
                 least[at] = least[at] * change[first + r] + added[r * kGroups + g];
                 const vf fixed = set1(to_fixed[r * kGroups + g]);
                 for (int i = 0; i < keys; i += W) {
-                    const vf x = mul(load(shares + (first + r) * kFewKeys + i), load(scale + g * kKeys + i));
-                    store_fixed(mul(x, fixed), out + at * kFixedShares + i, out + at * kFixedShares + kFewKeys + i);
+                    const vf x = mul(load(weights + (first + r) * kFewKeys + i), load(scale + g * kKeys + i));
+                    store_fixed(mul(x, fixed), out + at * kFixedWeights + i, out + at * kFixedWeights + kFewKeys + i);
                 }
             }
         }
     }
 }
 
-// acc [Rows, stride] * change + shares of keys, four at a time, times levels of V, for one group's columns: those of
+// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for one group's columns: those of
 // Vectors * W bytes.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void level_values(const int8_t* shares, const float* steps, const uint32_t* bytes,
-                                            int64_t bytes_stride, int keys, float* acc, int64_t stride, const float* change) {
+__attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* bytes,
+                                           int64_t bytes_stride, int keys, float* acc, int64_t stride, const float* change) {
     const vi high_bits = set1_int(0xf0f0f0f0);
     // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
     vi whole[Rows][Vectors][2], upper[Rows][Vectors][2];
@@ -226,14 +228,14 @@ __attribute__((noinline)) void level_values(const int8_t* shares, const float* s
         for (int v = 0; v < Vectors; v++) both[v] = load_int(bytes + v * W), high[v] = and_bits(both[v], high_bits);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
-            const int8_t* row = shares + r * kGroups * kFixedShares + i;
+            const int8_t* row = weights + r * kGroups * kFixedWeights + i;
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                const vi share = set1_bytes(row + part * kFewKeys);
+                const vi weight = set1_bytes(row + part * kFewKeys);
 #pragma GCC unroll 2
                 for (int v = 0; v < Vectors; v++) {
-                    whole[r][v][part] = dot_bytes(both[v], share, whole[r][v][part]);
-                    upper[r][v][part] = dot_bytes(high[v], share, upper[r][v][part]);
+                    whole[r][v][part] = dot_bytes(both[v], weight, whole[r][v][part]);
+                    upper[r][v][part] = dot_bytes(high[v], weight, upper[r][v][part]);
                 }
             }
         }

@@ -10,7 +10,7 @@ constexpr int kRowsAtOnce = 12;
 
 constexpr int kFewest = 8;  // rows that are not worth packing K and V for
 // Bytes of a row in fixed point: the high parts, then the low ones. At fixed places, for the sake of addresses.
-constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedShares = 2 * kFewKeys;
+constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kFewKeys;
 
 template <class M>
 struct AttentionScratch {
@@ -23,8 +23,8 @@ struct AttentionScratch {
     int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
     int64_t expanded_stride;
-    // With few rows over 4-bit KV, whose tile is in k and v: queries and shares in fixed point.
-    int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedShares]
+    // With few rows over 4-bit KV, whose tile is in k and v: queries and weights in fixed point.
+    int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
 
     AttentionScratch(const Attention& args, Carve& carve) {
@@ -50,14 +50,14 @@ struct AttentionScratch {
         expanded = carve.take<float>(W * expanded_stride);
         const int64_t fixed = M::kPair == 2 && args.kv.type == Type::Int4 && args.kv.head_dim % kGroup == 0;
         fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
-        fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedShares);
+        fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);
         p_step = carve.take<float>(fixed * kFewest * kGroups);
     }
 };
 
-// The levels of a 4-bit row as floats. Writes up to 2 W values too many.
-inline void expand_levels(const uint8_t* row, int n, float* out) {
+// The codes of a 4-bit row as floats. Writes up to 2 W values too many.
+inline void expand_codes(const uint8_t* row, int n, float* out) {
     for (int start = 0; start < n; start += kGroup) {
         int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
         for (int i = 0; i < half; i += W) store(out + start + i, low_nibbles(load_bytes_part(row + i, half - i)));
@@ -66,7 +66,7 @@ inline void expand_levels(const uint8_t* row, int n, float* out) {
     }
 }
 
-// A row as floats, its levels where it is 4-bit.
+// A row as floats, its codes where it is 4-bit.
 template <class T>
 inline void expand_row(const T* row, int n, float* out) {
     for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
@@ -74,7 +74,7 @@ inline void expand_row(const T* row, int n, float* out) {
 struct Packed4 {
     uint8_t byte;
 };
-inline void expand_row(const Packed4* row, int n, float* out) { expand_levels(&row->byte, n, out); }
+inline void expand_row(const Packed4* row, int n, float* out) { expand_codes(&row->byte, n, out); }
 
 // Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
 // are to overlap with.
@@ -135,7 +135,7 @@ inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, Att
 }
 
 // Which values of a row are the pair at each depth of a 4-bit K tile: four pairs from each 32 bits.
-inline void level_order(const bf16* q, int n, bf16* out) {
+inline void code_order(const bf16* q, int n, bf16* out) {
     for (int start = 0; start < n; start += kGroup) {
         int half = int(smaller(kGroup, n - start)) / 2;
         for (int j = 0; j < half; j += 4)
@@ -148,8 +148,8 @@ inline void level_order(const bf16* q, int n, bf16* out) {
 }
 
 #ifdef BATCHGEN_FAST_BF16
-// Eight levels of W keys as pairs, in the order of `level_order`.
-inline void store_levels(vi words, uint32_t* out, int64_t stride) {
+// Eight codes of W keys as pairs, in the order of `code_order`.
+inline void store_codes(vi words, uint32_t* out, int64_t stride) {
     store_int(out, nibbles_to_bf16(words));
     store_int(out + stride, nibbles_to_bf16(shift_right_16<4>(words)));
     store_int(out + 2 * stride, nibbles_to_bf16(shift_right_16<8>(words)));
@@ -158,16 +158,16 @@ inline void store_levels(vi words, uint32_t* out, int64_t stride) {
 
 template <class T>
 inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
-    constexpr bool levels = sizeof(T) == sizeof(Packed4);
-    const int words = levels ? n / 8 : n / 2;  // of 32 bits, of a row
-    if constexpr (levels) {
+    constexpr bool codes = sizeof(T) == sizeof(Packed4);
+    const int words = codes ? n / 8 : n / 2;  // of 32 bits, of a row
+    if constexpr (codes) {
         if (packs_two<Pairs, T>(n)) {
             vi r[W];
             for (int i = 0; i < W; i++) r[i] = load_int_halves((const uint32_t*)rows[i], (const uint32_t*)rows[i + W], words);
             transpose(r);
             ahead.fetch();
             for (int d = 0; d < words; d++, out += 4 * s.tile)
-                store_levels(r[d], out, s.tile), store_levels(r[W / 2 + d], out + W, s.tile);
+                store_codes(r[d], out, s.tile), store_codes(r[W / 2 + d], out + W, s.tile);
             return;
         }
     }
@@ -177,8 +177,8 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
         for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
         transpose(r);
         ahead.fetch();
-        if constexpr (levels) {
-            for (int i = 0; i < count; i++, out += 4 * s.tile) store_levels(r[i], out, s.tile);
+        if constexpr (codes) {
+            for (int i = 0; i < count; i++, out += 4 * s.tile) store_codes(r[i], out, s.tile);
         } else {
             for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }

@@ -39,7 +39,7 @@ KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
     return kv;
 }
 
-// Rows are shared out in pieces large enough to be worth a thread's while.
+// Rows are shareD out in pieces large enough to be worth a thread's while.
 template <class F>
 void over_rows(int64_t rows, int64_t row_cost, F f) {
     const int64_t piece = std::max<int64_t>({1, 16384 / std::max<int64_t>(1, row_cost), rows / (8 * num_threads())});
@@ -92,27 +92,6 @@ Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride,
     args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
     return args;
 }
-
-// Attention under way, and what it must outlive.
-struct Ticket {
-    std::shared_ptr<Attending> work;
-    std::shared_ptr<Loop> loop;
-    py::object plan;
-
-    void wait() {
-        if (!loop) return;
-        {
-            py::gil_scoped_release release;
-            batchgen::wait(loop);
-        }
-        loop.reset();
-        work.reset();
-    }
-    ~Ticket() { wait(); }
-    Ticket(std::shared_ptr<Attending> work, std::shared_ptr<Loop> loop, py::object plan)
-        : work(std::move(work)), loop(std::move(loop)), plan(std::move(plan)) {}
-    Ticket(const Ticket&) = delete;
-};
 
 int64_t num_panels(const Kernels& kernels, const Linear& args) {
     const bool gated = args.activation == Activation::SiluMul;
@@ -188,22 +167,11 @@ PYBIND11_MODULE(_kernels, m) {
              })
         .def("finish", &AttentionPlan::finish);
 
-    py::class_<Ticket>(m, "Ticket").def("wait", &Ticket::wait);
-
     m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
                           Address kv, int kv_type, int head_dim) {
         Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim), plan);
         py::gil_scoped_release release;
         run(work.count(), std::cref(work), work.first_phase());
-    });
-    m.def("submit_attention", [](py::object plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                                 Address kv, int kv_type, int head_dim) {
-        const auto& given = plan.cast<const AttentionPlan&>();
-        auto work = std::make_shared<Attending>(
-            attention_args(given, q, q_stride, out, out_stride, type, kv, kv_type, head_dim), given);
-        auto loop = std::make_shared<Loop>(work->count(), std::cref(*work), work->first_phase());
-        submit(loop);
-        return std::make_unique<Ticket>(work, loop, plan);
     });
 
     m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, int activation) {
@@ -290,10 +258,10 @@ PYBIND11_MODULE(_kernels, m) {
               const Kernels& kernels = active_kernels();
               const int64_t rows = temperature.size();
               auto row = [&](int64_t i) {
-                  float* shares = static_cast<float*>(scratch(columns * sizeof(float)));
-                  kernels.shares(at<float>(logits) + i * stride, columns, temperature.data()[i], shares);
+                  float* weights = static_cast<float*>(scratch(columns * sizeof(float)));
+                  kernels.softmax_weights(at<float>(logits) + i * stride, columns, temperature.data()[i], weights);
                   const Filter filter{top_k.data()[i], top_p.data()[i], min_p.data()[i]};
-                  at<int64_t>(index)[i] = draw(shares, columns, filter, uniform.data()[i]);
+                  at<int64_t>(index)[i] = draw(weights, columns, filter, uniform.data()[i]);
               };
               py::gil_scoped_release release;
               run(rows, row);

@@ -44,7 +44,7 @@ struct Attention {
     Type type;
     int heads;
     KV kv;
-    float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of shares
+    float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of softmax weights
 };
 
 // A range of keys for some of an item's tokens [first_token, first_token + num_tokens), counted from the item's first. Token i
@@ -97,7 +97,7 @@ struct Norm {
     float eps;
 };
 
-// Rotary embedding of fused QKV, K and V to their places in the KV.
+// Rotary embedding of fused QKV, K and V to their slots in the KV.
 struct RotaryStore {
     const void* qkv;   // [tokens, heads + 2 kv_heads, head_dim]
     void* q_out;       // [tokens, heads, head_dim], scaled
@@ -107,7 +107,7 @@ struct RotaryStore {
     const int64_t* slots;      // [tokens], block * block_size + offset
     const void* q_norm;        // [head_dim] weights of an RMSNorm over each head, or null
     const void* k_norm;
-    const float* rotation;  // [head_dim, head_dim] that queries and keys are turned with, or null
+    const float* rotation;  // [head_dim, head_dim] that queries and keys are rotated with, or null
     int64_t qkv_stride;
     Type type;
     int heads;
@@ -153,7 +153,7 @@ struct Kernels {
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);
-    void (*shares)(const float* logits, int64_t columns, float temperature, float* out);
+    void (*softmax_weights)(const float* logits, int64_t columns, float temperature, float* out);
 };
 
 // One of these is there for each instruction set that the library was built with.

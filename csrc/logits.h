@@ -1,4 +1,4 @@
-// The largest of a row of logits, the log of the sum of exponentials, and each one's share of it.
+// The largest of a row of logits, the log of the sum of exponentials, and each one's softmax weight.
 
 inline float largest_of(const float* x, int64_t n) {
     vf best = set1(-__builtin_inff());
@@ -35,7 +35,7 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
 }
 
 // out[i] = exp((logits[i] - the largest) / temperature), 0 for no number, for a row of n.
-inline void shares(const float* logits, int64_t n, float temperature, float* out) {
+inline void softmax_weights(const float* logits, int64_t n, float temperature, float* out) {
     const vf from = set1(largest_of(logits, n)), by = set1(1 / temperature);
     for (int64_t i = 0; i < n; i += W) {
         const int count = int(smaller(W, n - i));

@@ -68,17 +68,17 @@ class Pool {
         }
     }
 
-    // A worker on the caller's core gives way: pinned there, it would wait for the caller, and the caller for it.
-    void give_way() {
+    // A worker on the caller's core moves to another one: pinned there, it would wait for the caller, and the caller for it.
+    void free_caller_core() {
         const int cpu = sched_getcpu();
         if (cpu == caller_cpu_.exchange(cpu, std::memory_order_relaxed)) return;
         std::lock_guard lock(mutex_);
         for (Worker& worker : workers_) {
             if (worker.cpu != cpu) continue;
             for (int other : cpus_) {
-                const bool taken =
+                const bool occupied =
                     std::any_of(workers_.begin(), workers_.end(), [&](const Worker& w) { return w.cpu == other; });
-                if (!taken) return pin(worker, other);
+                if (!occupied) return pin(worker, other);
             }
         }
     }
@@ -99,14 +99,6 @@ class Pool {
             loops_.erase(std::remove(loops_.begin(), loops_.end(), loop), loops_.end());
         }
         wait_for_users(loop);
-    }
-
-    void wait_until_done(Loop* loop) {
-        for (int64_t done; (done = loop->done.load(std::memory_order_acquire)) < loop->count;) {
-            if (!look_for([&] { return loop->done.load(std::memory_order_acquire) != done; }))
-                loop->done.wait(done, std::memory_order_acquire);
-        }
-        take_back(loop);
     }
 
   private:
@@ -195,7 +187,7 @@ void Loop::help() {
         if (i >= first_phase)
             while (done.load(std::memory_order_acquire) < first_phase) pause();
         item(i);
-        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_all();
+        done.fetch_add(1, std::memory_order_acq_rel);
     }
 }
 
@@ -218,19 +210,11 @@ void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_
     Loop loop(count, item, first_phase);
     Pool& shared = pool();
     shared.grow(threads - 1);
-    shared.give_way();
+    shared.free_caller_core();
     shared.add(&loop);
     loop.help();
     shared.take_back(&loop);
 }
-
-void submit(const std::shared_ptr<Loop>& loop) {
-    Pool& shared = pool();
-    shared.grow(num_threads());
-    shared.add(loop.get());
-}
-
-void wait(const std::shared_ptr<Loop>& loop) { pool().wait_until_done(loop.get()); }
 
 void* scratch(int64_t bytes) {
     struct Buffer {

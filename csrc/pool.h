@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
 
 namespace batchgen {
 
@@ -29,10 +28,6 @@ void set_alone(bool alone);
 
 // Runs a loop, the caller helping.
 void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_phase = 0);
-
-// Begins a loop without the caller.
-void submit(const std::shared_ptr<Loop>& loop);
-void wait(const std::shared_ptr<Loop>& loop);
 
 // Memory of the calling thread, aligned to 64 bytes, until its next call.
 void* scratch(int64_t bytes);

@@ -9,7 +9,7 @@ inline f16 to_f16_value(float x) {
     return all[0];
 }
 
-// One row of floats, changed (brought within fp16's range). x has room for W values more.
+// One row of floats, changed (brought within fp16's range). x has space for W values more.
 inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
     uint8_t* table = packed + nibble_bytes(int(n));
     for (int64_t start = 0; start < n; start += kGroup, table += 4) {
@@ -34,15 +34,15 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
         memcpy(table, &scale, 2);
         memcpy(table + 2, &minimum, 2);
         const vf steps = set1(step > 0 ? 1 / step : 0), base = set1(number ? least : 0);
-        float levels[kGroup + 2 * W] = {};
+        float codes[kGroup + 2 * W] = {};
         for (int i = 0; i < size; i += W) {
-            vf level = round_even(mul(sub(load_part(group + i, size - i), base), steps));
-            store(levels + i, max(min(level, set1(15)), zero()));
+            vf code = round_even(mul(sub(load_part(group + i, size - i), base), steps));
+            store(codes + i, max(min(code, set1(15)), zero()));
         }
-        for (int i = size; i < 2 * half; i++) levels[i] = 0;
+        for (int i = size; i < 2 * half; i++) codes[i] = 0;
         for (int i = 0; i < half; i += W) {
             uint8_t out[W];
-            store_nibbles(out, load(levels + i), load(levels + half + i));
+            store_nibbles(out, load(codes + i), load(codes + half + i));
             memcpy(packed + i, out, smaller(W, half - i));
         }
         packed += half;

@@ -1,10 +1,10 @@
-// Rotary embedding of fused queries, keys and values, and K and V to their places in the KV.
+// Rotary embedding of fused queries, keys and values, and K and V to their slots in the KV.
 
 struct HeadBuffer {
     float x[kMaxHeadDim + W], y[kMaxHeadDim + W];
 };
 
-// A head's row turned by its position and scaled, where there is nothing else to do and its halves are whole vectors.
+// A head's row rotated by its position and scaled, where there is nothing else to do and its halves are whole vectors.
 template <class T>
 inline void rotate_only(const T* head, int n, const float* cos, const float* sin, float scale, T* out) {
     const vf by = set1(scale);
@@ -23,7 +23,7 @@ inline void copy_head(const T* head, int n, T* out) {
     if (i < n) memcpy(out + i, head + i, (n - i) * sizeof(T));
 }
 
-// A head's row in floats at b.x: normed, turned by its position, scaled.
+// A head's row in floats at b.x: normed, rotated by its position, scaled.
 template <class T>
 inline void rotate_head(const RotaryStore& args, const T* head, const T* weight, const float* cos, const float* sin,
                         float scale, HeadBuffer& b) {
@@ -54,7 +54,7 @@ inline void rotate_head(const RotaryStore& args, const T* head, const T* weight,
 }
 
 // x = x rotation, for what 4-bit keys are compared with.
-inline void turn(const float* rotation, int n, HeadBuffer& b) {
+inline void apply_rotation(const float* rotation, int n, HeadBuffer& b) {
     for (int j = 0; j < n; j += W) {
         const int count = int(smaller(W, n - j));
         vf all = zero();
@@ -73,7 +73,7 @@ template <class T>
 inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t stop) {
     const KV& kv = args.kv;
     const int n = kv.head_dim;
-    const bool levels = kv.data && kv.type == Type::Int4;
+    const bool codes = kv.data && kv.type == Type::Int4;
     const bool plain = args.cos && !args.q_norm && !args.rotation && n / 2 % W == 0;
     HeadBuffer b;
     for (; token < stop; token++) {
@@ -87,7 +87,7 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
                 continue;
             }
             rotate_head(args, qkv + h * n, (const T*)args.q_norm, cos, sin, args.scale, b);
-            if (args.rotation) turn(args.rotation, n, b);
+            if (args.rotation) apply_rotation(args.rotation, n, b);
             write_head(b.x, n, out);
         }
         const int64_t slot = kv.data ? args.slots[token] : 0;
@@ -102,21 +102,21 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             } else {
                 out = (uint8_t*)((T*)(key ? args.k_out : args.v_out) + (token * kv.kv_heads + head) * n);
             }
-            if (!levels && !key) {
+            if (!codes && !key) {
                 copy_head(row, n, (T*)out);
                 continue;
             }
-            if (!levels && plain) {
+            if (!codes && plain) {
                 rotate_only(row, n, cos, sin, 1.0f, (T*)out);
                 continue;
             }
             if (key) {
                 rotate_head(args, row, (const T*)args.k_norm, cos, sin, 1.0f, b);
-                if (args.rotation) turn(args.rotation, n, b);
+                if (args.rotation) apply_rotation(args.rotation, n, b);
             } else {
                 for (int i = 0; i < n; i += W) store(b.x + i, load_part(row + i, n - i));
             }
-            if (levels) quantize_row(b.x, n, out);
+            if (codes) quantize_row(b.x, n, out);
             else write_head(b.x, n, (T*)out);
         }
     }

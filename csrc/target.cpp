@@ -55,7 +55,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         quantize,
         dequantize,
         argmax,
-        shares,
+        softmax_weights,
     };
     return kernels;
 }

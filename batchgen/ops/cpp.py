@@ -80,13 +80,9 @@ def attention_plan(
 def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
     """As `ops.paged_attention`; out: where it goes, of q's shape."""
     out = torch.empty_like(q) if out is None else out
-    _kernels.attention(plan, *_attention_arguments(q, out, kv))
-    return out
-
-
-def _attention_arguments(q: Tensor, out: Tensor, kv: Tensor) -> tuple[int, ...]:
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv.is_contiguous()
-    return (
+    _kernels.attention(
+        plan,
         q.data_ptr(),
         q.stride(0),
         out.data_ptr(),
@@ -96,20 +92,7 @@ def _attention_arguments(q: Tensor, out: Tensor, kv: Tensor) -> tuple[int, ...]:
         TYPES[kv.dtype],
         q.shape[2],
     )
-
-
-class PendingAttention:
-    """Attention that the kernels' threads are at."""
-
-    def __init__(self, q: Tensor, kv: Tensor, plan: AttentionPlan) -> None:
-        self._out = torch.empty_like(q)
-        self._inputs = q, kv  # alive until it is done
-        self._ticket = _kernels.submit_attention(plan, *_attention_arguments(q, self._out, kv))
-
-    def wait(self) -> Tensor:
-        """The result, as `attention` gives it."""
-        self._ticket.wait()
-        return self._out
+    return out
 
 
 # Linear layers.
