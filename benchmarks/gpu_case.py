@@ -24,7 +24,7 @@ from gpu_bound import Job, Rates, bound
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_HOMES, MemoryPlan, Plan, Policy
+from batchgen.core.plan import KV_TIERS, MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import (
@@ -104,7 +104,7 @@ def plain_policy(
 
     def fits(policy: Policy) -> bool:
         try:
-            blocks = memory_of(policy).kv_blocks[KV_HOMES[kv_class]]
+            blocks = memory_of(policy).kv_blocks[KV_TIERS[kv_class]]
         except InputError:
             return False
         return blocks >= policy.max_num_seqs * -(-length // policy.kv_block_size)

@@ -51,11 +51,11 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
         bytes_moved = stalled_s = peak_bytes = {}
         busy_s = {"compute": 0.0}
 
-        def run(self, batches, on_logits, *, in_pieces):
+        def run(self, batches, on_logits, *, vocabulary_chunks):
             for batch in batches:
-                logits = torch.zeros(len(batch.asked), config.vocab_size)
+                logits = torch.zeros(len(batch.logits_rows), config.vocab_size)
                 logits[:, 300] = 1.0
-                on_logits(batch.asked, logits, 0)
+                on_logits(batch.logits_rows, logits, 0)
 
         def close(self):
             pass

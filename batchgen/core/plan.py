@@ -13,11 +13,11 @@ TIERS = ("gpu", "cpu", "disk")
 # Where a sequence's KV lives, and where its decode attention runs (docs/design.md). "deferred" (APEX: the CPU's
 # result is collected one sweep later) has its place here; no runtime carries it out yet, so no plan uses it.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
-# Pieces in which an output matrix that is not on the accelerator comes over, two at a time.
-HEAD_PIECES = 8
+# Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
+VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
-KV_HOMES = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
+KV_TIERS = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
 
 
 @dataclass(frozen=True)

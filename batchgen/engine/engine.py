@@ -39,9 +39,9 @@ _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
 class RequestHandler(Protocol):
-    """What requests of one kind take: `Generation`, `Scoring`. in_pieces: logits may come in pieces of the vocabulary."""
+    """What requests of one kind take: `Generation`, `Scoring`. vocabulary_chunks: logits may come in chunks of the vocabulary."""
 
-    in_pieces: bool
+    vocabulary_chunks: bool
 
     def prepare(self, requests: Iterable) -> Iterator:
         """Requests ready to start; runs in the input thread."""
@@ -49,8 +49,8 @@ class RequestHandler(Protocol):
     def start(self, prepared) -> list[Sequence] | Completion | Scored:
         """The sequences to run, or the result of a request that cannot be run."""
 
-    def take_logits(self, asked, logits, start: int) -> Tensor | None:
-        """Logits of the sweep under way; returns the tokens chosen, int64 [asked], if any are."""
+    def take_logits(self, rows, logits, start: int) -> Tensor | None:
+        """Logits of the sweep under way; returns the tokens chosen, int64 [rows], if any are."""
 
     def end_sweep(self) -> SweepResult:
         """All logits of the sweep under way have been taken: what it will give."""
@@ -123,7 +123,7 @@ class Engine:
     max_model_len: longest prompt plus output; None: the model's context.
     share_prefixes: compute a prompt prefix that several rows share once.
     expected_output_len: tokens a sample is expected to generate, to admit more rows than `max_tokens` would allow.
-    on_overlong: "error" fails a row whose prompt leaves no room in the context; "truncate-left" and
+    on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and
         "truncate-right" cut its prompt instead, so that its max_tokens fit.
     sampling: parameters for requests that bring none.
     on_load(done, total): called after each layer is loaded.
@@ -278,14 +278,14 @@ class Engine:
         last continuation is done, so not in input order.
 
         A context is computed once for all its continuations, and a prefix that contexts share once for all of them; logits
-        are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no room
+        are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no headroom
         for the longest continuation fails or is cut, as `on_overlong` says.
         """
         handler = Scoring(self.parts, self._on_overlong)
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
-        limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_home)
+        limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_tier)
         return Scheduler(self._pools, limits, expected_output_len, self._token_slots)
 
     def _run_all(
@@ -347,14 +347,14 @@ class Engine:
         batches = [parts.pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
-        def on_logits(asked, logits, start: int) -> Tensor | None:
+        def on_logits(rows, logits, start: int) -> Tensor | None:
             nonlocal sampling_s
             began = time.perf_counter()
-            chosen = handler.take_logits(asked, logits, start)
+            chosen = handler.take_logits(rows, logits, start)
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, in_pieces=handler.in_pieces)
+        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1

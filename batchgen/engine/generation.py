@@ -74,7 +74,7 @@ class _Finish:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Tokens that a sweep chooses. rows: whose, and the place of each among the sequence's tokens. Those of sequences that
+    """Tokens that a sweep chooses. rows: whose, and the position of each among the sequence's tokens. Those of sequences that
     have ended meanwhile are dropped."""
 
     rows: list[tuple[Sequence, int]]
@@ -87,10 +87,10 @@ class _Chosen:
     def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
         """Fills the tokens in: (sequence, token, how many the sequence has generated with it)."""
         tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
-        for (sequence, place), token in zip(self.rows, tokens, strict=True):
-            if place < len(sequence.tokens):
-                sequence.tokens[place] = token.token_id
-                yield sequence, token, place + 1 - sequence.num_prompt
+        for (sequence, position), token in zip(self.rows, tokens, strict=True):
+            if position < len(sequence.tokens):
+                sequence.tokens[position] = token.token_id
+                yield sequence, token, position + 1 - sequence.num_prompt
 
 
 def _chosen_alone(sequence: Sequence) -> bool:
@@ -110,7 +110,7 @@ class _Prepared:
 class Generation:
     """The request handler of one call of `Engine.generate`."""
 
-    in_pieces = False  # draws need a row's logits all at once
+    vocabulary_chunks = False  # draws need a row's logits all at once
 
     def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
         self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
@@ -154,7 +154,7 @@ class Generation:
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
+        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         if count + sampling.max_tokens - 1 > pool:
             raise RowError(
                 f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
@@ -177,13 +177,13 @@ class Generation:
             if request.sampling.stop:
                 self._detectors[sequence] = self._parts.tokenizer.stop_detector(request.sampling.stop)
             if started:  # the prompt is computed by the first
-                sequence.leader, sequence.num_led = started[0], sequence.num_prompt - 1
+                sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
         return started
 
-    def take_logits(self, asked, logits, start: int) -> Tensor:
+    def take_logits(self, rows, logits, start: int) -> Tensor:
         """Chooses tokens, as soon as a batch has its logits."""
-        sequences = [a.sequence for a in asked]
+        sequences = [row.sequence for row in rows]
         sampled = self._parts.sample(logits, sequences)
         self._sampled.append((sequences, sampled))
         return sampled.token_ids

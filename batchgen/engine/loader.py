@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from batchgen.runtime.executor import Executor
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
-    from batchgen.runtime.memory.weights import WeightHomes, Weights
+    from batchgen.runtime.memory.weights import WeightResidency, Weights
     from batchgen.runtime.steps.threads import OnStep
 
 BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
-# Of the memory that is free, this share is left for everything else on the machine.
+# Of the memory that is free, this part is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
 # Of KV pools, what is provided while the model loads: about as much as that takes. What is used of a pool is known only
 # later, as rows may share most of their KV.
@@ -144,8 +144,8 @@ def in_memory_policy(
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
-    home = "gpu" if device.accelerated else "cpu"
-    layers = tuple(config.num_layers if tier == home else 0 for tier in TIERS)
+    tier = "gpu" if device.accelerated else "cpu"
+    layers = tuple(config.num_layers if name == tier else 0 for name in TIERS)
     return Policy(
         admission=admission,
         gpu_batch_size=max_num_seqs,
@@ -158,9 +158,9 @@ def in_memory_policy(
         weight_format=dtype,
         kv_format=dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
-        head_tier=home,
-        embedding_tier=home,
-        kv_seqs={home: max_num_seqs},
+        head_tier=tier,
+        embedding_tier=tier,
+        kv_seqs={tier: max_num_seqs},
         activation_batches=(1, 0) if device.accelerated else (0, 1),
     )
 
@@ -267,9 +267,9 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         undo.callback(weights.close)
         executor = _make_executor(request, memory, tiers, weights, kv_cache)
         undo.callback(executor.close)
-        split, pack = splitter(policy, memory, tiers.compute_home), _packer(request, tiers.compute_home)
+        split, pack = splitter(policy, memory, tiers.compute_tier), _packer(request, tiers.compute_tier)
         if tiers.driver is not None:
-            warm_up(executor, policy, memory, tiers.compute_home, split, pack, sampling)
+            warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling)
         undo.pop_all()
     return EngineParts(
         config=config,
@@ -284,7 +284,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         eos_token_ids=eos_token_ids,
         dtype=request.dtype,
         loaded_bytes=weights.num_bytes,
-        compute_home=tiers.compute_home,
+        compute_tier=tiers.compute_tier,
         load_s=time.perf_counter() - started,
         grammars=grammars,
     )
@@ -312,7 +312,7 @@ def _plan_memory(request: LoadRequest) -> MemoryPlan:
 
 
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
-    """The pools of KV, and the device's memory for activations, which is taken together with them."""
+    """The pools of KV, and the device's memory for activations, which is allocated together with them."""
     from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
 
     if request.device.accelerated:
@@ -339,12 +339,12 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     policy = request.policy
     weights = Weights(
         request.config,
-        weight_homes(policy, request.config),
+        weight_residency(policy, request.config),
         getattr(torch, request.dtype),
         checkpoint=None if request.store else open_checkpoint(request.files),
         store=request.store,
         tiers=tiers,
-        expanded_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
+        dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
         on_layer=request.on_load,
     )
     if tiers.driver is not None:
@@ -371,7 +371,7 @@ def _make_executor(
     return Executor(request.config, weights, kv_cache, tiers, options)
 
 
-def _packer(request: LoadRequest, compute_home: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
+def _packer(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
     """`batch.pack` with the model's numbers filled in."""
     from batchgen.runtime.batch import pack
 
@@ -381,7 +381,7 @@ def _packer(request: LoadRequest, compute_home: str) -> Callable[[list[Scheduled
         block_size=request.policy.kv_block_size,
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
-        compute_home=compute_home,
+        compute_tier=compute_tier,
     )
 
 
@@ -389,7 +389,7 @@ def warm_up(
     executor: Executor,
     policy: Policy,
     memory: MemoryPlan,
-    compute_home: str,
+    compute_tier: str,
     split: Callable,
     pack: Callable,
     sampling: SamplingParams,
@@ -399,23 +399,23 @@ def warm_up(
     from batchgen.runtime.warm_up import dummy_sweeps
 
     sweeps = dummy_sweeps(
-        Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_home)),
+        Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_tier)),
         split,
         pack,
         max_num_seqs=policy.max_num_seqs,
         max_num_batched_tokens=policy.max_num_batched_tokens,
-        longest=min(policy.max_model_len, longest_sequence(policy, memory, compute_home)),
+        longest=min(policy.max_model_len, longest_sequence(policy, memory, compute_tier)),
         vocab_size=executor.config.vocab_size,
         sampling=sampling,
         sampled_token=executor.sampled_token,
     )
-    executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]).token_ids)
+    executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
 
 
-def weight_homes(policy: Policy, config: ModelConfig) -> WeightHomes:
+def weight_residency(policy: Policy, config: ModelConfig) -> WeightResidency:
     """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
-    from batchgen.runtime.memory.weights import WeightHomes
+    from batchgen.runtime.memory.weights import WeightResidency
 
     spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
     layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
-    return WeightHomes(layers, policy.head_tier, policy.weight_format, policy.embedding_tier)
+    return WeightResidency(layers, policy.head_tier, policy.weight_format, policy.embedding_tier)

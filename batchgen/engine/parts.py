@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SweepRunner(Protocol):
-    """What the engine needs of an executor: `run` computes packed GPU batches and calls on_logits(asked, fp32 logits [asked,
-    columns], first column) until all that are asked for have come; in_pieces: perhaps not all columns at once. on_logits
-    returns the tokens that it chose, int64 [asked] where the logits are, if it chose any.
+    """What the engine needs of an executor: `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows,
+    columns], first column) until all that are asked for have come; vocabulary_chunks: perhaps not all columns at once. on_logits
+    returns the tokens that it chose, int64 [rows] where the logits are, if it chose any.
 
     Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
     before, with PENDING for tokens that this one samples."""
@@ -27,7 +27,7 @@ class SweepRunner(Protocol):
     stalled_s: dict[str, float]  # of compute, by the lane it waited for
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
 
-    def run(self, batches, on_logits, *, in_pieces: bool) -> Callable[[], None] | None: ...
+    def run(self, batches, on_logits, *, vocabulary_chunks: bool) -> Callable[[], None] | None: ...
 
     def close(self) -> None: ...
 
@@ -49,7 +49,7 @@ class EngineParts:
     eos_token_ids: frozenset[int]
     dtype: str
     loaded_bytes: int
-    compute_home: str = "cpu"
+    compute_tier: str = "cpu"
     load_s: float = 0.0
     scorer: Callable | None = None
     grammars: Grammars | None = None

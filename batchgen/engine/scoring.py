@@ -20,7 +20,7 @@ from batchgen.core.request import (
 )
 from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_all, encode_pairs
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.engine.token_tree import Path, Place, paths_of, windows_of
+from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import Sequence
 
@@ -39,10 +39,10 @@ class Tokens:
     given: int
     rolling: bool
 
-    def longest_path(self, room: int) -> int:
-        """Tokens of the longest sequence that has to be run, where the model's context has `room`."""
+    def longest_path(self, context_len: int) -> int:
+        """Tokens of the longest sequence that has to be run, where the model's context has `context_len`."""
         longest = len(self.context) + max(map(len, self.continuations)) - 1
-        return min(longest, room) if self.rolling else longest
+        return min(longest, context_len) if self.rolling else longest
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class _Prepared:
 
 @dataclass
 class _InFlight:
-    """A request some of whose sequences are still running. places: of each token of each continuation."""
+    """A request some of whose sequences are still running. nodes: of each token of each continuation."""
 
     prepared: _Prepared
     sequences: list[Sequence]
-    places: list[list[Place]]
+    nodes: list[list[Node]]
     left: int
 
 
 class Scoring:
     """The request handler of one call of `Engine.score`."""
 
-    in_pieces = True
+    vocabulary_chunks = True
 
     def __init__(self, parts: EngineParts, on_overlong: str) -> None:
         self._parts, self._on_overlong = parts, on_overlong
@@ -95,7 +95,7 @@ class Scoring:
         tokens = tokens_of(self._parts.tokenizer, request, texts, policy.max_model_len, self._on_overlong)
         for token_ids in (tokens.context, *tokens.continuations):
             check_vocabulary(token_ids, config.vocab_size, "the text to score")
-        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_home)
+        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
         longest = tokens.longest_path(policy.max_model_len)
         if longest > pool:
             raise RowError(f"{longest} tokens need more KV than the {pool} tokens that fit the memory budget")
@@ -105,7 +105,7 @@ class Scoring:
         """The sequences of a request, or its Scored if it failed before it ran."""
         if prepared.error is not None:
             return Scored(prepared.index, prepared.row_id, 0, error=prepared.error, row=prepared.row)
-        paths, places = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
+        paths, nodes = paths_to_run(prepared.tokens, self._parts.policy.max_model_len)
         # A token is counted as generated at the end, though none is: a sequence's KV is that of its own tokens.
         sampling = SamplingParams(max_tokens=1, logprobs=prepared.logprobs)
         sequences = [
@@ -114,12 +114,12 @@ class Scoring:
         ]
         if not prepared.tokens.rolling:
             for sequence in sequences[1:]:
-                sequence.leader, sequence.num_led = sequences[0], len(prepared.tokens.context)
-        self._in_flight[prepared.index] = _InFlight(prepared, sequences, places, len(sequences))
+                sequence.prefix_donor, sequence.num_donated = sequences[0], len(prepared.tokens.context)
+        self._in_flight[prepared.index] = _InFlight(prepared, sequences, nodes, len(sequences))
         return sequences
 
-    def take_logits(self, asked, logits, start: int) -> None:
-        self._scorer.take(asked, logits, start)
+    def take_logits(self, rows, logits, start: int) -> None:
+        self._scorer.take(rows, logits, start)
 
     def end_sweep(self) -> Scorer:
         """What the sweep under way will give."""
@@ -129,8 +129,8 @@ class Scoring:
     def advance(self, scorer: Scorer, stats: EngineStats) -> list[Sequence]:
         """After a sweep has run: gives sequences their scores; returns those that have all of them."""
         finished = []
-        for asked, score in scorer.results():
-            sequence = asked.sequence
+        for row, score in scorer.results():
+            sequence = row.sequence
             sequence.scores.append(score)
             if len(sequence.scores) == len(sequence.targets):
                 finished.append(sequence)
@@ -152,29 +152,29 @@ class Scoring:
         del self._in_flight[sequence.request_index]
         tokens = flight.prepared.tokens
         scores = tuple(
-            self._score(tuple(continuation), places, flight.sequences)
-            for continuation, places in zip(tokens.continuations, flight.places, strict=True)
+            self._score(tuple(continuation), nodes, flight.sequences)
+            for continuation, nodes in zip(tokens.continuations, flight.nodes, strict=True)
         )
         cached = min(tokens.given, flight.sequences[0].num_cached)
         row = flight.prepared.row
         return Scored(sequence.request_index, sequence.row_id, tokens.given, scores, cached_tokens=cached, row=row)
 
-    def _score(self, tokens: tuple[int, ...], places: list[Place], sequences: list[Sequence]) -> ContinuationScore:
+    def _score(self, tokens: tuple[int, ...], nodes: list[Node], sequences: list[Sequence]) -> ContinuationScore:
         found, total, is_greedy = [], 0.0, True
-        for token, (path, position, target) in zip(tokens, places, strict=True):
+        for token, (path, position, target) in zip(tokens, nodes, strict=True):
             score = sequences[path].scores[position]
             logprob = score.logprobs[target]
             found.append(PositionLogprobs(self._named(token, logprob), tuple(self._named(*pair) for pair in score.top)))
             total += logprob
-            is_greedy = is_greedy and score.likeliest == token
+            is_greedy = is_greedy and score.argmax == token
         return ContinuationScore(tokens, total, is_greedy, tuple(found))
 
     def _named(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)
 
 
-def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: int, on_overlong: str) -> Tokens:
-    """A request's tokens, cut as `on_overlong` says to fit a model's context of `room` tokens; the last token of a
+def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context_len: int, on_overlong: str) -> Tokens:
+    """A request's tokens, cut as `on_overlong` says to fit a model's context of `context_len` tokens; the last token of a
     continuation, which is not run, need not fit. Raises RowError, InputError."""
     context, continuations = encode_pairs(tokenizer, request, texts)
     for number, tokens in enumerate(continuations, 1):
@@ -182,11 +182,11 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: i
             raise RowError(f"continuation {number} has no tokens")
     if context:
         longest = max(map(len, continuations))
-        context = cut_overlong(list(context), longest - 1, room, on_overlong)
-        if len(context) + longest - 1 > room:
+        context = cut_overlong(list(context), longest - 1, context_len, on_overlong)
+        if len(context) + longest - 1 > context_len:
             raise RowError(
                 f"the context has {len(context)} tokens and the longest continuation {longest},"
-                f" the model's context holds {room}"
+                f" the model's context holds {context_len}"
             )
     elif tokenizer.begin_token_id is None:
         raise RowError("the context is empty, and the model has no token that begins a text: give a context")
@@ -194,21 +194,21 @@ def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, room: i
     return Tokens(before, tuple(array("i", tokens) for tokens in continuations), len(context), rolling=not context)
 
 
-def paths_to_run(tokens: Tokens, room: int) -> tuple[list[Path], list[list[Place]]]:
-    """What has to be run, and the place of each token of each continuation."""
+def paths_to_run(tokens: Tokens, context_len: int) -> tuple[list[Path], list[list[Node]]]:
+    """What has to be run, and the node of each token of each continuation."""
     paths: list[Path] = []
-    places: list[list[Place]] = [[] for _ in tokens.continuations]
+    nodes: list[list[Node]] = [[] for _ in tokens.continuations]
     fitting = []
     for i, continuation in enumerate(tokens.continuations):
-        if len(tokens.context) + len(continuation) - 1 <= room:
+        if len(tokens.context) + len(continuation) - 1 <= context_len:
             fitting.append(i)
             continue
-        for window in windows_of(tokens.context[0], continuation, room):
-            places[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
+        for window in windows_of(tokens.context[0], continuation, context_len):
+            nodes[i] += [(len(paths), position, 0) for position in range(len(window.targets))]
             paths.append(window)
     if fitting:
         found, own = paths_of(tokens.context, [tokens.continuations[i] for i in fitting])
         for i, there in zip(fitting, own, strict=True):
-            places[i] = [(len(paths) + path, position, target) for path, position, target in there]
+            nodes[i] = [(len(paths) + path, position, target) for path, position, target in there]
         paths += found
-    return paths, places
+    return paths, nodes

@@ -2,7 +2,7 @@
 
 Continuations of one context are a tree of tokens. A continuation's last token is never run, as only what comes before it
 decides how likely it is; so a sequence per leaf of the tree without last tokens is enough, and continuations of a single
-token need the context alone. Each place in the tree is scored in one sequence only.
+token need the context alone. Each node of the tree is scored in one sequence only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 Tokens = Sequence[int]
 # Of one token of a continuation: the path, the position there (counted in those that are scored), the target there.
-Place = tuple[int, int, int]
+Node = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Path:
     targets: tuple[tuple[int, ...], ...]
 
 
-def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Path], list[list[Place]]]:
-    """The paths, none of them empty, and for each continuation the place of each of its tokens. None may be empty."""
+def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Path], list[list[Node]]]:
+    """The paths, none of them empty, and for each continuation the node of each of its tokens. None may be empty."""
     context = tuple(context)
     runs = sorted({tuple(tokens[:-1]) for tokens in continuations})
     # In this order a run comes right before those that go on from it, which serve it too.
@@ -40,7 +40,7 @@ def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Pat
     targets: list[list[dict[int, int]]] = [
         [{} for _ in range(len(run) + 1 - start)] for run, start in zip(runs, starts, strict=True)
     ]
-    places = []
+    nodes = []
     for tokens in continuations:
         path = bisect_left(runs, tuple(tokens[:-1]))
         found = []
@@ -49,9 +49,9 @@ def paths_of(context: Tokens, continuations: Sequence[Tokens]) -> tuple[list[Pat
             position = j - starts[owner]
             there = targets[owner][position]
             found.append((owner, position, there.setdefault(token, len(there))))
-        places.append(found)
+        nodes.append(found)
     paths = [Path(context + run, tuple(map(tuple, there))) for run, there in zip(runs, targets, strict=True)]
-    return paths, places
+    return paths, nodes
 
 
 def windows_of(first: int, tokens: Tokens, length: int) -> Iterator[Path]:

@@ -159,7 +159,7 @@ class _Job:
             load_of(
                 batch,
                 block_size=self._plan.policy.kv_block_size,
-                compute_home=self._home,
+                compute_tier=self._home,
                 windows=self._windows,
                 hidden_on_host=k >= first_on_host,
             )

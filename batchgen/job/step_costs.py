@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import HEAD_PIECES, Plan, spread_layers
+from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, spread_layers
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
@@ -26,9 +26,9 @@ from batchgen.planner.cost import (
 from batchgen.planner.flow import Stage
 from batchgen.planner.setting import BATCHGEN, Setting, Shares
 from batchgen.runtime.scheduling.extents import runs_of
-from batchgen.runtime.scheduling.micro_batches import place
+from batchgen.runtime.scheduling.micro_batches import residency_of
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
-from batchgen.runtime.scheduling.sequence import home_of
+from batchgen.runtime.scheduling.sequence import tier_of
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
 _NOTHING_PLACED = Shares(*[0] * 13)
@@ -49,7 +49,7 @@ class Attended:
 class BatchLoad:
     """What one GPU batch of a sweep computes and moves, in each layer.
 
-    attended: by place (`micro_batches.place`); in layers with a sliding window, where no prefix is shared, `windowed`.
+    attended: by residency (`micro_batches.residency_of`); in layers with a sliding window, where no prefix is shared, `windowed`.
     sampled: sequences that reach their last token; asked: rows of logits. host_blocks: KV blocks that come from the host's
     pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
@@ -86,21 +86,21 @@ def load_of(
     batch: Sequence[ScheduledSequence],
     *,
     block_size: int,
-    compute_home: str,
+    compute_tier: str,
     windows: bool = False,
     hidden_on_host: bool = False,
 ) -> BatchLoad:
     """Of a scheduled batch, before its sweep is committed. windows: whether any layer has a sliding window."""
-    by_place: dict[str, list[ScheduledSequence]] = {}
+    by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
-        by_place.setdefault(place(scheduled, compute_home), []).append(scheduled)
+        by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
     attended, windowed = (
-        {name: _attended(members, block_size, sharing=sharing) for name, members in by_place.items()}
+        {name: _attended(members, block_size, sharing=sharing) for name, members in by_residency.items()}
         for sharing in (True, not windows)
     )
-    staged = by_place.get("staged", ())
-    on_disk = [s for s in staged if home_of(s.sequence.kv_class) == "disk"]
-    on_host = [s for s in staged if home_of(s.sequence.kv_class) != "disk"]
+    staged = by_residency.get("staged", ())
+    on_disk = [s for s in staged if tier_of(s.sequence.kv_class) == "disk"]
+    on_host = [s for s in staged if tier_of(s.sequence.kv_class) != "disk"]
     host_blocks = {b for s in on_host for b in s.sequence.block_table[: _blocks(s.sequence.num_computed, block_size)]}
     reads, writes, blocks = [], [], 0
     for s in on_disk:
@@ -111,7 +111,7 @@ def load_of(
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
         sampled=sum(s.samples for s in batch),
-        asked=sum(len(s.asked) for s in batch),
+        asked=sum(len(s.logits_positions) for s in batch),
         attended=attended,
         windowed=windowed,
         host_blocks=len(host_blocks),
@@ -135,7 +135,7 @@ def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing:
             SequenceSlice(
                 s.num_tokens,
                 s.sequence.num_computed,
-                () if home_of(s.sequence.kv_class) == "disk" else s.sequence.block_table,
+                () if tier_of(s.sequence.kv_class) == "disk" else s.sequence.block_table,
             )
             for s in members
         ]
@@ -157,7 +157,7 @@ def weight_tiers(plan: Plan) -> dict[str, list[str]]:
 
 
 def streams_of(plan: Plan) -> Streams:
-    """What has to be brought to the compute device; as `WeightHomes.streams` gives."""
+    """What has to be brought to the compute device; as `WeightResidency.streams` gives."""
     accelerated = "gpu" in plan.budgets
     layers = [set(tiers) for tiers in zip(*weight_tiers(plan).values(), strict=True)]
     return Streams(
@@ -165,7 +165,7 @@ def streams_of(plan: Plan) -> Streams:
         weights=tuple(bool(tiers - {"gpu" if accelerated else "cpu"}) for tiers in layers),
         disk_weights=tuple("disk" in tiers for tiers in layers),
         expanded=plan.policy.weight_format == INT4,
-        head_pieces=HEAD_PIECES if accelerated and plan.policy.head_tier != "gpu" else 0,
+        vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and plan.policy.head_tier != "gpu" else 0,
     )
 
 
@@ -200,7 +200,7 @@ class StepCosts:
             for j, tier in enumerate(tiers):
                 self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
-        self._head_pieces = streams_of(plan).head_pieces
+        self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
         sizes = {group: rows * columns for group, (rows, columns) in config.layer_matrices.items()}
         self._pre_frac = sizes["qkv"] / sum(sizes.values())
         self._expand_s = expand_weights_s(s)
@@ -241,7 +241,7 @@ class StepCosts:
         return sweep_overhead_s(self._setting, Stage(1, 0, sum(load.sampled for load in loads), 0, 0))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Of one layer, for sequences in one place."""
+        """Of one layer, for sequences of one residency."""
         s, total = self._by_window[window], 0.0
         if attended.contexts:
             seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
@@ -278,7 +278,7 @@ class StepCosts:
             last_post_s=matrices_s(load.asked) * (1 - self._pre_frac) if load.asked else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
-            head_s=head_s / max(1, self._head_pieces),
+            head_s=head_s / max(1, self._vocabulary_chunks),
             expand_s=self._expand_s,
         )
 
@@ -292,7 +292,7 @@ class StepCosts:
         if kind == "load_weight":
             return self._loaded_bytes[step.layer]
         if kind == "load_head":
-            piece = -(-s.model.vocab_size // HEAD_PIECES)
+            piece = -(-s.model.vocab_size // VOCABULARY_CHUNKS)
             rows = max(0, min(piece, s.model.vocab_size - step.layer * piece))
             return rows * s.model.embed_size * s.element_bytes
         if kind in ("embed", "load_hidden", "store_hidden"):

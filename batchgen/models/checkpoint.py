@@ -200,7 +200,7 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
-    """Made-up weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1.
+    """Dummy weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1.
 
     Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory
     speed; seed, layer and name decide which stretch.
@@ -279,9 +279,9 @@ def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> Non
     first, second = tensors[embed], tensors[lm_head]
     same = first.dtype == second.dtype and first.shape == second.shape
     step = max(1, first.num_bytes // 64)
-    for place in range(0, first.num_bytes if same else 0, step):
-        count = min(4096, first.num_bytes - place)
-        same = same and _read_bytes(embed, first, place, count) == _read_bytes(lm_head, second, place, count)
+    for offset in range(0, first.num_bytes if same else 0, step):
+        count = min(4096, first.num_bytes - offset)
+        same = same and _read_bytes(embed, first, offset, count) == _read_bytes(lm_head, second, offset, count)
     if not same:
         raise InputError(
             f"{second.path} holds a {lm_head} of its own though its config ties it to the embedding: "

@@ -110,12 +110,12 @@ def convert(
 
 def _check_apart(files: ModelFiles, target: Path) -> None:
     """Raises InputError where the store would lie in what it is made of, or the other way round: files of its names are replaced."""
-    model, place = files.path.resolve(), target.resolve()
-    if place == model or (target.exists() and target.samefile(model)):
+    model, destination = files.path.resolve(), target.resolve()
+    if destination == model or (target.exists() and target.samefile(model)):
         raise InputError(f"{target} is the model itself: give another directory for the store")
-    if place.is_relative_to(model) and files.kind == "store":
+    if destination.is_relative_to(model) and files.kind == "store":
         raise InputError(f"{target} lies in the weight store {files.path}: give another directory")
-    if model.is_relative_to(place) and files.kind != "gguf":
+    if model.is_relative_to(destination) and files.kind != "gguf":
         raise InputError(f"{target} has the model {files.path} in it: give another directory for the store")
 
 
@@ -359,25 +359,25 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     from batchgen.ops.quant import quantize
 
     digest = xxhash.xxh3_128()
-    place = dropped = extent.offset
+    position = dropped = extent.offset
 
     def put(data: bytes | memoryview) -> None:
-        nonlocal place, dropped
+        nonlocal position, dropped
         for start in range(0, len(data), _DIRTY_BYTES):
             piece = data[start : start + _DIRTY_BYTES]
             digest.update(piece)
             out.write(piece)
-            place += len(piece)
-            if place - dropped >= _DIRTY_BYTES:
+            position += len(piece)
+            if position - dropped >= _DIRTY_BYTES:
                 _drop_behind(out)
-                dropped = place
+                dropped = position
 
     for stored in extent.tensors:
-        put(bytes(stored.offset - place))
+        put(bytes(stored.offset - position))
         values = tensors.pop(stored.name)
         packed = quantize(values, importance=importance[stored.name]) if stored.dtype == INT4 else values
         put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
-    put(bytes(extent.offset + extent.num_bytes - place))
+    put(bytes(extent.offset + extent.num_bytes - position))
     return digest.hexdigest()
 
 

@@ -168,7 +168,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def model_identity(files: ModelFiles) -> dict[str, Any]:
     """What makes two models the same for a resumed job, as JSON values; wherever the files lie.
 
-    Weight files are sampled, not read whole: head, tail and 64 places between. Of a store the manifest, which has
+    Weight files are sampled, not read whole: head, tail and 64 ranges between. Of a store the manifest, which has
     the checksums of all it holds, is enough.
     """
     if files.kind == "store":
@@ -370,11 +370,11 @@ def _sha256(file: Any) -> str:
 def _sampled_sha256(path: Path) -> str:
     """sha256 over the first and last 64 KiB and 64 blocks of 4 KiB spread evenly between."""
     size, edge, block, samples = path.stat().st_size, 1 << 16, 1 << 12, 64
-    places = [(0, edge), (max(0, size - edge), edge)]
-    places += [(size * i // samples, block) for i in range(samples)]
+    ranges = [(0, edge), (max(0, size - edge), edge)]
+    ranges += [(size * i // samples, block) for i in range(samples)]
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for offset, length in places:
+        for offset, length in ranges:
             file.seek(offset)
             digest.update(file.read(length))
     return digest.hexdigest()

@@ -60,7 +60,7 @@ class ChannelImportance:
 
 
 def _bounded(mean_squares: Tensor) -> Tensor:
-    """Finite and above zero; all alike where activations left the number format's range."""
+    """Finite and above zero; all alike where activations left the dtype's range."""
     if not mean_squares.isfinite().all() or mean_squares.max() == 0:
         return torch.ones_like(mean_squares)
     return mean_squares.clamp(min=_LEAST_FRAC * mean_squares.mean().item())

@@ -123,10 +123,10 @@ def lay_out(
         entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
         end += num_bytes
 
-    def pad_to(place: int) -> None:  # safetensors allows no holes
+    def pad_to(position: int) -> None:  # safetensors allows no holes
         nonlocal pads
-        if place > end:
-            put(f"_pad.{pads}", "U8", (place - end,), place - end)
+        if position > end:
+            put(f"_pad.{pads}", "U8", (position - end,), position - end)
             pads += 1
 
     for group, shapes in groups.items():

@@ -125,7 +125,7 @@ class NoText:
 
     def to_json(self) -> str:
         raise InputError(
-            "made-up weights have no tokenizer, so that nothing they generate can follow a schema: leave it out"
+            "dummy weights have no tokenizer, so that nothing they generate can follow a schema: leave it out"
         )
 
 
@@ -159,10 +159,10 @@ class StopDetector:
         if not any(s in recent for s in self._stop):
             return None
         text = self._tokenizer.decode(ids)
-        places = [(text.find(s), s) for s in self._stop if s in text]
-        if not places:
+        found = [(text.find(s), s) for s in self._stop if s in text]
+        if not found:
             return None
-        self._end, stop = min(places, key=lambda place: place[0])
+        self._end, stop = min(found, key=lambda pair: pair[0])
         return stop
 
     @property
@@ -217,8 +217,8 @@ def _load(directory: Path, gguf_file: str | None = None) -> PreTrainedTokenizerF
         try:
             hf = AutoTokenizer.from_pretrained(str(directory), gguf_file=gguf_file, local_files_only=True)
         except Exception as error:  # files broken in any way, and packages that are not installed
-            place = directory / (gguf_file or "")
-            raise InputError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
+            path = directory / (gguf_file or "")
+            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
     if not hf.is_fast:
         raise InputError(f"{directory} has no fast tokenizer (tokenizer.json)")
     return hf

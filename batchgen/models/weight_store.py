@@ -111,7 +111,7 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
 
 
 def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Reads and verifies one group as numbers of `dtype`, int4 expanded, each tensor in memory of its own.
+    """Reads and verifies one group as numbers of `dtype`, int4 dequantized, each tensor in memory of its own.
 
     Beside them only a few MB are held. Raises BatchgenError.
     """
@@ -123,9 +123,9 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
     digest = xxhash.xxh3_128()
     tensors = {}
     with _reading(file, extent) as read:
-        place = extent.offset
+        position = extent.offset
         for tensor in extent.tensors:
-            digest.update(read(tensor.offset - place))
+            digest.update(read(tensor.offset - position))
             target = torch.empty(tensor.shape, dtype=dtype)
             rows = target.view(-1, tensor.shape[-1])
             row_bytes = tensor.num_bytes // len(rows)
@@ -138,8 +138,8 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
                 else:
                     piece.copy_(values.view(getattr(torch, tensor.dtype)))
             tensors[tensor.name] = target
-            place = tensor.offset + tensor.num_bytes
-        digest.update(read(extent.offset + extent.num_bytes - place))
+            position = tensor.offset + tensor.num_bytes
+        digest.update(read(extent.offset + extent.num_bytes - position))
     if digest.hexdigest() != extent.checksum:
         raise _damaged(file, extent)
     return tensors

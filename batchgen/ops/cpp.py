@@ -224,7 +224,7 @@ def rotary_store(
     kv: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`. rotation: what queries and 4-bit keys are turned with, fp32 [head_dim, head_dim]."""
+    """As `ops.rotary_store`. rotation: what queries and 4-bit keys are rotated with, fp32 [head_dim, head_dim]."""
     tokens = qkv.shape[0]
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
     k = v = None

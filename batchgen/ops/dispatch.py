@@ -1,9 +1,9 @@
-"""The one door to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
+"""The one API to compute: linear layers, norms, rotary embedding, attention over paged KV, 4-bit groups.
 
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept turned (`rotation`).
+or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def rotary(
     positions: Tensor | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
-    turned: bool = False,
+    rotate_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) *
     head_dim].
 
     rope: cos and sin, fp32 [positions, head_dim / 2]; positions: int64 [tokens]. norms: RMSNorm weights of q and k.
-    turned: for 4-bit KV.
+    rotate_keys: for 4-bit KV.
     """
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     options = {
@@ -120,32 +120,32 @@ def rotary(
         "positions": positions,
         "norms": norms,
         "eps": eps,
-        "rotation": rotation(head_dim, qkv.device) if turned else None,
+        "rotation": rotation(head_dim, qkv.device) if rotate_keys else None,
     }
     if _has_kernels(qkv, head_dim):
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim, turned, qkv.device):
+    if made and made.supports_rotary(head_dim, rotate_keys, qkv.device):
         return made.rotary_store(qkv, heads, kv_heads, **options)
     return reference.rotary(qkv, heads, kv_heads, **options)
 
 
 def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) -> Tensor:
-    """As `rotary`, but k and v go to their places in a layer's KV. Returns q.
+    """As `rotary`, but k and v go to their slots in a layer's KV. Returns q.
 
-    slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `turned`.
+    slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
     """
-    kv_heads, turned = kv.shape[2], kv.dtype == torch.uint8
+    kv_heads, rotate_keys = kv.shape[2], kv.dtype == torch.uint8
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if _has_kernels(qkv, head_dim):
-        matrix = rotation(head_dim) if turned else None
+        matrix = rotation(head_dim) if rotate_keys else None
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, kv=kv, slots=slots, rotation=matrix, **options)[0]
     made = _device_kernels(qkv.device)
-    if made and made.supports_rotary(head_dim, turned, qkv.device):
-        matrix = rotation(head_dim, qkv.device) if turned else None
+    if made and made.supports_rotary(head_dim, rotate_keys, qkv.device):
+        matrix = rotation(head_dim, qkv.device) if rotate_keys else None
         return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
-    q, k, v = rotary(qkv, heads, kv_heads, turned=turned, **options)
-    if turned:
+    q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
+    if rotate_keys:
         k, v = quantize(k), quantize(v)
     write_kv(kv, kv_rows(slots, kv_heads, kv.shape[3]), k, v)
     return q
@@ -219,10 +219,10 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are turned with, and queries alike: Hadamard's where n is a
+    """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are rotated with, and queries alike: Hadamard's where n is a
     power of two, else the cosine transform's.
 
-    Some channels of keys are far larger than the rest, and would take all levels for themselves; turned, what is in one
+    Some channels of keys are far larger than the rest, and would take all quantized values for themselves; rotated, what is in one
     channel spreads over all. The products stay the same.
     """
     if n & (n - 1) == 0:
@@ -292,10 +292,10 @@ def argmax(logits: Tensor) -> Tensor:
 
 def lse(logits: Tensor) -> Tensor:
     """The log of the sum of exponentials of each row, fp32 [rows], of fp32 logits [rows, columns]."""
-    return likeliest(logits)[2]
+    return argmax_with_lse(logits)[2]
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def argmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
     return _of_logits(logits).argmax(logits, want_lse=True)
 
@@ -328,7 +328,7 @@ def quantize(x: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
-    """Expands packed rows into `out` [..., n]."""
+    """Dequantize packed rows into `out` [..., n]."""
     compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
     if compute and packed.is_contiguous() and out.is_contiguous():
         return compute.dequantize(packed, out.shape[-1], out)

@@ -50,11 +50,11 @@ def quantize(x: Tensor, *, importance: Tensor | None = None) -> Tensor:
     for rows in _chunks(len(x), n, x.device):
         values = x[rows].float().clamp(-_MAX_FP16, _MAX_FP16)
         tables = []
-        for columns, places in _spans(n):
+        for columns, span in _spans(n):
             size = min(INT4_GROUP, n - columns.start)
             weights = None if importance is None else importance[columns].unflatten(0, (-1, size))
             nibbles, table = _pack_groups(values[:, columns].unflatten(1, (-1, size)), weights)
-            out[rows, places] = nibbles.flatten(1)
+            out[rows, span] = nibbles.flatten(1)
             tables.append(table)
         table = torch.cat(tables, dim=1)  # [rows, groups, 2]
         out[rows, table_start:] = table.view(torch.uint8).flatten(1)
@@ -62,7 +62,7 @@ def quantize(x: Tensor, *, importance: Tensor | None = None) -> Tensor:
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Expands packed rows: uint8 [..., row_bytes(n)] -> [..., n], in `out` if given (its dtype then counts).
+    """Dequantize packed rows: uint8 [..., row_bytes(n)] -> [..., n], in `out` if given (its dtype then counts).
 
     Computed in fp32 and rounded once to the result's dtype; finite in all of them.
     """
@@ -76,10 +76,10 @@ def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.d
         # A copy, since rows of odd sizes leave the numbers unaligned.
         numbers = packed[rows, table_start:].clone(memory_format=torch.contiguous_format)
         table = numbers.view(torch.float16).float().unflatten(1, (-1, 2))  # [rows, groups, 2]
-        for columns, places in _spans(n):
+        for columns, span in _spans(n):
             size = min(INT4_GROUP, n - columns.start)
             groups = slice(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
-            nibbles = packed[rows, places].unflatten(1, (-1, (size + 1) // 2))
+            nibbles = packed[rows, span].unflatten(1, (-1, (size + 1) // 2))
             scale, minimum = table[:, groups, :1], table[:, groups, 1:]
             target[rows, columns] = _unpack_groups(nibbles, scale, minimum, size).flatten(1)
     return out
@@ -105,7 +105,7 @@ def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """The level of each value of x [rows, groups, size], as fp32. scale, minimum: fp16 [rows, groups]."""
+    """The code (quantized value) of each value of x [rows, groups, size], as fp32. scale, minimum: fp16 [rows, groups]."""
     # What is left of a group narrower than fp16 can tell is its minimum.
     steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
     return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _LEVELS)
@@ -115,7 +115,7 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple
     """Scales and minimums, fp16 [rows, groups], with smaller weighted squared errors than those given, group by group.
     weights: [groups, size], 1 in sum.
 
-    From ranges somewhat narrower than the group's, levels and line are fitted to each other in turn.
+    From ranges somewhat narrower than the group's, codes and line are fitted to each other in turn.
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:

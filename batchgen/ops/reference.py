@@ -100,12 +100,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool
     if mask is not None:
         masked = scores.view(mask.shape[0], -1, mask.shape[2] if mask.shape[2] > 1 else q.shape[1], scores.shape[2])
         masked[..., -mask.shape[3] :].add_(mask)
-    shares = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1)
     lse = None
     if want_lse:
-        # The likeliest key's share is exp(its score - lse): two maxima cost far less than torch.logsumexp.
-        lse = scores.amax(-1).float() - shares.amax(-1).float().log()
-    return torch.bmm(shares, v), lse
+        # The largest softmax weight is exp(its score - lse): two maxima cost far less than torch.logsumexp.
+        lse = scores.amax(-1).float() - weights.amax(-1).float().log()
+    return torch.bmm(weights, v), lse
 
 
 def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse) -> None:
@@ -172,7 +172,7 @@ def _shared_item(q, kv, item: SharedItem, pages, out, lse) -> None:
         b = min(a + step, item.stop)
         result, part = _attend(_by_kv_head(q[a:b], kv_heads), k, v, None, True)
         result, part = _by_token(result, b - a), _by_token(part, b - a)
-        # Merge the two softmaxes: weights are the shares of exp(lse), exact up to rounding.
+        # Merge the two softmaxes: their weights are in proportion to exp(lse), exact up to rounding.
         weight = torch.sigmoid(part - lse[a:b])[..., None]
         out[a:b] = torch.lerp(out[a:b].float(), result.float(), weight).to(out.dtype)
 
@@ -236,13 +236,13 @@ def rotary(
     else:
         # The softmax scale rides on q's rotation, which is computed in fp32 anyway.
         cos, sin = (table[positions].unsqueeze(1) for table in rope)
-        q, k = _turned(q, cos * scale, sin * scale), _turned(k, cos, sin)
+        q, k = _rotated(q, cos * scale, sin * scale), _rotated(k, cos, sin)
     if rotation is not None:
         q, k = (x @ rotation.to(x.dtype) for x in (q, k))
     return q, k, v
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates halves (x1, x2) of the last dimension by the tokens' angles; x [tokens, heads, head_dim]."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -284,8 +284,8 @@ def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min
     rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = ((rank < top_k) | (top_k == 0)) & (ordered >= min_p * ordered[:, :1])
     ordered = torch.where(keep, ordered, 0.0)
-    share = ordered / ordered.sum(-1, keepdim=True)
-    before = share.cumsum(-1) - share  # mass of the likelier ones: the first token is always kept
+    weight = ordered / ordered.sum(-1, keepdim=True)
+    before = weight.cumsum(-1) - weight  # mass of the more probable ones: the first token is always kept
     ordered = torch.where((before < top_p) | (top_p >= 1.0), ordered, 0.0)
     probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
     cumulative = probs.cumsum(-1)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.hardware import ComputeRates, Rates
-from batchgen.core.plan import HEAD_PIECES
+from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.planner.flow import Stage
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes, planned_logit_rows
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
@@ -319,7 +319,7 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     if not s.on_gpu:
         cpu += s.head_bytes + work + expanded + (s.num_gpu_batches - 1) * between + staging
         return {"cpu": cpu, "disk": kv["disk"]}
-    pieces = _SLOTS * -(-model.vocab_size // HEAD_PIECES) * model.embed_size * element
+    pieces = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.core.plan import KV_HOMES, Plan, Policy, Prediction
+from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
@@ -50,7 +50,7 @@ def make_plan(
     at = counts.shares(s)
     kv_blocks: dict[str, int] = {}
     for kv_class, count in counts.kv_seqs.items():
-        home = KV_HOMES[kv_class]
+        home = KV_TIERS[kv_class]
         kv_blocks[home] = kv_blocks.get(home, 0) + count * (s.disk_seq_blocks if home == "disk" else s.seq_blocks)
     policy = Policy(
         admission=s.admission,

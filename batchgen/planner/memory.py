@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
 from batchgen.core.errors import InputError
-from batchgen.core.plan import HEAD_PIECES, KV_HOMES, TIERS, MemoryPlan, Policy
+from batchgen.core.plan import KV_TIERS, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy
 from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 
@@ -151,7 +151,7 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
     add(head_tier, "weights", head)
     if device == "gpu" and head_tier != "gpu":
-        pieces = 2 * -(-config.vocab_size // HEAD_PIECES) * config.embed_size * size
+        pieces = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * config.embed_size * size
         add("gpu", "weights in transit", pieces)
         if task != "score":  # to choose tokens, all of the vocabulary has to be there
             add("gpu", "logits", policy.max_num_seqs * config.vocab_size * 4)
@@ -176,7 +176,7 @@ def _add_activations(
 
 def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_tokens: int) -> int:
     """Blocks of one buffer: a GPU batch's share of what does not live on the compute device, at its longest."""
-    away = {c: n for c, n in policy.kv_seqs.items() if n and KV_HOMES[c] != device}
+    away = {c: n for c, n in policy.kv_seqs.items() if n and KV_TIERS[c] != device}
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)
@@ -207,7 +207,7 @@ def _kv_blocks(
     seqs: dict[str, int] = {}
     for kv_class, count in policy.kv_seqs.items():
         if count:
-            seqs[KV_HOMES[kv_class]] = seqs.get(KV_HOMES[kv_class], 0) + count
+            seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
     least = -(-min_tokens // block_size)
     found, short = {}, {}
     for tier, count in seqs.items():

@@ -84,7 +84,7 @@ def _engine(device: str, layers: int) -> Engine:
         ),
         split=lambda sweep: [sweep],
         pack=partial(
-            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_home=home
+            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_tier=home
         ),
         sample=sample,
         policy=policy,
@@ -92,7 +92,7 @@ def _engine(device: str, layers: int) -> Engine:
         eos_token_ids=frozenset(),
         dtype="float32",
         loaded_bytes=0,
-        compute_home=home,
+        compute_tier=home,
     )
     return Engine.from_parts(parts)
 
@@ -146,7 +146,7 @@ def _load_bytes_per_s() -> float:
 
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.files import resolve_model
-    from batchgen.runtime.memory.weights import WeightHomes, Weights
+    from batchgen.runtime.memory.weights import WeightResidency, Weights
 
     width, vocab = 1024, 8192
     shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
@@ -161,7 +161,7 @@ def _load_bytes_per_s() -> float:
             {name: torch.ones(shape, dtype=torch.float16) for name, shape in shapes.items()}, path / "model.safetensors"
         )
         checkpoint = open_checkpoint(resolve_model(folder))
-        homes = WeightHomes.in_memory(checkpoint.config, "bfloat16")
+        homes = WeightResidency.in_memory(checkpoint.config, "bfloat16")
         Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint).close()
         started = time.perf_counter()
         weights = Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""One GPU batch's packed input: token ids, positions, where its KV is and goes, and the attention plans, as arrays.
+"""One micro-batch's packed input: token ids, positions, where its KV is and goes, and the attention plans, as arrays.
 No torch."""
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from batchgen.ops.attention_plan import (
     plan_attention,
 )
 from batchgen.runtime.scheduling.extents import runs_of
-from batchgen.runtime.scheduling.micro_batches import place
+from batchgen.runtime.scheduling.micro_batches import residency_of
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
-from batchgen.runtime.scheduling.sequence import PENDING, Asked, Sequence, home_of
+from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow, Sequence, tier_of
 from batchgen.runtime.steps.graph import BatchFlow
 
-PLACES = ("resident", "staged", "delegated")
+RESIDENCIES = ("resident", "staged", "delegated")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same place.
+    """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same memory.
 
-    place: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
+    residency: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
     CPU attends. slots: int64 [tokens], where each token's new KV goes there; a slot is block * block_size + offset.
     plans: the attention plan for each sliding window in the model (None: full attention), tokens counted from `start`.
     """
 
-    place: str
+    residency: str
     start: int
     stop: int
     slots: np.ndarray
@@ -55,9 +55,9 @@ class Staging:
     """What passes through the staging buffer. Its first blocks are those that come from the host's pool.
 
     host_blocks: int64, blocks of the host's pool to bring to staging blocks 0, 1, ...
-    new_slots, host_slots: int64, of new tokens whose KV goes home to the host's pool: slot in staging, and there.
+    new_slots, host_slots: int64, of new tokens whose KV goes to the host's pool: slot in staging, and there.
     reads: history on disk. writes: blocks with new tokens that go to disk. disk_start, disk_stop: staging blocks of
-    sequences whose home is the disk.
+    sequences whose tier is the disk.
     """
 
     num_blocks: int
@@ -75,7 +75,7 @@ class PackedBatch:
     """Tokens of all scheduled sequences, one after the other, without padding, by segment.
 
     token_ids, positions: int64 [tokens].
-    asked: whose logits are asked for; asked_rows: int64, the row of each.
+    logits_rows: whose logits are made; logits_indices: int64, the row of each.
     pending_rows: int64, rows whose token only the device knows; pending_slots: int64, where each is in its table of tokens.
     """
 
@@ -83,8 +83,8 @@ class PackedBatch:
     positions: np.ndarray
     segments: tuple[Segment, ...]
     staging: Staging | None
-    asked: list[Asked]
-    asked_rows: np.ndarray
+    logits_rows: list[LogitsRow]
+    logits_indices: np.ndarray
     pending_rows: np.ndarray
     pending_slots: np.ndarray
 
@@ -94,17 +94,17 @@ class PackedBatch:
 
     def flow(self, hidden_on_host: bool = False) -> BatchFlow:
         """What the batch moves."""
-        places = {s.place for s in self.segments}
+        residencies = {s.residency for s in self.segments}
         staging = self.staging
         return BatchFlow(
-            resident="resident" in places,
+            resident="resident" in residencies,
             history=staging is not None and bool(len(staging.host_blocks) or staging.reads),
             stored=staging is not None and bool(len(staging.new_slots)),
             disk_read=staging is not None and bool(staging.reads),
             disk_write=staging is not None and bool(staging.writes),
-            delegated="delegated" in places,
+            delegated="delegated" in residencies,
             hidden_on_host=hidden_on_host,
-            samples=bool(self.asked),
+            samples=bool(self.logits_rows),
         )
 
 
@@ -114,21 +114,21 @@ def pack(
     block_size: int,
     key_bytes: int,
     windows: frozenset[int | None],
-    compute_home: str = "cpu",
+    compute_tier: str = "cpu",
 ) -> PackedBatch:
-    """Packs one GPU batch. key_bytes: bytes of one token's K in one layer. compute_home: the tier that is the compute
+    """Packs one micro-batch. key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute
     device's own memory."""
-    by_place: dict[str, list[ScheduledSequence]] = {}
+    by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
-        by_place.setdefault(place(scheduled, compute_home), []).append(scheduled)
+        by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
     tables, staging = {}, None
-    if "staged" in by_place:
-        tables, staging = _stage(by_place["staged"], block_size)
+    if "staged" in by_residency:
+        tables, staging = _stage(by_residency["staged"], block_size)
     rows, segments = _Rows(block_size), []
-    for name in PLACES:
-        if name not in by_place:
+    for name in RESIDENCIES:
+        if name not in by_residency:
             continue
-        members = by_place[name]
+        members = by_residency[name]
         slices = [
             SequenceSlice(
                 s.num_tokens,
@@ -160,8 +160,8 @@ class _Rows:
         self._block_size = block_size
         self._token_ids: list[int] = []
         self._positions: list[int] = []
-        self._asked: list[Asked] = []
-        self._asked_rows: list[int] = []
+        self._logits_rows: list[LogitsRow] = []
+        self._logits_indices: list[int] = []
         self._pending_rows: list[int] = []
         self._pending_slots: list[int] = []
 
@@ -184,9 +184,9 @@ class _Rows:
         if self._token_ids[-1] == PENDING:
             self._pending_rows.append(self.count - 1)
             self._pending_slots.append(sequence.token_slot)
-        for position in scheduled.asked:
-            self._asked.append(Asked(sequence, position))
-            self._asked_rows.append(row + position - first)
+        for position in scheduled.logits_positions:
+            self._logits_rows.append(LogitsRow(sequence, position))
+            self._logits_indices.append(row + position - first)
 
     def packed(self, segments: tuple[Segment, ...], staging: Staging | None) -> PackedBatch:
         return PackedBatch(
@@ -194,20 +194,20 @@ class _Rows:
             positions=np.array(self._positions, dtype=np.int64),
             segments=segments,
             staging=staging,
-            asked=self._asked,
-            asked_rows=np.array(self._asked_rows, dtype=np.int64),
+            logits_rows=self._logits_rows,
+            logits_indices=np.array(self._logits_indices, dtype=np.int64),
             pending_rows=np.array(self._pending_rows, dtype=np.int64),
             pending_slots=np.array(self._pending_slots, dtype=np.int64),
         )
 
 
 def _stage(members: List[ScheduledSequence], block_size: int) -> tuple[dict[Sequence, np.ndarray], Staging]:
-    """Gives each sequence's blocks a place in the staging buffer: block tables there, and what moves.
+    """Gives each sequence's blocks a part of the staging buffer: block tables there, and what moves.
 
     A prefix block that several sequences share comes over once.
     """
-    on_host = [s for s in members if home_of(s.sequence.kv_class) != "disk"]
-    on_disk = [s for s in members if home_of(s.sequence.kv_class) == "disk"]
+    on_host = [s for s in members if tier_of(s.sequence.kv_class) != "disk"]
+    on_disk = [s for s in members if tier_of(s.sequence.kv_class) == "disk"]
     staged_of: dict[int, int] = {}  # host block with history -> staging block
     for s in on_host:
         for block in s.sequence.block_table[: -(-s.sequence.num_computed // block_size)]:

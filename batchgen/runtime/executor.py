@@ -1,4 +1,4 @@
-"""Takes the GPU batches of a sweep through all layers: what each Step does.
+"""Takes the micro-batches of a sweep through all layers: what each Step does.
 
 The order of Steps and what they wait for is `steps.graph`'s, running them `steps.threads`'s. With everything in the compute
 device's memory all Steps are in one lane, and this is the plain serial order.
@@ -30,11 +30,11 @@ from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.memory.tiers import Tiers, open_tiers
-from batchgen.runtime.memory.weights import WeightHomes, Weights
+from batchgen.runtime.memory.weights import WeightResidency, Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import PENDING, Asked
+from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.streams import Driver, StreamLanes
 from batchgen.runtime.steps.threads import Lanes, OnStep
@@ -43,18 +43,18 @@ from batchgen.runtime.warm_up import dummy_sweeps
 
 CPU = torch.device("cpu")
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
-# (whose, fp32 logits [asked, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
-# int64 [asked], if any are.
-OnLogits = Callable[[Sequence[Asked], Tensor, int], Tensor | None]
+# (whose, fp32 logits [rows, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
+# int64 [rows], if any are.
+OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
 @dataclass(frozen=True)
 class SweepOptions:
     """How an `Executor` runs sweeps.
 
-    max_positions: sequences never get longer than this. batches_on_host: GPU batches, the last ones, whose activations wait
+    max_positions: sequences never get longer than this. batches_on_host: micro-batches, the last ones, whose activations wait
     in host memory between layers. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
-    are made together; None: a GPU batch. captured_tokens: decode sweeps up to this size are captured (`graphs`); for models
+    are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. For the rest see `Lanes`."""
 
     max_positions: int
@@ -81,11 +81,11 @@ class Executor:
         """tiers: those that the weights and the KV are in."""
         self.config, self.weights, self.kv_cache = config, weights, kv_cache
         self.links, self._tiers, self._options = tiers.links, tiers, options
-        self._device, self._compute_home = tiers.device, tiers.compute_home
+        self._device, self._compute_tier = tiers.device, tiers.compute_tier
         self.lanes = self._make_lanes()
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
-        self._sweeps = Sweeps(weights.homes.streams(self._compute_home))
+        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier))
         self._logits: Tensor | None = None
         self._rope = None
         if config.rope:
@@ -94,8 +94,8 @@ class Executor:
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
-        self._on_logits: OnLogits = lambda asked, logits, start: None
-        self._in_pieces = False
+        self._on_logits: OnLogits = lambda rows, logits, start: None
+        self._vocabulary_chunks = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
         ahead = tiers.driver is not None and not options.serial and weights.embeds_on_device
         self._tokens = TokenTable(self._device) if ahead else None
@@ -109,13 +109,13 @@ class Executor:
 
     @torch.inference_mode()
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, in_pieces: bool = False
+        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool = False
     ) -> Callable[[], None] | None:
-        """Computes one sweep: the batches' KV, and the logits asked for. in_pieces: on_logits takes pieces of the vocabulary,
-        one after the other for the same rows, where the output matrix comes in pieces; otherwise it gets the whole.
+        """Computes one sweep: the batches' KV, and the logits asked for. vocabulary_chunks: on_logits takes chunks of the vocabulary,
+        one after the other for the same rows, where the output matrix comes in chunks; otherwise it gets the whole.
 
         On a device with streams the sweep may only have been launched; then the function returned waits for it."""
-        self._in_pieces = in_pieces
+        self._vocabulary_chunks = vocabulary_chunks
         with _kernels_alone():
             wait = self._run(batches, on_logits)
         if wait is not None and self._tokens is None:
@@ -134,8 +134,8 @@ class Executor:
         set to zero again, and nothing is counted. To be called before the first `run`.
         """
         chosen = self._unlike_layers()
-        made = Sweeps(self.weights.homes.of_layers(chosen).streams(self._compute_home))
-        self._on_logits, self._in_pieces = on_logits, False
+        made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier))
+        self._on_logits, self._vocabulary_chunks = on_logits, False
         with self.lanes.one_by_one(), _kernels_alone():
             for batches in sweeps:
                 prepared: list[_Batch] = []
@@ -149,8 +149,8 @@ class Executor:
     def _unlike_layers(self) -> list[int]:
         """One layer of each kind, and the last one, which is told apart."""
         kinds: dict[tuple, int] = {}
-        for layer, homes in enumerate(self.weights.homes.layers):
-            kinds.setdefault((self.config.windows[layer], *sorted(homes.items())), layer)
+        for layer, tiers in enumerate(self.weights.residency.layers):
+            kinds.setdefault((self.config.windows[layer], *sorted(tiers.items())), layer)
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int]) -> Iterator[Step]:
@@ -169,11 +169,11 @@ class Executor:
     def _forget_kv(self, packed: PackedBatch, layers: Sequence[int]) -> None:
         """Zeros in the blocks of memory that the batch's new KV went to."""
         for segment in packed.segments:
-            resident = segment.place == "resident"
-            slots = packed.staging.host_slots if segment.place == "staged" else segment.slots
+            resident = segment.residency == "resident"
+            slots = packed.staging.host_slots if segment.residency == "staged" else segment.slots
             blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
             for layer in layers if len(blocks) else ():
-                pool = self.kv_cache.pools[self._compute_home if resident else "cpu"][layer]
+                pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
                 pool.index_fill_(0, blocks.to(pool.device), 0)
 
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> Callable[[], None] | None:
@@ -216,7 +216,7 @@ class Executor:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Taken of the tiers beside the host's memory: all of it is taken beforehand."""
+        """Allocated of the tiers beside the host's memory: all of it is beforehand."""
         return {"gpu": self.weights.arenas["gpu"].taken_bytes, "disk": self.kv_cache.disk_bytes}
 
     def close(self) -> None:
@@ -234,21 +234,21 @@ class Executor:
         """What all layers need of a batch, as tensors."""
         parts = {}
         for segment in packed.segments:
-            device = CPU if segment.place == "delegated" else self._device
+            device = CPU if segment.residency == "delegated" else self._device
             plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
             rows = None
-            if segment.place == "delegated":
+            if segment.residency == "delegated":
                 shape = self.kv_cache.shape
                 keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
                 rows = keys, keys + shape.kv_heads * shape.block_size
             tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
-            parts[segment.place] = _Part(tokens, slots, rows, plans)
+            parts[segment.residency] = _Part(tokens, slots, rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
-        asked = None  # all rows, in their order
-        if len(packed.asked) < packed.num_tokens:
-            asked = upload(packed.asked_rows, self._device)
-        return _Batch(packed, *positions, asked, parts, moves, on_host)
+        indices = None  # all rows, in their order
+        if len(packed.logits_rows) < packed.num_tokens:
+            indices = upload(packed.logits_indices, self._device)
+        return _Batch(packed, *positions, indices, parts, moves, on_host)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device)
@@ -259,7 +259,7 @@ class Executor:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return *heads, shape.block_size, self.weights.dtype, shape.dtype
 
-    # Captured sweeps.
+    # Sweeps as CUDA graphs.
 
     def _make_graphs(self, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
         config = self.config
@@ -311,7 +311,7 @@ class Executor:
         self.weights.load(step.layer, step.weight_slot)
 
     def _expand_weight(self, step: Step, b: _Batch) -> None:
-        self.weights.expand(step.layer, step.weight_slot)
+        self.weights.dequantize(step.layer, step.weight_slot)
 
     # KV of staged sequences.
 
@@ -357,16 +357,16 @@ class Executor:
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
-        for place, part in b.parts.items():
-            if place == "delegated":
+        for residency, part in b.parts.items():
+            if residency == "delegated":
                 continue
-            resident = place == "resident"
+            resident = residency == "resident"
             kv = (
-                self.kv_cache.pools[self._compute_home][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
+                self.kv_cache.pools[self._compute_tier][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
             )
             options = self._rotary(step, b, part.tokens)
             q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
-            b.attended[place] = ops.paged_attention(q, kv, part.plans[window])
+            b.attended[residency] = ops.paged_attention(q, kv, part.plans[window])
 
     def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
@@ -379,13 +379,13 @@ class Executor:
         tokens = part.tokens
         packed = self.kv_cache.shape.dtype == torch.uint8
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
-        q, k, v = ops.rotary(b.qkv[tokens], *heads, turned=packed, **options)
+        q, k, v = ops.rotary(b.qkv[tokens], *heads, rotate_keys=packed, **options)
         if packed:
             k, v = ops.quantize(k), ops.quantize(v)
-        home = self.kv_cache.pools["cpu"][step.layer]
-        flat = home.view(-1, home.shape[-1])
+        pool = self.kv_cache.pools["cpu"][step.layer]
+        flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(part.rows, (k, v), strict=True):
-            d2h.scatter(flat, rows, new.reshape(-1, home.shape[-1]))
+            d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
         sent = d2h.bring(q)
         attended = d2h.room(sent)
         b.for_cpu[step.layer], b.from_cpu[step.layer] = (sent, attended), attended
@@ -401,13 +401,13 @@ class Executor:
 
     def _post(self, step: Step, b: _Batch) -> None:
         b.qkv = None  # memory for the other batches
-        found = [b.attended.pop(place) for place in b.parts]
+        found = [b.attended.pop(residency) for residency in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
         if (
-            step.layer == self.config.num_layers - 1 and b.asked_rows is not None
+            step.layer == self.config.num_layers - 1 and b.logits_indices is not None
         ):  # only tokens whose logits are asked for go on
-            attention, hidden = attention[b.asked_rows], hidden[b.asked_rows]
+            attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for tokens in self._chunks(len(hidden)):
             layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
@@ -423,35 +423,35 @@ class Executor:
         self.weights.load_head(step.layer, step.weight_slot)
 
     def _head(self, step: Step, b: _Batch) -> None:
-        """Logits, or those of one piece of the vocabulary."""
+        """Logits, or those of one chunk of the vocabulary."""
         weights = self.weights
         if step.layer == 0:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
-        start, rows = weights.head_piece(step.layer, step.weight_slot)
+        start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
         stop = start + rows.shape[0]
-        asked = b.packed.asked
+        wanted = b.packed.logits_rows
         whole = rows.shape[0] == self.config.vocab_size
-        if whole or self._in_pieces:
-            count = self._options.logit_rows or len(asked)
-            for i in range(0, len(asked), count):
+        if whole or self._vocabulary_chunks:
+            count = self._options.logit_rows or len(wanted)
+            for i in range(0, len(wanted), count):
                 part = b.hidden[i : i + count]
-                self._take(asked[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
+                self._take(wanted[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
         else:
             if start == 0:
-                b.logits = torch.empty(len(asked), self.config.vocab_size, device=self._device)
+                b.logits = torch.empty(len(wanted), self.config.vocab_size, device=self._device)
             b.logits[:, start:stop] = layers.logits(b.hidden, rows)
             if stop == self.config.vocab_size:
-                self._take(asked, b.logits, 0)
+                self._take(wanted, b.logits, 0)
         if stop == self.config.vocab_size:
             b.hidden = b.logits = None
 
-    def _take(self, asked: Sequence[Asked], logits: Tensor, start: int) -> None:
-        chosen = self._on_logits(asked, logits, start)
+    def _take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
+        chosen = self._on_logits(rows, logits, start)
         if chosen is not None and self._tokens is not None:
-            self._tokens.keep([a.sequence.token_slot for a in asked], chosen)
+            self._tokens.keep([row.sequence.token_slot for row in rows], chosen)
 
     def _logits_of(self, x: Tensor, rows: ops.Weight) -> Tensor:
-        """A place for the logits of x, always the same: memory that is new to the process costs more than filling it."""
+        """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
         size = len(x) * rows.shape[0]
         if self._logits is None or self._logits.numel() < size:
             self._logits = None
@@ -495,15 +495,15 @@ class _Part:
 
 @dataclass
 class _Batch:
-    """What a GPU batch has come to on its way through the layers. hidden: on the compute device, or between layers in
-    host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and room for what comes of them;
-    taken by CPU attention, which may be layers behind, and by what is launched after it. asked_rows: None: all of them.
-    frame: of a captured sweep."""
+    """What a micro-batch has come to on its way through the layers. hidden: on the compute device, or between layers in
+    host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and memory for what comes of them;
+    used up by CPU attention, which may be layers behind, and by what is launched after it. logits_indices: None: all of them.
+    frame: of a sweep that is a CUDA graph."""
 
     packed: PackedBatch | None
     host_positions: Tensor | None
     positions: Tensor
-    asked_rows: Tensor | None
+    logits_indices: Tensor | None
     parts: Mapping[str, _Part]
     moves: Moves | None
     on_host: bool
@@ -528,22 +528,22 @@ def in_memory(
     """An executor with all weights and `num_blocks` blocks of KV in the memory of the device, which computes: the CPU, or a CUDA
     GPU. captured_tokens: as of Executor."""
     tiers = open_tiers(Device(device.type))
-    name, home = str(dtype).removeprefix("torch."), tiers.compute_home
-    weights = Weights(config, WeightHomes.in_memory(config, name, home), dtype, checkpoint=checkpoint, tiers=tiers)
-    kv_cache = KVCache(config, kv_shape(config, block_size, name), {home: num_blocks}, tiers=tiers)
+    name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
+    weights = Weights(config, WeightResidency.in_memory(config, name, tier), dtype, checkpoint=checkpoint, tiers=tiers)
+    kv_cache = KVCache(config, kv_shape(config, block_size, name), {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
     options = SweepOptions(config.max_position, captured_tokens=captured_tokens)
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
-        limits = SchedulerLimits(rows, tokens, class_seqs={home: rows}, compute_home=home)
+        limits = SchedulerLimits(rows, tokens, class_seqs={tier: rows}, compute_tier=tier)
         key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
         shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
         sweeps = dummy_sweeps(
-            Scheduler({home: BlockManager(num_blocks, block_size)}, limits),
+            Scheduler({tier: BlockManager(num_blocks, block_size)}, limits),
             lambda sweep: [sweep],
-            partial(pack, **shape, compute_home=home),
+            partial(pack, **shape, compute_tier=tier),
             max_num_seqs=rows,
             max_num_batched_tokens=tokens,
             longest=min(config.max_position, tokens),
@@ -551,5 +551,5 @@ def in_memory(
             sampling=SamplingParams(),
             sampled_token=executor.sampled_token,
         )
-        executor.warm_up(sweeps, lambda asked, logits, start: sample(logits, [a.sequence for a in asked]).token_ids)
+        executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
     return executor

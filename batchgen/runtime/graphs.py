@@ -117,7 +117,7 @@ class DecodeGraphs:
 def is_decode(packed: PackedBatch) -> bool:
     """Whether every sequence has a single token, whose logits are asked for, and its KV in the device's own pool."""
     segments = packed.segments
-    if len(segments) != 1 or segments[0].place != "resident" or len(packed.asked) < packed.num_tokens:
+    if len(segments) != 1 or segments[0].residency != "resident" or len(packed.logits_rows) < packed.num_tokens:
         return False
     return not any(plan.prefill for plan in segments[0].plans.values())
 

@@ -20,7 +20,7 @@ from batchgen.runtime.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class SampledToken:
-    """logprob and top: the chosen token's log-probability and the likeliest (token, logprob), if asked for."""
+    """logprob and top: the chosen token's log-probability and the top-k (token, logprob), if asked for."""
 
     token_id: int
     logprob: float | None = None
@@ -40,7 +40,7 @@ class Sampled:
 
     token_ids: int64 [sequences], on the device; on_host: the same, in the host's memory once the device has come so far. logprobs:
     fp64 [wanted, 1 + 2 n]: of each sequence in `wanted`, in order, the token's
-    log-probability, then the n likeliest log-probabilities and their tokens. counts: how many of these n it asked for.
+    log-probability, then the top n log-probabilities and their tokens. counts: how many of these n it asked for.
     """
 
     token_ids: Tensor
@@ -55,8 +55,8 @@ class Sampled:
         if self.logprobs is not None:
             for i, count, (logprob, *top) in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
                 n = len(top) // 2
-                likeliest = tuple(zip(map(int, top[n : n + count]), top[:count], strict=True))
-                sampled[i] = SampledToken(sampled[i].token_id, logprob, likeliest)
+                top_pairs = tuple(zip(map(int, top[n : n + count]), top[:count], strict=True))
+                sampled[i] = SampledToken(sampled[i].token_id, logprob, top_pairs)
         return sampled
 
 
@@ -82,7 +82,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
 
 
 class _Logprobs:
-    """Log-probabilities before any penalty or grammar, of the sequences that want them. counts: of likeliest tokens."""
+    """Log-probabilities before any penalty or grammar, of the sequences that want them. counts: how many of the top."""
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
         self.wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
@@ -107,23 +107,23 @@ class _Penalties:
     """Repetition penalties (CTRL, Keskar et al. 2019) on the tokens of prompt and output, in place."""
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
-        self._places: Tensor | None = None
+        self._positions: Tensor | None = None
         penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
         if not penalised:
             return
         seen = [np.fromiter(set(sequences[i].tokens), dtype=np.int64) for i in penalised]
         counts = [len(tokens) for tokens in seen]
         penalties = np.array([sequences[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
-        places = np.repeat(penalised, counts) * logits.shape[1] + np.concatenate(seen)
-        self._places, penalty = upload(places, logits.device), upload(np.repeat(penalties, counts), logits.device)
+        positions = np.repeat(penalised, counts) * logits.shape[1] + np.concatenate(seen)
+        self._positions, penalty = upload(positions, logits.device), upload(np.repeat(penalties, counts), logits.device)
         flat = logits.view(-1)
-        self._before = values = flat.index_select(0, self._places)
-        flat.index_copy_(0, self._places, torch.where(values > 0, values / penalty, values * penalty))
+        self._before = values = flat.index_select(0, self._positions)
+        flat.index_copy_(0, self._positions, torch.where(values > 0, values / penalty, values * penalty))
 
     def take_back(self, logits: Tensor) -> None:
         """The logits of these tokens are again what they were."""
-        if self._places is not None:
-            logits.view(-1).index_copy_(0, self._places, self._before)
+        if self._positions is not None:
+            logits.view(-1).index_copy_(0, self._positions, self._before)
 
 
 def _draws(sequences: Sized[Sequence]) -> Draws:

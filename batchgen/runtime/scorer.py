@@ -1,7 +1,7 @@
-"""From logits to scores: the log-probabilities of given tokens, whether each is the likeliest, and the likeliest ones.
+"""From logits to scores: the log-probabilities of given tokens, whether each is the argmax, and the top-k.
 
-The vocabulary may come in pieces, so that logits of thousands of tokens never have to be held: of each row a maximum and its
-place, the log of the sum of exponentials and the logits asked for are kept.
+The vocabulary may come in chunks, so that logits of thousands of tokens never have to be held: of each row a maximum and its
+position, the log of the sum of exponentials and the logits asked for are kept.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.scheduling.sequence import Asked, ScoredPosition
+from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
 
 
 class Scorer:
-    """The scores of one sweep. Invariant: rows that come in several pieces come as the same list each time, with the pieces
+    """The scores of one sweep. Invariant: rows that come in several chunks come as the same list each time, with the chunks
     in order."""
 
     needs_host = False  # what runs next does not depend on scores
 
     def __init__(self) -> None:
-        self._groups: dict[Asked, _Group] = {}  # by the first row
+        self._groups: dict[LogitsRow, _Group] = {}  # by the first row
 
     @torch.inference_mode()
-    def take(self, asked: Sized[Asked], logits: Tensor, start: int) -> None:
-        """fp32 logits [asked, columns] of the tokens from `start` on."""
-        group = self._groups.get(asked[0])
+    def take(self, rows: Sized[LogitsRow], logits: Tensor, start: int) -> None:
+        """fp32 logits [rows, columns] of the tokens from `start` on."""
+        group = self._groups.get(rows[0])
         if group is None:
-            group = self._groups[asked[0]] = _Group(asked, logits.device)
+            group = self._groups[rows[0]] = _Group(rows, logits.device)
         group.take(logits, start)
 
-    def results(self) -> Iterator[tuple[Asked, ScoredPosition]]:
-        """Every row's, those of a sequence in order, once all pieces have come."""
+    def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
+        """Every row's, those of a sequence in order, once all chunks have come."""
         for group in self._groups.values():
             yield from group.results()
 
@@ -44,22 +44,22 @@ class Scorer:
 class _Group:
     """Rows of logits that are made together."""
 
-    def __init__(self, asked: Sized[Asked], device: torch.device) -> None:
-        self._asked = asked
-        self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in asked]
+    def __init__(self, rows: Sized[LogitsRow], device: torch.device) -> None:
+        self._logits_rows = rows
+        self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in rows]
         counts = [len(targets) for targets in self._targets]
-        self._rows = upload(np.repeat(np.arange(len(asked)), counts), device)
+        self._rows = upload(np.repeat(np.arange(len(rows)), counts), device)
         self._tokens = upload(
             np.array([token for targets in self._targets for token in targets], dtype=np.int64), device
         )
         self._chosen = torch.zeros(len(self._tokens), device=device)
-        self._num_top = max(a.sequence.sampling.logprobs or 0 for a in asked)
+        self._num_top = max(a.sequence.sampling.logprobs or 0 for a in rows)
         self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse
         self._top: tuple[Tensor, Tensor] | None = None  # logits and tokens [rows, num_top]
 
     def take(self, logits: Tensor, start: int) -> None:
         columns = logits.shape[1]
-        token, value, lse = ops.likeliest(logits)
+        token, value, lse = ops.argmax_with_lse(logits)
         token += start
         if self._best is not None:
             before, largest, sum_before = self._best
@@ -67,9 +67,9 @@ class _Group:
             token, value = torch.where(better, token, before), torch.where(better, value, largest)
             lse = torch.logaddexp(sum_before, lse)
         self._best = token, value, lse
-        places = self._tokens - start
-        here = (places >= 0) & (places < columns)
-        found = logits[self._rows, places.clamp(0, columns - 1)]
+        positions = self._tokens - start
+        here = (positions >= 0) & (positions < columns)
+        found = logits[self._rows, positions.clamp(0, columns - 1)]
         self._chosen = torch.where(here, found, self._chosen)
         if self._num_top:
             values, tokens = logits.topk(min(self._num_top, columns))
@@ -80,17 +80,17 @@ class _Group:
                 tokens = tokens.gather(1, order)
             self._top = values, tokens
 
-    def results(self) -> Iterator[tuple[Asked, ScoredPosition]]:
+    def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
         token, _, lse = self._best
         chosen = (self._chosen - lse[self._rows]).tolist()
-        likeliest = token.tolist()
+        argmax = token.tolist()
         if self._top is not None:
             values, tokens = (self._top[0] - lse[:, None]).tolist(), self._top[1].tolist()
         first = 0
-        for i, (asked, targets) in enumerate(zip(self._asked, self._targets, strict=True)):
+        for i, (row, targets) in enumerate(zip(self._logits_rows, self._targets, strict=True)):
             top = ()
-            count = asked.sequence.sampling.logprobs
+            count = row.sequence.sampling.logprobs
             if count:
                 top = tuple(zip(tokens[i][:count], values[i][:count], strict=True))
-            yield asked, ScoredPosition(tuple(chosen[first : first + len(targets)]), likeliest[i], top)
+            yield row, ScoredPosition(tuple(chosen[first : first + len(targets)]), argmax[i], top)
             first += len(targets)

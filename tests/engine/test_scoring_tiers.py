@@ -150,7 +150,7 @@ def test_sequences_that_give_way_are_scored_once(tiny_models, stores, monkeypatc
         if self.running and rng.random() < 0.5:
             self._preempt(rng.choice(self.running))
         sweep = real(self)
-        asked.extend((s.sequence, position) for s in sweep for position in s.asked)
+        asked.extend((s.sequence, position) for s in sweep for position in s.logits_positions)
         return sweep
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)

@@ -21,7 +21,7 @@ from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import weight_homes
+from batchgen.engine.loader import weight_residency
 from batchgen.job.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
 from batchgen.job.simulation import made_up_rows, simulate_job, trace_plan
 from batchgen.job.step_costs import StepCosts, load_of, streams_of
@@ -191,7 +191,7 @@ def test_the_same_as_tick_by_tick(job, shared_cores):
         assert busy["compute"] + sum(timeline.stalled_s.values()) + between_s == computed
 
 
-STREAMS = Streams(True, (True,) * 3, (True, False, True), head_pieces=2)
+STREAMS = Streams(True, (True,) * 3, (True, False, True), vocabulary_chunks=2)
 BATCHES = [
     BatchFlow(history=True, stored=True, disk_read=True, disk_write=True),
     BatchFlow(delegated=True, hidden_on_host=True),
@@ -280,7 +280,7 @@ SMALL_COPIES = ("embed", "load_attention")
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
     """Seconds by lane of a sweep over one GPU batch: of layer 5, of the head's computation, and of all."""
     home = "gpu" if "gpu" in plan.budgets else "cpu"
-    load = load_of(batch, block_size=16, compute_home=home, **options)
+    load = load_of(batch, block_size=16, compute_tier=home, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
     for s in Sweeps(streams_of(plan)).steps([load.flow]):
@@ -340,7 +340,7 @@ def test_prompts_cost_what_their_tokens_attend_to():
             own = range(100 * (i + 1), 100 * (i + 1) + -(-(new + before) // 16) - matched)
             sequence.block_table.extend([*range(matched), *own])
             batch.append(ScheduledSequence(sequence, new))
-        load = load_of(batch, block_size=16, compute_home="cpu")
+        load = load_of(batch, block_size=16, compute_tier="cpu")
         return costs.attention_s(load.attended["resident"], None, hardware.cpu), load.attended["resident"]
 
     whole, _ = attention_s((256, 0))
@@ -491,12 +491,12 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
         model_path, device, policy, tmp_path, min_output_len=workload.max_output_len,
         longest_tokens=longest_tokens(plan), most_kv_tokens=most_kv_tokens(plan),
     )  # fmt: skip
-    assert streams_of(plan) == weight_homes(policy, config).streams("gpu")
+    assert streams_of(plan) == weight_residency(policy, config).streams("gpu")
     packed = []
 
     def pack_and_compare(batch):
         packed.append(parts.pack(batch))
-        assert load_of(batch, block_size=policy.kv_block_size, compute_home="gpu").flow == packed[-1].flow()
+        assert load_of(batch, block_size=policy.kv_block_size, compute_tier="gpu").flow == packed[-1].flow()
         return packed[-1]
 
     monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)

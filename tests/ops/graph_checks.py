@@ -62,7 +62,7 @@ def engine(config, monkeypatch, *, captured):
     windows = frozenset(config.windows)
     parts = EngineParts(
         config, NoText(), executor, lambda sweep: [sweep],
-        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_home=home),
+        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=home),
         sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, home,
     )  # fmt: skip
     return Engine.from_parts(parts)

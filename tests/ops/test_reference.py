@@ -90,14 +90,14 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
     kv = torch.zeros(4, 2, heads, BLOCK, row_bytes(head_dim), dtype=torch.uint8)
     qkv = torch.cat((q, k, v), 1).flatten(1)
     scale = head_dim**-0.5
-    turned = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
+    rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
     plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
         ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, torch.uint8),
         reference.prepare_attention(plan, heads, BLOCK, torch.float32),
     ):
-        out = ops.paged_attention(turned[-1:], kv, prepared).view(heads, head_dim)
+        out = ops.paged_attention(rotated[-1:], kv, prepared).view(heads, head_dim)
         check_close_to_exact(out, q[-1] * scale, k, v)
 
 

@@ -304,7 +304,7 @@ def wide_rotary(qkv, heads, kv_heads, scale, rope, positions, norms, rotation):
     [(torch.float32, n) for n in (8, 80, 256)] + [(torch.bfloat16, n) for n in (34, 64, 96)] + [(torch.float16, 64)],
     ids=str,
 )
-@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, turned"])
+@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, rotated"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, block_size, scale = 19, 4, 2, 16, head_dim**-0.5
@@ -313,7 +313,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     angles = torch.outer(torch.arange(50.0), 1.0 / 100 ** (torch.arange(head_dim // 2) / head_dim))
     rope = None if family == "learned" else (angles.cos(), angles.sin())
     norms = tuple(random(i, head_dim, dtype=dtype) for i in (5, 6)) if family == "qk_norm" else None
-    rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, turned") else None
+    rotation = ops.rotation(head_dim) if kv_format in ("int4", "none, rotated") else None
     slots = torch.from_numpy(np.random.default_rng(1).permutation(4 * block_size)[:tokens])
     slots[5] = -1  # of this one nothing is stored
     kv = None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.token_tree import paths_of, windows_of
-from batchgen.runtime.scheduling.sequence import Asked, Sequence
+from batchgen.runtime.scheduling.sequence import LogitsRow, Sequence
 from batchgen.runtime.scorer import Scorer
 
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
@@ -61,7 +61,7 @@ def test_windows_score_every_token_once_with_a_context_as_long_as_can_be(count, 
 def scores_of(logits, targets, logprobs, pieces, rows_at_a_time):
     """Of one sequence that asks for all rows, fed to a Scorer in pieces of rows and columns."""
     sequence = Sequence(0, 0, 0, [0] * len(logits), SamplingParams(logprobs=logprobs), targets=targets)
-    asked = [Asked(sequence, i) for i in range(len(logits))]
+    asked = [LogitsRow(sequence, i) for i in range(len(logits))]
     scorer, start = Scorer(), 0
     for width in pieces:
         for i in range(0, len(asked), rows_at_a_time):
@@ -84,7 +84,7 @@ def test_scores_are_those_of_a_softmax(pieces, rows_at_a_time, logprobs):
     expected = logits.double().log_softmax(-1)
     for row, score in enumerate(scores_of(logits, targets, logprobs, pieces, rows_at_a_time)):
         assert score.logprobs == pytest.approx(expected[row][list(targets[row])].tolist(), abs=1e-5)
-        assert score.likeliest == expected[row].argmax().item()
+        assert score.argmax == expected[row].argmax().item()
         values, tokens = expected[row].topk(min(logprobs or 0, 40))
         assert [token for token, _ in score.top] == tokens.tolist()
         assert [value for _, value in score.top] == pytest.approx(values.tolist(), abs=1e-5)
@@ -96,5 +96,5 @@ def test_of_equally_likely_tokens_the_first_counts(pieces):
     logits[0, [4, 7, 11]] = 2.5
     logits[1, [2, 3]] = 1.0
     found = scores_of(logits, ((7, 4),) * 3, 0, pieces, 100)
-    assert [score.likeliest for score in found] == [4, 2, 0]
+    assert [score.argmax for score in found] == [4, 2, 0]
     assert found[0].logprobs[0] == found[0].logprobs[1]

@@ -476,7 +476,7 @@ def _give_memory(executor, device):
     weights, cache = executor.weights, executor.kv_cache
     held = [*cache.pools.get("gpu", ()), *cache._staging, *weights._head_slots, *(executor._rope or ())]
     tensors = [*weights._resident, *weights._slots, *weights._expanded]
-    tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.homes.head == "gpu"})
+    tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
     device.memory.keep([*held, *(t for named in tensors for t in named.values())])

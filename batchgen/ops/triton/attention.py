@@ -90,7 +90,7 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launc
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
     assert q.shape[1] == shape.heads and kv.shape[2:4] == (shape.kv_heads, shape.block_size)
     rows = plan.capacity.partial_rows
-    # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of shares.
+    # Partial results, unnormalised, and of each the largest score (in powers of two) and the sum of softmax weights.
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
     found = [
@@ -196,7 +196,7 @@ def _attend(
     q_low = tl.load(q_rows[:, None] + low[None, :], mask=there[:, None] & low_there[None, :], other=0)
     sum_low = tl.zeros(q_low.shape, tl.float32)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
-    shares = tl.zeros((ROWS,), tl.float32)
+    weight_sum = tl.zeros((ROWS,), tl.float32)
 
     kv += kv_head * (BLOCK_SIZE * WIDTH)
     # Keys that every token sees need no mask: those up to the first token's own, where no window hides some.
@@ -205,13 +205,13 @@ def _attend(
         unmasked = first_key
     whole = first_key + tl.maximum(unmasked - first_key, 0) // KEYS * KEYS
     for key in range(first_key, whole, KEYS):
-        sum_low, sum_high, most, shares = _attend_keys(
-            q_low, q_high, sum_low, sum_high, most, shares, kv, table, key, last_key, causal + token, window,
+        sum_low, sum_high, most, weight_sum = _attend_keys(
+            q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, False,
         )  # fmt: skip
     for key in range(whole, last_key, KEYS):
-        sum_low, sum_high, most, shares = _attend_keys(
-            q_low, q_high, sum_low, sum_high, most, shares, kv, table, key, last_key, causal + token, window,
+        sum_low, sum_high, most, weight_sum = _attend_keys(
+            q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, True,
         )  # fmt: skip
 
@@ -219,14 +219,14 @@ def _attend(
     if partial_row >= 0:
         rows = (partial_row + token).to(tl.int64) * (KV_HEADS * GROUP) + head
         tl.store(stats + rows * 2, most, mask=there)
-        tl.store(stats + rows * 2 + 1, shares, mask=there)
+        tl.store(stats + rows * 2 + 1, weight_sum, mask=there)
         tl.store(partial + rows[:, None] * HEAD_DIM + low[None, :], sum_low, mask=low_mask)
         if PACKED:
             high_mask = there[:, None] & high_there[None, :]
             tl.store(partial + rows[:, None] * HEAD_DIM + high[None, :], sum_high, mask=high_mask)
     else:
         rows = (first_token + token).to(tl.int64) * (KV_HEADS * GROUP) + head
-        divisor = tl.where(shares > 0, shares, 1.0)[:, None]  # no key in sight: zeros
+        divisor = tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # no key in sight: zeros
         type: tl.constexpr = out.dtype.element_ty
         tl.store(out + rows[:, None] * HEAD_DIM + low[None, :], (sum_low / divisor).to(type), mask=low_mask)
         if PACKED:
@@ -241,7 +241,7 @@ def _attend_keys(
     sum_low,
     sum_high,
     most,
-    shares,
+    weight_sum,
     kv,
     table,
     first_key,
@@ -259,7 +259,7 @@ def _attend_keys(
     MASKED: tl.constexpr,
 ):
     """A tile of keys from first_key on. position: the last key that each row sees. Returns the new sums, largest scores and
-    sums of shares."""
+    sums of softmax weights."""
     key = first_key + tl.arange(0, KEYS)
     there = tl.full((KEYS,), True, tl.int1)
     if MASKED:
@@ -287,21 +287,21 @@ def _attend_keys(
     now_most = tl.maximum(most, tl.max(scores, 1))
     # Rows that see nothing yet have no largest score to take away.
     base = tl.where(now_most == float("-inf"), 0.0, now_most) if MASKED else now_most
-    share = tl.exp2(scores - base[:, None])
+    weight = tl.exp2(scores - base[:, None])
     faded = tl.exp2(most - base)
-    shares = shares * faded + tl.sum(share, 1)
-    share = share.to(q_low.dtype)
+    weight_sum = weight_sum * faded + tl.sum(weight, 1)
+    weight = weight.to(q_low.dtype)
     sum_low = sum_low * faded[:, None]
     if PACKED:
         v_low, v_high = unpack(v_rows, there, 0, HEAD_DIM, DIM // 64, ALIGNED)
         v_low = tl.reshape(v_low, (KEYS, DIM // 2)).to(q_low.dtype)
         v_high = tl.reshape(v_high, (KEYS, DIM // 2)).to(q_low.dtype)
-        sum_low = tl.dot(share, v_low, sum_low, input_precision="ieee")
-        sum_high = tl.dot(share, v_high, sum_high * faded[:, None], input_precision="ieee")
+        sum_low = tl.dot(weight, v_low, sum_low, input_precision="ieee")
+        sum_high = tl.dot(weight, v_high, sum_high * faded[:, None], input_precision="ieee")
     else:
         v = tl.load(v_rows[:, None] + column, mask=loaded, other=0).to(q_low.dtype)
-        sum_low = tl.dot(share, v, sum_low, input_precision="ieee")
-    return sum_low, sum_high, now_most, shares
+        sum_low = tl.dot(weight, v, sum_low, input_precision="ieee")
+    return sum_low, sum_high, now_most, weight_sum
 
 
 @triton.jit
@@ -326,20 +326,20 @@ def _merge(
     column = tl.arange(0, DIM)
     total = tl.zeros((DIM,), tl.float32)
     most = float("-inf")
-    shares = 0.0
+    weight_sum = 0.0
     for first in range(start, stop, PARTS):
-        place = first + tl.arange(0, PARTS)
-        row = tl.load(rows + place, mask=place < stop, other=0).to(tl.int64) * HEADS + head
-        part_most = tl.load(stats + row * 2, mask=place < stop, other=float("-inf"))
-        part_shares = tl.load(stats + row * 2 + 1, mask=place < stop, other=0.0)
+        index = first + tl.arange(0, PARTS)
+        row = tl.load(rows + index, mask=index < stop, other=0).to(tl.int64) * HEADS + head
+        part_most = tl.load(stats + row * 2, mask=index < stop, other=float("-inf"))
+        part_weights = tl.load(stats + row * 2 + 1, mask=index < stop, other=0.0)
         now_most = tl.maximum(most, tl.max(part_most, 0))
         base = tl.where(now_most == float("-inf"), 0.0, now_most)
         weight, faded = tl.exp2(part_most - base), tl.exp2(most - base)
-        mask = (place < stop)[:, None] & (column < HEAD_DIM)[None, :]
+        mask = (index < stop)[:, None] & (column < HEAD_DIM)[None, :]
         part = tl.load(partial + row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
         total = total * faded + tl.sum(part * weight[:, None], 0)
-        shares = shares * faded + tl.sum(part_shares * weight, 0)
+        weight_sum = weight_sum * faded + tl.sum(part_weights * weight, 0)
         most = now_most
-    total = total / tl.where(shares > 0, shares, 1.0)
-    place = (token * HEADS + head) * HEAD_DIM + column
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+    total = total / tl.where(weight_sum > 0, weight_sum, 1.0)
+    offset = (token * HEADS + head) * HEAD_DIM + column
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=column < HEAD_DIM)

@@ -177,15 +177,15 @@ def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     q = torch.empty(tokens, heads, head_dim, dtype=dtype)
     k = torch.empty(tokens, _KV_HEADS, head_dim, dtype=dtype)
     table, weight = torch.empty(64, head_dim // 2), torch.empty(head_dim, dtype=dtype)
-    places = torch.zeros(tokens, dtype=torch.int64)
-    turn = torch.empty(head_dim, head_dim) if kv_dtype == torch.uint8 else None
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    rotation = torch.empty(head_dim, head_dim) if kv_dtype == torch.uint8 else None
     for name, rope, norms in (
         ("rope", (table, table), None),
         ("rope and norms", (table, table), (weight, weight)),
         ("learned", None, None),
     ):
-        inputs = qkv, heads, _KV_HEADS, 0.1, rope, places, norms, 1e-6, turn
-        yield f"{name}, stored", rotary.rotary_launch(*inputs, _kv(head_dim, kv_dtype), places, q, None, None)
+        inputs = qkv, heads, _KV_HEADS, 0.1, rope, slots, norms, 1e-6, rotation
+        yield f"{name}, stored", rotary.rotary_launch(*inputs, _kv(head_dim, kv_dtype), slots, q, None, None)
         if name == "rope":
             yield f"{name}, apart", rotary.rotary_launch(*inputs, None, None, q, k, k)
 

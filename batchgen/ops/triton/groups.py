@@ -55,7 +55,7 @@ def nibble_bytes(N: tl.constexpr):
 
 @triton.jit
 def load_table(table, mask, ALIGNED: tl.constexpr):
-    """scale and minimum in fp32, of the places `table` of any shape. ALIGNED: to 4 bytes."""
+    """scale and minimum in fp32, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
     if ALIGNED:
         word = tl.load(table.to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
         scale, minimum = word & 0xFFFF, word >> 16
@@ -77,9 +77,9 @@ def unpack(rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, A
     """Values of the low and of the high nibbles, fp32 [R, GROUPS, 32], of packed rows at `rows` [R]; 0 where nothing is."""
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, _ = tile_columns(first_group, N, GROUPS)
-    places = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    bytes_at = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
     byte = tl.load(
-        rows[:, None, None] + places[None, :, :], mask=row_mask[:, None, None] & low_there[None, :, :], other=0
+        rows[:, None, None] + bytes_at[None, :, :], mask=row_mask[:, None, None] & low_there[None, :, :], other=0
     )
     table = rows[:, None] + (nibble_bytes(N) + 4 * group)[None, :]
     scale, minimum = load_table(table, row_mask[:, None] & (group * GROUP < N)[None, :], ALIGNED)
@@ -111,9 +111,9 @@ def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.con
     steps = tl.where(step > 0, tl.div_rn(1.0, tl.where(step > 0, step, 1.0)), 0.0)
     low_level = _level(low, base, steps, low_there)
     high_level = _level(high, base, steps, high_there)
-    places = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    bytes_at = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
     tl.store(
-        rows[:, None, None] + places[None, :, :],
+        rows[:, None, None] + bytes_at[None, :, :],
         (low_level | (high_level << 4)).to(tl.uint8),
         mask=row_mask[:, None, None] & low_there,
     )
@@ -134,10 +134,10 @@ def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def _level(x, base, steps, there):
-    """The level of each value, int32; 0 where there is none."""
-    level = tl.minimum(tl.maximum((x - base[:, :, None]) * steps[:, :, None], 0.0), 15.0)
-    level = (level + ROUNDING) - ROUNDING
-    return tl.where(there & (level == level), level, 0.0).to(tl.int32)
+    """The code of each value, int32; 0 where there is none."""
+    code = tl.minimum(tl.maximum((x - base[:, :, None]) * steps[:, :, None], 0.0), 15.0)
+    code = (code + ROUNDING) - ROUNDING
+    return tl.where(there & (code == code), code, 0.0).to(tl.int32)
 
 
 def aligned(n: int, address: int = 0) -> bool:

@@ -237,7 +237,7 @@ def _tiled(spans: np.ndarray, most_tokens: int) -> np.ndarray:
 
 
 def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.ndarray:
-    """Cut by keys into parts of at most an equal share of all programs' keys, rounded up to a power of two."""
+    """Cut by keys into parts of at most an equal part of all programs' keys, rounded up to a power of two."""
     keys = items[:, LAST_KEY] - items[:, FIRST_KEY]
     size = power_of_two(-(-int(keys.sum()) * kv_heads // programs), least)
     parts, which = _repeated(items, np.maximum(1, -(-keys // size)))

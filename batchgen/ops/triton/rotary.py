@@ -1,7 +1,7 @@
-"""From fused QKV to scaled, rotated queries, and keys and values in their places of the paged KV, in one kernel.
+"""From fused QKV to scaled, rotated queries, and keys and values in their slots of the paged KV, in one kernel.
 
 RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions), and
-for 4-bit KV the turn by `ops.rotation` and packing. Computed in fp32, rounded once.
+for 4-bit KV the rotation by `ops.rotation` and packing. Computed in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from batchgen.ops.triton.launch import Launch, card, power_of_two
 
 MAX_HEAD_DIM = 256
 _TOKENS = 8  # of a program
-_TURNED_TOKENS = 64  # more of them, so that the rotation is read less often
+_ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
-def supports_rotary(head_dim: int, turned: bool, device: torch.device) -> bool:
-    """turned: with a rotation, which is a matrix product."""
-    return (card(device).has_products or not turned) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
+def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> bool:
+    """rotate_keys: with a rotation, which is a matrix product."""
+    return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def rotary_store(
@@ -39,7 +39,7 @@ def rotary_store(
     kv: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`, and without KV as `ops.rotary`. rotation: what queries and keys are turned with, fp32
+    """As `ops.rotary_store`, and without KV as `ops.rotary`. rotation: what queries and keys are rotated with, fp32
     [head_dim, head_dim]; must be given with 4-bit KV."""
     tokens = len(qkv)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -93,7 +93,7 @@ def rotary_launch(
     }
     tokens = _TOKENS
     if rotation is not None:
-        tokens = _TURNED_TOKENS if head_dim <= 128 else 16  # registers have room for no more
+        tokens = _ROTATED_TOKENS if head_dim <= 128 else 16  # registers have room for no more
     warps = 8 if rotation is not None and head_dim > 64 else 4
     constants = {
         "HEADS": heads,
@@ -148,17 +148,17 @@ def _rotary_store(
     if slots is not None:
         slot = tl.load(slots + token, mask=there, other=-1)
         kept = slot >= 0
-        place = slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+        row = slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
         head_rows: tl.constexpr = BLOCK_SIZE
         value_rows: tl.constexpr = KV_HEADS * BLOCK_SIZE
     else:
-        place = token.to(tl.int64) * KV_HEADS
+        row = token.to(tl.int64) * KV_HEADS
         kept = there
         head_rows: tl.constexpr = 1
         value_rows: tl.constexpr = 0
 
     if head >= HEADS + KV_HEADS:
-        rows = v + (place + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
+        rows = v + (row + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
         if PACKED:
             low, high, low_there, high_there = tile_columns(0, HEAD_DIM, GROUPS)
             all_there = there[:, None, None]
@@ -204,13 +204,13 @@ def _rotary_store(
             _store_halves(first, second, q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, mask, column, HEAD_DIM)
         else:
             k_mask = mask & kept[:, None]
-            _store_halves(first, second, k + (place + (head - HEADS) * head_rows) * WIDTH, k_mask, column, HEAD_DIM)
+            _store_halves(first, second, k + (row + (head - HEADS) * head_rows) * WIDTH, k_mask, column, HEAD_DIM)
     else:
-        # Turned, into columns of low and of high nibbles.
+        # Rotated, into columns of low and of high nibbles.
         low, high, low_there, high_there = flat_columns(HEAD_DIM, GROUPS)
         exact: tl.constexpr = qkv.dtype.element_ty == tl.float32
-        low_value = _turned(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, exact)
-        high_value = _turned(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, exact)
+        low_value = _rotated(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, exact)
+        high_value = _rotated(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, exact)
         low_mask = there[:, None] & low_there[None, :]
         high_mask = there[:, None] & high_there[None, :]
         if head < HEADS:
@@ -218,7 +218,7 @@ def _rotary_store(
             tl.store(q_rows + low[None, :], low_value.to(q.dtype.element_ty), mask=low_mask)
             tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
         else:
-            k_rows = k + (place + (head - HEADS) * head_rows) * WIDTH
+            k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
             if PACKED:
                 k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
                 k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
@@ -237,7 +237,7 @@ def _store_halves(first, second, rows, mask, column, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _turned(
+def _rotated(
     first,
     second,
     rotation,

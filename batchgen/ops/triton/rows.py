@@ -1,4 +1,4 @@
-"""Rows taken from and put to places that an index gives; either side may be pinned memory of the host, which the card reads
+"""Rows gathered from and scattered to where an index says; either side may be pinned memory of the host, which the card reads
 and writes itself: thousands of small rows in one launch, where copies would be thousands of calls."""
 
 from __future__ import annotations

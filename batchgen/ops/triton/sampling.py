@@ -2,7 +2,7 @@
 
 A draw needs no sorted vocabulary. Top-k and top-p keep the tokens above some logit, and of those equal to it the first ones:
 that logit is found by bisection over the bits of a float, in passes over a row that stays in the L2 cache. The token is then
-the one at a given share of the cumulative softmax weights: fp32 weights, summed in fp64, in a block of tokens only once the
+the one at a given part of the cumulative softmax weights: fp32 weights, summed in fp64, in a block of tokens only once the
 sums of the blocks before it are known. One program a row; nothing is copied to the host.
 """
 

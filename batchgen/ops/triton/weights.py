@@ -1,4 +1,4 @@
-"""4-bit groups (batchgen/ops/quant.py): rows expanded and packed, each byte read and written once."""
+"""4-bit groups (batchgen/ops/quant.py): rows dequantized and packed, each byte read and written once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_GROUPS = 32  # of a row
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """Expands packed rows uint8 [..., quant.row_bytes(n)] into `out` [..., n], of any float dtype. Both contiguous."""
+    """Dequantize packed rows uint8 [..., quant.row_bytes(n)] into `out` [..., n], of any float dtype. Both contiguous."""
     dequantize_launch(packed, n, out)()
     return out
 

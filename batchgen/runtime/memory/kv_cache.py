@@ -103,8 +103,8 @@ class KVCache:
         self._layers = config.num_layers
         tiers = tiers or Tiers()
         arenas, links = tiers.arenas, tiers.links
-        self._compute_home, self._links = tiers.compute_home, links
-        device = arenas[tiers.compute_home]
+        self._compute_tier, self._links = tiers.compute_tier, links
+        device = arenas[tiers.compute_tier]
         self.pools: dict[str, list[Tensor]] = {
             tier: [
                 arenas[tier].empty((count, *shape.block), shape.dtype, "the KV pool") for _ in range(config.num_layers)
@@ -182,13 +182,13 @@ class KVCache:
             )
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
-        """New KV from the accelerator's memory into the host's: its home, or on its way to disk."""
+        """New KV from the accelerator's memory into the host's: for good, or on its way to disk."""
         source, d2h = self._staging[slot], self._links[1]
         if len(moves.new_rows):
             flat = source.view(-1, self.shape.width)
-            home = self.pools["cpu"][layer].view(-1, self.shape.width)
+            pool = self.pools["cpu"][layer].view(-1, self.shape.width)
             d2h.borrow(moves.new_rows)
-            d2h.scatter(home, moves.host_rows, flat.index_select(0, moves.new_rows))
+            d2h.scatter(pool, moves.host_rows, flat.index_select(0, moves.new_rows))
         if len(moves.dirty):
             d2h.borrow(moves.dirty)
             blocks = source.view(torch.uint8).view(len(source), -1).index_select(0, moves.dirty)
@@ -207,7 +207,7 @@ class KVCache:
 
     def prefault(self, most_bytes: int) -> None:
         """Begins to have the pages of the pool that attention reads in place provided. most_bytes: of all layers."""
-        if pool := self.pools.get(self._compute_home):
+        if pool := self.pools.get(self._compute_tier):
             self._prefault = Prefault(pool, most_bytes)
 
     def reset_counts(self) -> None:
@@ -231,15 +231,15 @@ class KVCache:
         """first: the block of `staged` numbers that `raw` begins with."""
         stride = self.shape.disk_block_bytes
         start, buffer = layer * self._num_disk_blocks, as_buffer(raw)
-        pieces = [
+        extents = [
             ((start + run.block) * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
             for run in runs
         ]
         try:
             if verb == "read":
-                self.disk_bytes_read += self._file.read(pieces)
+                self.disk_bytes_read += self._file.read(extents)
             else:
-                self.disk_bytes_written += self._file.write(pieces)
+                self.disk_bytes_written += self._file.write(extents)
         except OSError as error:
             raise BatchgenError(
                 f"cannot {verb} KV at {self._file.path.parent}: {error.strerror}: check the disk of --offload-dir; the"

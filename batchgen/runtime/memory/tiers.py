@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Tiers:
     """The memory of each tier, and how to reach it. Without arguments: the host alone, without a budget.
 
-    compute_home: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links: (to,
+    compute_tier: the tier that is the compute device's own memory. arenas: tier -> its memory; none for "disk". links: (to,
     from) an accelerator. device: what computes, as torch names it. driver: a CUDA card's streams.
     """
 
-    compute_home: str = "cpu"
+    compute_tier: str = "cpu"
     arenas: Mapping[str, Arena] = field(default_factory=lambda: {tier: Arena(tier) for tier in ("gpu", "cpu")})
     links: tuple[Link, Link] | None = None
     device: torch.device = CPU

@@ -1,8 +1,8 @@
 """A model's weights over the tiers: resident on the compute device, or brought there layer by layer in every sweep.
 
-A layer's tensors come in groups ("qkv", "out", "up", "down"), each with a home tier. What is homed in host memory is
-copied to an accelerator; what is homed on disk is read from a weight store, straight into place where the host
-computes. 4-bit matrices are expanded once per layer and sweep.
+A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
+copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
+computes. 4-bit matrices are dequantized once per layer and sweep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
-from batchgen.core.plan import HEAD_PIECES
+from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.models.config import ModelConfig
 from batchgen.models.layers import GATED
@@ -34,7 +34,7 @@ OUTPUT_MATRIX = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class WeightHomes:
+class WeightResidency:
     """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4".
     embeddings: tier of the input embeddings, where these are not the output matrix too."""
 
@@ -44,24 +44,24 @@ class WeightHomes:
     embeddings: str = "cpu"
 
     @classmethod
-    def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightHomes:
+    def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightResidency:
         """Everything in one tier."""
         layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
         return cls(layers, tier, dtype, embeddings=tier)
 
-    def of_layers(self, layers: Sequence[int]) -> WeightHomes:
+    def of_layers(self, layers: Sequence[int]) -> WeightResidency:
         """Of a model that has only these layers."""
         return replace(self, layers=tuple(self.layers[j] for j in layers))
 
-    def streams(self, compute_home: str) -> Streams:
-        away = [{tier for tier in groups.values() if tier != compute_home} for groups in self.layers]
-        accelerated = compute_home == "gpu"
+    def streams(self, compute_tier: str) -> Streams:
+        away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
+        accelerated = compute_tier == "gpu"
         return Streams(
             accelerated=accelerated,
             weights=tuple(bool(tiers) for tiers in away),
             disk_weights=tuple("disk" in tiers for tiers in away),
             expanded=self.weight_format == INT4,
-            head_pieces=HEAD_PIECES if accelerated and self.head != "gpu" else 0,
+            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
         )
 
 
@@ -87,27 +87,27 @@ class Weights:
     def __init__(
         self,
         config: ModelConfig,
-        homes: WeightHomes,
+        residency: WeightResidency,
         dtype: torch.dtype,
         *,
         checkpoint: Checkpoint | None = None,
         store: WeightStore | None = None,
         tiers: Tiers | None = None,
-        expanded_slots: int = 1,
+        dequantized_slots: int = 1,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
-        the result; store: that of `homes.weight_format`, needed for 4-bit weights and what is homed on disk, and used for all if given.
+        the result; store: that of `residency.weight_format`, needed for 4-bit weights and what is on disk, and used for all if given.
         tiers: None: the host's memory.
 
-        expanded_slots: layers whose expanded 4-bit weights are in use at once. on_layer(done, total) is called after each
+        dequantized_slots: layers whose dequantized 4-bit weights are in use at once. on_layer(done, total) is called after each
         layer. Raises BatchgenError.
         """
-        self.config, self.homes, self.dtype = config, homes, dtype
+        self.config, self.residency, self.dtype = config, residency, dtype
         self.disk_bytes_read = 0
         self._store, self._checkpoint = store, checkpoint
         tiers = tiers or Tiers()
-        self._compute_home, self.arenas = tiers.compute_home, tiers.arenas
+        self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._h2d = tiers.links and tiers.links[0]
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
@@ -117,15 +117,17 @@ class Weights:
                 on_layer(j + 1, config.num_layers)
         self._make_slots()
         self._make_disk_buffers()
-        self._expanded = [self._expanded_buffers() for _ in range(expanded_slots if homes.weight_format == INT4 else 0)]
+        self._dequantized = [
+            self._dequantized_buffers() for _ in range(dequantized_slots if residency.weight_format == INT4 else 0)
+        ]
         self.embeddings, self.head = self._load_ends()
-        if self.homes.head == self._compute_home:
+        if self.residency.head == self._compute_tier:
             self.head = _packed(self.head)
 
     @property
     def embeds_on_device(self) -> bool:
         """Whether the input embeddings are in the compute device's memory."""
-        return self._embeddings_home == self._compute_home
+        return self._embeddings_tier == self._compute_tier
 
     @property
     def num_bytes(self) -> int:
@@ -136,12 +138,12 @@ class Weights:
     def layer(self, layer: int, slot: int | None = None) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there. slot: None: all of them are resident."""
         tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
-        if self._expanded:
-            tensors |= self._expanded[layer % len(self._expanded)]
+        if self._dequantized:
+            tensors |= self._dequantized[layer % len(self._dequantized)]
         return tensors
 
     def read(self, layer: int, slot: int) -> None:
-        """What is homed on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
+        """What is on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
         buffer = self._disk_buffers[slot]
         for stretch in self._stretches[layer]:
             file = stretch.file
@@ -161,28 +163,28 @@ class Weights:
         self._verified.add(layer)
 
     def load(self, layer: int, slot: int) -> None:
-        """What is homed in host memory or has been read there, to the accelerator."""
+        """What is in host memory or has been read there, to the accelerator."""
         target = self._slots[slot]
         for name, tensor in {**self._on_host[layer], **self._disk_views(layer, slot)}.items():
             self._h2d.copy(target[name], tensor)
 
-    def expand(self, layer: int, slot: int | None) -> None:
+    def dequantize(self, layer: int, slot: int | None) -> None:
         """4-bit matrices of a layer into the compute format."""
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
-        for name, target in self._expanded[layer % len(self._expanded)].items():
+        for name, target in self._dequantized[layer % len(self._dequantized)].items():
             ops.dequantize(packed[name], target)
 
-    def load_head(self, piece: int, slot: int) -> None:
-        """A piece of the output matrix to the accelerator."""
-        rows = self._output_matrix()[piece * self._piece_rows : (piece + 1) * self._piece_rows]
+    def load_head(self, chunk: int, slot: int) -> None:
+        """A chunk of the output matrix to the accelerator."""
+        rows = self._output_matrix()[chunk * self._chunk_rows : (chunk + 1) * self._chunk_rows]
         self._h2d.copy(self._head_slots[slot][: len(rows)], rows)
 
-    def head_piece(self, piece: int, slot: int | None) -> tuple[int, ops.Weight]:
+    def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
         if not self._head_slots:
             return 0, self._output_matrix()
-        start = piece * self._piece_rows
-        stop = min(start + self._piece_rows, self.config.vocab_size)
+        start = chunk * self._chunk_rows
+        stop = min(start + self._chunk_rows, self.config.vocab_size)
         return start, self._head_slots[slot][: max(0, stop - start)]
 
     def reset_counts(self) -> None:
@@ -195,8 +197,8 @@ class Weights:
     # Loading.
 
     def _load_layer(self, layer: int) -> None:
-        homes = self.homes.layers[layer]
-        kept = {group: tier for group, tier in homes.items() if tier != "disk"}
+        tiers = self.residency.layers[layer]
+        kept = {group: tier for group, tier in tiers.items() if tier != "disk"}
         groups: dict[str, Tensors] = {}
         if self._store is not None:
             file = self._store.layers[layer]
@@ -209,7 +211,7 @@ class Weights:
         on_host: Tensors = {}
         for group, tensors in groups.items():
             tensors = self.arenas[kept[group]].keep(tensors, "the weights")
-            if kept[group] == self._compute_home:
+            if kept[group] == self._compute_tier:
                 resident |= _packed(tensors)
             else:
                 on_host |= tensors
@@ -219,7 +221,7 @@ class Weights:
     def _stored_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Each tensor of a layer as it is stored."""
         shapes = tensor_shapes(layer_layout(self.config))
-        if self.homes.weight_format != INT4:
+        if self.residency.weight_format != INT4:
             return {name: (shape, self.dtype) for name, shape in shapes.items()}
         return {
             name: ((*shape[:-1], row_bytes(shape[-1])), torch.uint8) if len(shape) == 2 else (shape, self.dtype)
@@ -229,7 +231,7 @@ class Weights:
     def _make_slots(self) -> None:
         """Buffers of an accelerator for all groups that any layer has elsewhere."""
         self._slots: list[Tensors] = []
-        away = {g for groups in self.homes.layers for g, tier in groups.items() if tier != self._compute_home}
+        away = {g for groups in self.residency.layers for g, tier in groups.items() if tier != self._compute_tier}
         if self._h2d is None or not away:
             return
         shapes = self._stored_shapes()
@@ -247,22 +249,22 @@ class Weights:
         self._files: dict[int, DirectFile] = {}
         self._verified: set[int] = set()
         self._views: dict[tuple[int, int | None], Tensors] = {}
-        for j, homes in enumerate(self.homes.layers):
+        for j, tiers in enumerate(self.residency.layers):
             stretches: list[_Stretch] = []
             end = 0
             before = None
-            if "disk" in homes.values():
+            if "disk" in tiers.values():
                 file = self._store.layers[j]
                 self._files[j] = self._open(file)
                 for group in file.extents:
-                    if homes[group] == "disk":
+                    if tiers[group] == "disk":
                         if before == "disk":
                             last = stretches.pop()
                             stretches.append(_Stretch(file, (*last.groups, group), last.offset))
                         else:
                             stretches.append(_Stretch(file, (group,), end))
                         end = stretches[-1].offset + stretches[-1].num_bytes
-                    before = homes[group]
+                    before = tiers[group]
             self._stretches.append(stretches)
         size = max((s.offset + s.num_bytes for stretches in self._stretches for s in stretches), default=0)
         self._disk_buffers = [
@@ -276,13 +278,13 @@ class Weights:
         except OSError as error:
             raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
 
-    def _expanded_buffers(self) -> Tensors:
+    def _dequantized_buffers(self) -> Tensors:
         shapes = tensor_shapes(layer_layout(self.config))
-        arena = self.arenas[self._compute_home]
+        arena = self.arenas[self._compute_tier]
         return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if len(s) == 2}
 
     def _load_ends(self) -> tuple[Tensors, Tensors]:
-        """Embeddings and head; the head's slots where it comes over in pieces."""
+        """Embeddings and head; the head's slots where it comes over in chunks."""
         if self._store is not None:
             ends = [
                 {} if not file.extents else read_extent(file, next(iter(file.extents.values())))
@@ -291,16 +293,16 @@ class Weights:
         else:
             ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
         embeddings, head = ends
-        self._embeddings_home = self.homes.head if self.config.tied_embeddings else self.homes.embeddings
-        embeddings = self.arenas[self._embeddings_home].keep(embeddings, "the embeddings")
-        self.arenas[self.homes.head].take(_bytes_of(head), "the output matrix")
+        self._embeddings_tier = self.residency.head if self.config.tied_embeddings else self.residency.embeddings
+        embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
+        self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
         for name, tensor in head.items():  # what is small, where it is used
-            home = self.homes.head if name == OUTPUT_MATRIX else self._compute_home
-            head[name] = self.arenas[home].memory.keep(tensor)
+            tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
+            head[name] = self.arenas[tier].memory.keep(tensor)
         self._head_slots: list[Tensor] = []
-        self._piece_rows = -(-self.config.vocab_size // HEAD_PIECES)
-        if self._h2d is not None and self.homes.head != "gpu":
-            shape = (self._piece_rows, self.config.embed_size)
+        self._chunk_rows = -(-self.config.vocab_size // VOCABULARY_CHUNKS)
+        if self._h2d is not None and self.residency.head != "gpu":
+            shape = (self._chunk_rows, self.config.embed_size)
             self._head_slots = [
                 self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]

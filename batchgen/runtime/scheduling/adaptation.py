@@ -1,6 +1,6 @@
 """Between sweeps: the block and the streamed share follow what is measured, within the memory that was planned.
 
-Output lengths decide how much KV a sequence is given at admission and how many sequences KV has room for. Lane times
+Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane times
 decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to the
 accelerator (Pie section 3.4): the streamed share grows while (1) the link is not saturated, (2) copies stay hidden
 behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import home_of
+from batchgen.runtime.scheduling.sequence import tier_of
 
 _WINDOW_SWEEPS = 8  # measured together
-_SATURATED, _WAITING = 0.9, 0.05  # shares of a window's time
+_SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
 _STEP_FRAC = 0.125  # of the sequences in host memory that change class at a time
 _MOST_GROWTH = 4  # times the planned block
 _WORTH_CHANGING = 1.1
@@ -114,7 +114,7 @@ class Adaptation:
             return
         longest = max(s.sampling.max_tokens for s in self._scheduler.running) if self._scheduler.running else 0
         if self._scheduler.num_preempted > self._preempted + max(1, len(self._scheduler.running) // 16):
-            expected, why = longest, "sequences had to give way"
+            expected, why = longest, "sequences had to be preempted"
         else:
             ordered = sorted(self._lengths)
             expected = ordered[int(_LENGTH_QUANTILE * (len(ordered) - 1))]
@@ -125,8 +125,8 @@ class Adaptation:
             self._expected = expected
 
     def _fit_block(self, rate: float) -> None:
-        """As many places as KV has room for, at the size that sequences turn out to have: more where outputs are shorter
-        than planned and all places are taken, fewer where they are longer and sequences had to give way."""
+        """As large a quota as KV has capacity for, at the size that sequences turn out to have: more where outputs are shorter
+        than planned and all of it is used, fewer where they are longer and sequences had to be preempted."""
         scheduler, limits = self._scheduler, self._scheduler.limits
         if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
             return
@@ -139,12 +139,12 @@ class Adaptation:
         mean = sum(self._footprints) / len(self._footprints)
         fitted = {}
         for kv_class, count in limits.class_seqs.items():
-            pool = scheduler.pools.get(home_of(kv_class))
+            pool = scheduler.pools.get(tier_of(kv_class))
             if not count or pool is None:
                 continue
-            sharing = sum(n for c, n in limits.class_seqs.items() if home_of(c) == home_of(kv_class))
+            sharing = sum(n for c, n in limits.class_seqs.items() if tier_of(c) == tier_of(kv_class))
             fits = int(pool.num_blocks * pool.block_size / (mean + pool.block_size / 2) * count / sharing)
-            most = min(2 * count, _MOST_GROWTH * self._planned.places(kv_class))
+            most = min(2 * count, _MOST_GROWTH * self._planned.quota(kv_class))
             fitted[kv_class] = max(1, min(fits, count)) if longer else max(count, min(fits, most))
         block = sum(fitted.values())
         if max(block, limits.max_num_seqs) < _WORTH_CHANGING * min(block, limits.max_num_seqs):
@@ -157,9 +157,9 @@ class Adaptation:
     def _share_host_kv(self, rate: float) -> None:
         """Moves some sequences between attention on the CPU and streaming (Pie 3.4)."""
         limits = self._scheduler.limits
-        places = limits.class_seqs
-        on_cpu, streamed = places.get("cpu", 0), places.get("streamed", 0)
-        if limits.compute_home != "gpu" or on_cpu + streamed < 2:
+        quotas = limits.class_seqs
+        on_cpu, streamed = quotas.get("cpu", 0), quotas.get("streamed", 0)
+        if limits.compute_tier != "gpu" or on_cpu + streamed < 2:
             return
         total = sum(m.seconds for m in self._window)
         waited = {
@@ -178,7 +178,7 @@ class Adaptation:
         if what in self._settled:
             return
         self._undo = (what, rate, limits)
-        changed = replace(limits, class_seqs={**places, "cpu": on_cpu - moved, "streamed": streamed + moved})
+        changed = replace(limits, class_seqs={**quotas, "cpu": on_cpu - moved, "streamed": streamed + moved})
         self._set(what, changed, streamed, streamed + moved, why)
 
     def _set(self, what: str, limits: SchedulerLimits, before: int, after: int, why: str) -> None:
@@ -187,13 +187,13 @@ class Adaptation:
         self._reclass()
 
     def _reclass(self) -> None:
-        """Gives sequences in flight the classes that the limits have places for."""
+        """Gives sequences in flight the classes that the limits have a quota for."""
         limits = self._scheduler.limits
         on_host = [s for s in self._scheduler.running if s.kv_class in ("cpu", "streamed")]
-        places = limits.places("cpu")
-        if limits.compute_home == "gpu":
+        quota = limits.quota("cpu")
+        if limits.compute_tier == "gpu":
             for i, sequence in enumerate(on_host):
-                self._scheduler.set_class(sequence, "cpu" if i < places else "streamed")
+                self._scheduler.set_class(sequence, "cpu" if i < quota else "streamed")
 
 
 def _rate(window: list[Measured]) -> float:
@@ -201,4 +201,4 @@ def _rate(window: list[Measured]) -> float:
 
 
 def _size(what: str, limits: SchedulerLimits) -> int:
-    return limits.max_num_seqs if what == "block" else limits.places("streamed")
+    return limits.max_num_seqs if what == "block" else limits.quota("streamed")

@@ -3,7 +3,7 @@
 A decoding sequence gains a token in every sweep and gives its blocks back when it ends, so what is held at any later
 sweep can be summed up; a new sequence fits if with its own curve added the sum never exceeds the pool. With lengths
 that are known this packs a pool as the diagonal block schedule does (FlexGen appendix A.2), where reserving every
-sequence's last block from the start would leave half of the outputs' share empty.
+sequence's last block from the start would leave half of what the outputs take empty.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A block holds the KV of `block_size` consecutive tokens. Full prompt blocks are entered in a trie keyed by
 their tokens, so that a later sequence whose prompt starts the same takes the same blocks: the prefix is
-prefilled once. A block nobody uses any more keeps its place in the trie until the space is needed; the
+prefilled once. A block nobody uses any more stays in the trie until the space is needed; the
 longest unused goes first.
 """
 
@@ -16,7 +16,7 @@ _ROOT = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class Allocation:
     """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over."""
 
     blocks: list[int]
@@ -47,27 +47,27 @@ class BlockManager:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
-    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Place | None:
-        """A place for a sequence that is to have `num_blocks` blocks in all, or None where there is no room.
+    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
+        """The blocks of a sequence that is to have `num_blocks` blocks in all, or None where there are not enough.
 
-        num_reserved: available blocks that are promised to others. The blocks of a known prefix are taken now, the
+        num_reserved: available blocks that are promised to others. The blocks of a known prefix are allocated now, the
         others are the caller's to reserve.
         """
         matched = self.match(tokens)
-        room = self.num_available - self.num_evictable_in(matched) - num_reserved
-        if num_blocks - len(matched) > room:
+        headroom = self.num_available - self.num_evictable_in(matched) - num_reserved
+        if num_blocks - len(matched) > headroom:
             return None
         self.take(matched)
-        return Place(matched, len(matched))
+        return Allocation(matched, len(matched))
 
-    def admit_if(self, tokens: Sequence[int], fits: Callable[[int], bool]) -> Place | None:
+    def admit_if(self, tokens: Sequence[int], fits: Callable[[int], bool]) -> Allocation | None:
         """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already). Those
         that only one has, or none, count as new: they would have been given back."""
         matched = self.match(tokens)
         if not fits(sum(self._users[block] > 1 for block in matched)):
             return None
         self.take(matched)
-        return Place(matched, len(matched))
+        return Allocation(matched, len(matched))
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""

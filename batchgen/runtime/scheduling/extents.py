@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from batchgen.runtime.scheduling.block_manager import Place
+from batchgen.runtime.scheduling.block_manager import Allocation
 
 
 class ExtentManager:
@@ -33,7 +33,7 @@ class ExtentManager:
         """(first block, number of blocks) of each free run, in ascending order."""
         return list(zip(self._starts, self._lengths, strict=True))
 
-    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Place | None:
+    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
         """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start. None
         where there is none, or where fewer than `num_reserved` blocks would be left. tokens: not looked at."""
         if num_blocks > self.num_available - num_reserved:
@@ -41,7 +41,7 @@ class ExtentManager:
         for run, length in enumerate(self._lengths):
             if length >= num_blocks:
                 start = self._take(run, num_blocks)
-                return Place(list(range(start, start + num_blocks)), 0)
+                return Allocation(list(range(start, start + num_blocks)), 0)
         return None
 
     def allocate(self, after: int | None = None) -> int:

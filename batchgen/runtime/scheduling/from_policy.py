@@ -9,12 +9,12 @@ from functools import partial
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
-from batchgen.runtime.scheduling.micro_batches import place, split_batches
+from batchgen.runtime.scheduling.micro_batches import residency_of, split_batches
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, SchedulerLimits
 
 
 def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
-    """Empty pools, by home tier."""
+    """Empty pools, by tier."""
     return {
         tier: ExtentManager(count, policy.kv_block_size)
         if tier == "disk"
@@ -23,27 +23,27 @@ def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | Ext
     }
 
 
-def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_home: str) -> SchedulerLimits:
+def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> SchedulerLimits:
     return SchedulerLimits(
         policy.max_num_seqs,
         policy.max_num_batched_tokens,
         policy.admission,
         class_seqs=dict(policy.kv_seqs),
         max_chunk_tokens=memory.batch_tokens,
-        compute_home=compute_home,
+        compute_tier=compute_tier,
     )
 
 
-def longest_sequence(policy: Policy, memory: MemoryPlan, compute_home: str) -> int:
+def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> int:
     """Tokens of KV that one sequence can have: in the largest pool, if it passes through the staging buffers in one
     with those in it."""
     return policy.kv_block_size * max(
-        count if tier == compute_home else min(count, memory.staging_blocks) for tier, count in memory.kv_blocks.items()
+        count if tier == compute_tier else min(count, memory.staging_blocks) for tier, count in memory.kv_blocks.items()
     )
 
 
 def splitter(
-    policy: Policy, memory: MemoryPlan, compute_home: str
+    policy: Policy, memory: MemoryPlan, compute_tier: str
 ) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
     """`split_batches` with the policy's numbers filled in."""
     return partial(
@@ -54,5 +54,5 @@ def splitter(
         max_seqs=policy.gpu_batch_size,
         max_staged_blocks=max(1, memory.staging_blocks),
         block_size=policy.kv_block_size,
-        place_of=partial(place, compute_home=compute_home),
+        residency_of=partial(residency_of, compute_tier=compute_tier),
     )

@@ -1,4 +1,4 @@
-"""A sweep cut into GPU batches: the parts that go through a layer one after the other. No tensors.
+"""A sweep cut into micro-batches: the parts that go through a layer one after the other. No tensors.
 
 While one batch computes, the KV of the next is loaded and that of the one before is stored (FlexGen). Two batches
 of which one has all decode attention that the CPU does, and the other everything else, keep both processors at
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
-from batchgen.runtime.scheduling.sequence import home_of
+from batchgen.runtime.scheduling.sequence import tier_of
 
 ORDERS = ("even", "neo")
 
 
-def place(scheduled: ScheduledSequence, compute_home: str) -> str:
+def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
     """Where the attention of a scheduled sequence finds its KV.
 
     "resident": in the compute device's own memory. "delegated": the CPU attends, for an accelerator, to KV that stays
     in CPU memory. "staged": its KV, past and new, passes through a staging buffer on the compute device.
     """
     sequence = scheduled.sequence
-    if home_of(sequence.kv_class) == compute_home:
+    if tier_of(sequence.kv_class) == compute_tier:
         return "resident"
     decodes = scheduled.num_tokens == 1 and sequence.num_computed >= sequence.num_prompt
     return "delegated" if sequence.kv_class == "cpu" and decodes else "staged"
@@ -43,9 +43,9 @@ def split_batches(
     max_seqs: int,
     max_staged_blocks: int,
     block_size: int,
-    place_of: Callable[[ScheduledSequence], str],
+    residency_of: Callable[[ScheduledSequence], str],
 ) -> list[list[ScheduledSequence]]:
-    """The GPU batches of a sweep, none of them empty.
+    """The micro-batches of a sweep, none of them empty.
 
     order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences. "neo": with
         two batches, the second has what is delegated and the first all else; where one of them would be empty, and
@@ -53,17 +53,19 @@ def split_batches(
     max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
         than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
         it cannot be run, and the caller must not let it in.
-    place_of: `place` for the compute device at hand.
+    residency_of: for the compute device at hand.
 
-    In each home tier the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
+    In each tier the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
     writes comes in the same batch or a later one.
     """
     assert order in ORDERS, order
     parts = []
     for scheduled in sweep:
-        where = place_of(scheduled)
+        where = residency_of(scheduled)
         blocks = staged_blocks(scheduled, block_size) if where == "staged" else 0
-        assert blocks <= max_staged_blocks, f"{blocks} blocks to stage for one sequence, room for {max_staged_blocks}"
+        assert blocks <= max_staged_blocks, (
+            f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
+        )
         parts.append(_Part(scheduled, where, (scheduled.num_tokens, 1, blocks)))
     delegated = [p for p in parts if p.where == "delegated"]
     others = [p for p in parts if p.where != "delegated"]
@@ -88,16 +90,16 @@ _TOKENS = 0  # in a load
 
 
 def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:
-    """The batch, cut until every piece of more than one sequence keeps all limits."""
+    """The batch, cut until every part of more than one sequence keeps all limits."""
     totals = [sum(loads) for loads in zip(*(p.load for p in batch), strict=True)]
     excess = [total / max(1, limit) for total, limit in zip(totals, limits, strict=True)]
     if len(batch) == 1 or max(excess) <= 1:
         yield batch
         return
-    # By what it exceeds the most; the pieces may still exceed another limit, or this one a little.
+    # By what it exceeds the most; the parts may still exceed another limit, or this one a little.
     kind = excess.index(max(excess))
-    for piece in _cut(batch, -(-totals[kind] // limits[kind]), kind):
-        yield from _within(piece, limits)
+    for part in _cut(batch, -(-totals[kind] // limits[kind]), kind):
+        yield from _within(part, limits)
 
 
 def _cut(parts: list[_Part], num_batches: int, kind: int) -> list[list[_Part]]:
@@ -107,12 +109,12 @@ def _cut(parts: list[_Part], num_batches: int, kind: int) -> list[list[_Part]]:
     start = 0
     for batches_left in range(min(num_batches, len(parts)), 0, -1):
         last = len(parts) - (batches_left - 1)  # each later batch needs a part too
-        taken, stop = parts[start].load[kind], start + 1
-        # A part belongs to this batch if at least half of it lies within the batch's even share of what is left.
-        while stop < last and (2 * taken + parts[stop].load[kind]) * batches_left <= 2 * left:
-            taken += parts[stop].load[kind]
+        load, stop = parts[start].load[kind], start + 1
+        # A part belongs to this batch if at least half of it lies within the batch's even part of what is left.
+        while stop < last and (2 * load + parts[stop].load[kind]) * batches_left <= 2 * left:
+            load += parts[stop].load[kind]
             stop += 1
         batches.append(parts[start:stop])
-        left -= taken
+        left -= load
         start = stop
     return batches

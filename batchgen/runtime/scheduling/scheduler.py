@@ -4,13 +4,13 @@
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
 sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
 later sweep (`admission`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
-expected, the youngest sequence gives way and is run again later.
+expected, the youngest sequence is preempted and run again later.
 
 A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
 launched): sequences that have nothing left to run leave when their last sweep is launched.
 
-KV lives in one pool per home tier. A sequence is admitted into a KV class, which says its pool; it stays there until
-it leaves, and gives way only to sequences of the same pool.
+KV lives in one pool per tier. A sequence is admitted into a KV class, which says its pool; it stays there until
+it leaves, and is preempted only for sequences of the same pool.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batchgen.runtime.scheduling.admission import Growth, Projection
-from batchgen.runtime.scheduling.block_manager import BlockManager, Place
+from batchgen.runtime.scheduling.block_manager import Allocation, BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
-from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, home_of
+from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, tier_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SchedulerLimits:
     max_num_seqs: sequences in flight. max_num_batched_tokens: tokens in one sweep; longer prompts are chunked.
     admission: "continuous" or "static".
     class_seqs: the most sequences of each KV class in flight, none where it is missing; None: no limit per class.
-    max_chunk_tokens: the most tokens of one prompt in one sweep. compute_home: the compute device's own tier.
+    max_chunk_tokens: the most tokens of one prompt in one sweep. compute_tier: the compute device's own tier.
     """
 
     max_num_seqs: int
@@ -40,20 +40,20 @@ class SchedulerLimits:
     admission: str = "continuous"
     class_seqs: Mapping[str, int] | None = None
     max_chunk_tokens: int | None = None
-    compute_home: str = "cpu"
+    compute_tier: str = "cpu"
 
     def __post_init__(self) -> None:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
         assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
 
-    def places(self, kv_class: str) -> int:
+    def quota(self, kv_class: str) -> int:
         return self.max_num_seqs if self.class_seqs is None else self.class_seqs.get(kv_class, 0)
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one. asked: the positions
-    among them whose logits are asked for."""
+    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one.
+    logits_positions: those among them whose logits are made."""
 
     sequence: Sequence
     num_tokens: int
@@ -68,8 +68,8 @@ class ScheduledSequence:
         return self.num_keys == len(self.sequence.tokens)
 
     @property
-    def asked(self) -> range:
-        return range(max(self.sequence.num_computed, self.sequence.next_asked), self.num_keys)
+    def logits_positions(self) -> range:
+        return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
 
 
 class TokenSlots:
@@ -99,8 +99,8 @@ class Scheduler:
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
     ) -> None:
-        """pools: by home tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
-        default max_tokens, with which none has to give way unless long prompts hold others up. token_slots: shared by
+        """pools: by tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
+        default max_tokens, with which none is preempted unless long prompts hold others up. token_slots: shared by
         all that run on the same device at a time; None: there is no other."""
         self.pools = pools
         self.limits = limits
@@ -108,7 +108,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_preempted = 0
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
-        self._reserved = dict.fromkeys(pools, 0)  # blocks, by home tier
+        self._reserved = dict.fromkeys(pools, 0)  # blocks, by tier
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
 
@@ -122,12 +122,12 @@ class Scheduler:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens whose KV fits in the largest pool that has places: the most of prompt and output together, less the
+        """Tokens whose KV fits in the largest pool that sequences may enter: the most of prompt and output together, less the
         last token generated, which is never run."""
         sizes = (
-            self.pools[home_of(c)].num_blocks * self.pools[home_of(c)].block_size
+            self.pools[tier_of(c)].num_blocks * self.pools[tier_of(c)].block_size
             for c in self._classes()
-            if self.limits.places(c)
+            if self.limits.quota(c)
         )
         return max(sizes, default=0)
 
@@ -136,11 +136,11 @@ class Scheduler:
         sweep: list[ScheduledSequence] = []
         # Decodes always ride along; prefills share what the token budget leaves.
         i = 0
-        while i < len(self.running):  # giving way takes from behind, where the younger ones are
+        while i < len(self.running):  # preemption takes from behind, where the younger ones are
             sequence = self.running[i]
             if sequence.num_remaining == 1:
                 if not self._grow(sequence, 1):
-                    continue  # it gave way itself; the next one has moved up
+                    continue  # it was preempted itself; the next one has moved up
                 sweep.append(ScheduledSequence(sequence, 1))
             i += 1
         budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep))
@@ -155,9 +155,9 @@ class Scheduler:
         """More of the prompts that are under way, as far as there are blocks; returns what is left of the budget."""
         for sequence in self.running:
             pool = self._pool(sequence)
-            blocks = pool.num_available - self._reserved[home_of(sequence.kv_class)] + sequence.reserved_blocks
-            room = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
-            count = min(self._chunk(sequence, budget), room)
+            blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
+            headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
+            count = min(self._chunk(sequence, budget), headroom)
             if sequence.num_remaining > 1 and count > 0:
                 self._grow(sequence, count)
                 budget -= count
@@ -177,7 +177,7 @@ class Scheduler:
             return
         try:
             self._leave(sequence)
-        except ValueError:  # it has given way, and waits to be run again
+        except ValueError:  # it has been preempted, and waits to be run again
             self.waiting.remove(sequence)
         self._token_slots.give_back(sequence.token_slot)
         sequence.token_slot = None
@@ -187,16 +187,16 @@ class Scheduler:
         self._release(sequence)
 
     def set_class(self, sequence: Sequence, kv_class: str) -> None:
-        """Between sweeps: another class of the same home, for a sequence in flight. Its KV stays where it is."""
-        assert home_of(kv_class) == home_of(sequence.kv_class), f"KV does not move: {sequence.kv_class} to {kv_class}"
+        """Between sweeps: another class of the same tier, for a sequence in flight. Its KV stays where it is."""
+        assert tier_of(kv_class) == tier_of(sequence.kv_class), f"KV does not move: {sequence.kv_class} to {kv_class}"
         sequence.kv_class = kv_class
 
     def _classes(self) -> list[str]:
         """The KV classes there are pools for, in order of preference."""
-        return [c for c in CLASSES if home_of(c) in self.pools]
+        return [c for c in CLASSES if tier_of(c) in self.pools]
 
     def _pool(self, sequence: Sequence) -> BlockManager | ExtentManager:
-        return self.pools[home_of(sequence.kv_class)]
+        return self.pools[tier_of(sequence.kv_class)]
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
@@ -217,11 +217,11 @@ class Scheduler:
         projections: dict[str, Projection | None] = {}
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
-            if self._follows(sequence):
+            if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
                 continue
             if not projections:
-                projections = {home: self._projection(home, sweep) for home in self.pools}
+                projections = {tier: self._projection(tier, sweep) for tier in self.pools}
             full = len(self.running) >= self.limits.max_num_seqs
             if full or not self._enter(sequence, in_class, projections, budget):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
@@ -237,40 +237,40 @@ class Scheduler:
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
 
-    def _follows(self, sequence: Sequence) -> bool:
-        """Whether its leader is in flight and has yet to enter blocks that it could take over."""
-        leader = sequence.leader
-        if leader is None or not leader.block_table or not self._pool(leader).share_prefixes:
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether its prefix donor is in flight and has yet to enter blocks that it could take over."""
+        donor = sequence.prefix_donor
+        if donor is None or not donor.block_table or not self._pool(donor).share_prefixes:
             return False
-        return leader.num_entered_blocks < sequence.num_led // self._pool(leader).block_size
+        return donor.num_entered_blocks < sequence.num_donated // self._pool(donor).block_size
 
     def _enter(
         self, sequence: Sequence, in_class: Mapping[str, int], projections: Mapping[str, Projection | None], budget: int
     ) -> bool:
-        """Gives the sequence a place in the first class that has one; False if none has."""
+        """Admits the sequence to the first class whose quota and pool allow it; False if none does."""
         length = sequence.num_prompt + self._expected_len(sequence)
-        # The last token generated is never run, so its KV needs no place.
+        # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
-        classes = [c for c in self._classes() if in_class[c] < self.limits.places(c)]
+        classes = [c for c in self._classes() if in_class[c] < self.limits.quota(c)]
         if not self.running:
-            # A row let in under earlier limits may fit only a class that has no places any more: it runs all the same.
+            # A row let in under earlier limits may fit only a class that has no quota any more: it runs all the same.
             classes += [c for c in self._classes() if c not in classes]
         for kv_class in classes:
-            home = home_of(kv_class)
-            pool = self.pools[home]
+            tier = tier_of(kv_class)
+            pool = self.pools[tier]
             num_blocks = -(-num_tokens // pool.block_size)
-            projection = projections[home]
+            projection = projections[tier]
             if projection is None:
-                place = pool.admit(sequence.shareable, num_blocks, self._reserved[home])
+                allocation = pool.admit(sequence.shareable, num_blocks, self._reserved[tier])
             else:
-                place = self._admit_projected(pool, projection, sequence, budget)
-            if place is not None:
+                allocation = self._admit_projected(pool, projection, sequence, budget)
+            if allocation is not None:
                 sequence.kv_class = kv_class
-                sequence.block_table.extend(place.blocks)
+                sequence.block_table.extend(allocation.blocks)
                 if projection is None:
-                    sequence.reserved_blocks = num_blocks - len(place.blocks)
-                    self._reserved[home] += sequence.reserved_blocks
-                matched = place.blocks[: place.num_matched]
+                    sequence.reserved_blocks = num_blocks - len(allocation.blocks)
+                    self._reserved[tier] += sequence.reserved_blocks
+                matched = allocation.blocks[: allocation.num_matched]
                 sequence.num_computed = len(matched) * pool.block_size
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
                 sequence.num_matched_blocks = sequence.num_entered_blocks = len(matched)
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _admit_projected(
         self, pool: BlockManager, projection: Projection, sequence: Sequence, budget: int
-    ) -> Place | None:
+    ) -> Allocation | None:
         count = len(sequence.tokens)
         admitted = None
 
@@ -291,14 +291,14 @@ class Scheduler:
             admitted = Growth(count, sweeps, num_shared, delayed=delayed)
             return projection.fits(admitted)
 
-        place = pool.admit_if(sequence.shareable, fits)
-        if place is not None:
+        allocation = pool.admit_if(sequence.shareable, fits)
+        if allocation is not None:
             projection.add(admitted)
-        return place
+        return allocation
 
-    def _projection(self, home: str, sweep: list[ScheduledSequence]) -> Projection | None:
+    def _projection(self, tier: str, sweep: list[ScheduledSequence]) -> Projection | None:
         """What the pool's sequences will hold; None where blocks are reserved beforehand."""
-        pool = self.pools[home]
+        pool = self.pools[tier]
         if self.limits.admission == "static" or isinstance(pool, ExtentManager):
             return None
         there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
@@ -311,7 +311,7 @@ class Scheduler:
                 delayed=there.get(s, 0) < len(s.tokens),
             )
             for s in self.running
-            if home_of(s.kv_class) == home
+            if tier_of(s.kv_class) == tier
         ]
         return Projection(
             growths, pool.num_available, pool.block_size, max(self._expected_len(s) for s in self.waiting)
@@ -323,22 +323,22 @@ class Scheduler:
         return min(expected, max(sequence.sampling.max_tokens, sequence.num_generated + 1))
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens; False if the sequence itself had to give way."""
-        home, pool = home_of(sequence.kv_class), self._pool(sequence)
+        """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
+        tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
         needed = -(-(sequence.num_computed + count) // pool.block_size)
         while len(sequence.block_table) < needed:
             if sequence.reserved_blocks:
                 sequence.reserved_blocks -= 1
-                self._reserved[home] -= 1
-            while pool.num_available <= self._reserved[home]:
-                youngest = next(s for s in reversed(self.running) if home_of(s.kv_class) == home)
+                self._reserved[tier] -= 1
+            while pool.num_available <= self._reserved[tier]:
+                youngest = next(s for s in reversed(self.running) if tier_of(s.kv_class) == tier)
                 self._preempt(youngest)
                 if youngest is sequence:
                     return False
             sequence.block_table.append(pool.allocate(sequence.block_table[-1] if sequence.block_table else None))
-        if home == self.limits.compute_home:
+        if tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
-            # the sweep: even a sequence of the same sweep may take these blocks. KV of other homes is stored behind,
+            # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
             # so there `commit` enters them.
             self._enter_prompt_blocks(sequence, sequence.num_computed + count)
         return True
@@ -361,8 +361,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        home, pool = home_of(sequence.kv_class), self._pool(sequence)
-        self._reserved[home] -= sequence.reserved_blocks
+        tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
+        self._reserved[tier] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
         if pool.share_prefixes:
             # After a sweep that failed: what it was to write is not there to be found.

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchgen.core.plan import KV_CLASSES, KV_HOMES
+from batchgen.core.plan import KV_CLASSES, KV_TIERS
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.grammar import Constraint
 
@@ -16,19 +16,19 @@ PENDING = -1
 CLASSES = tuple(c for c in KV_CLASSES if c != "deferred")  # those that the runtime carries out
 
 
-def home_of(kv_class: str) -> str:
+def tier_of(kv_class: str) -> str:
     """The tier where the KV of a class lives: "gpu", "cpu" or "disk". "cpu" and "streamed" share one, as they only
     differ in where decode attention runs."""
-    return KV_HOMES[kv_class]
+    return KV_TIERS[kv_class]
 
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """What follows one token: the log-probabilities of the tokens asked for, the likeliest token (the first of equal ones),
-    and the likeliest (token, log-probability), best first."""
+    """What follows one token: the log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the
+    top-k (token, log-probability), best first."""
 
     logprobs: tuple[float, ...]
-    likeliest: int
+    argmax: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -62,9 +62,9 @@ class Sequence:
     reserved_blocks: int = 0  # blocks promised at admission and not yet allocated
     targets: tuple[tuple[int, ...], ...] = ()  # of the last tokens, one by one, where they are scored
     scores: list[ScoredPosition] = field(default_factory=list)
-    leader: Sequence | None = None  # one that computes the same first tokens, for both, and how many there are
-    num_led: int = 0
-    constraint: Constraint | None = None  # as far as `tokens` go: it outlives giving way
+    prefix_donor: Sequence | None = None  # one that computes the same first tokens, for both, and how many
+    num_donated: int = 0
+    constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
     token_slot: int | None = None  # from its first admission to its end
 
     def __post_init__(self) -> None:
@@ -90,21 +90,21 @@ class Sequence:
         return self.num_prompt - len(self.targets)
 
     @property
-    def next_asked(self) -> int:
+    def next_logits_position(self) -> int:
         """The first position whose logits are still asked for."""
         return self.scored_from + len(self.scores) if self.targets else len(self.tokens) - 1
 
     @property
     def shareable(self) -> list[int]:
         """Tokens that a prefix computed before may stand for, but for the last of them: what is asked for has to be run."""
-        return self.tokens[: self.next_asked + 1] if self.targets else self.tokens
+        return self.tokens[: self.next_logits_position + 1] if self.targets else self.tokens
 
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
 
-class Asked(NamedTuple):
+class LogitsRow(NamedTuple):
     """A row of logits: of what follows a sequence's token at `position`."""
 
     sequence: Sequence

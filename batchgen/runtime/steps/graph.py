@@ -1,6 +1,6 @@
 """The sweep as data: every transfer and computation of it is a Step with a lane and the Steps it must wait for. No torch.
 
-FlexGen's Algorithm 1 with its loops over layers j and GPU batches k: weights of the layers ahead load, the KV of the next
+FlexGen's Algorithm 1 with its loops over layers j and micro-batches k: weights of the layers ahead load, the KV of the next
 batch loads and that of the last one stores, while a batch computes. Weights go on loading across the end of a sweep.
 Nothing but what a Step waits for, and the order in its lane, holds back the Steps of a sweep until those of the one before have ended.
 The order of `Sweeps.steps` is a valid serial order (every Step waits for earlier ones only), and is the specification:
@@ -20,16 +20,16 @@ KINDS = {
     "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
     "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
     "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
-    "layers": "compute",  # all of them, captured
+    "layers": "compute",  # all of them, as one CUDA graph
 }  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
 WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
 
-Place = tuple[int, int]  # layer, GPU batch
+LayerBatch = tuple[int, int]  # layer, micro-batch
 
 
 class Step(NamedTuple):  # thousands are made in a second
-    """One piece of work of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
+    """One task of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
 
     weight_slot: the buffer in which the weights are that the Step fills or reads; None where they are resident, or it reads none.
     kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk.
@@ -52,15 +52,15 @@ class Streams:
 
     accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
     its weights are to be loaded. disk_weights: whether any of them are on disk. expanded: weights are stored in 4 bits, and
-    expanded into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
-    head_pieces: pieces in which the output matrix comes over; 0 if it stays on the device.
+    dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
+    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device.
     """
 
     accelerated: bool
     weights: tuple[bool, ...]
     disk_weights: tuple[bool, ...]
     expanded: bool = False
-    head_pieces: int = 0
+    vocabulary_chunks: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +69,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class BatchFlow:
-    """What one GPU batch of a sweep moves. history: staged sequences have KV to bring in; stored: their new KV goes back to
+    """What one micro-batch of a sweep moves. history: staged sequences have KV to bring in; stored: their new KV goes back to
     host memory; disk_read, disk_write: some of it comes from, goes to disk. delegated: sequences attended to on the CPU.
     resident: others. hidden_on_host: activations wait in host memory between layers. samples: rows for the head."""
 
@@ -113,7 +113,7 @@ class Sweeps:
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
 
     def steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
-        """The Steps of the next sweep over these GPU batches."""
+        """The Steps of the next sweep over these micro-batches."""
         self._sweep += 1
         layers, last_batch = self.streams.num_layers, len(batches) - 1
         yield from self._load_weights(0)
@@ -142,14 +142,14 @@ class Sweeps:
             yield from self._attention_and_rest((j, k), batches, flow)
             if k == last_batch:
                 self._used(j, flow.hidden_made[k])
-                if j < layers - 1 or not self.streams.head_pieces:
+                if j < layers - 1 or not self.streams.vocabulary_chunks:
                     yield from self._load_weights(j + 1)
         for j, stored in flow.stored.items():
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
     def captured(self) -> Iterator[Step]:
-        """The Steps of the next sweep over one GPU batch that moves nothing, with all layers in one."""
+        """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
         after: tuple[int, ...] = ()
         for kind in ("embed", "layers", "head"):
@@ -172,14 +172,14 @@ class Sweeps:
         self._next_id += 1
         return step
 
-    def _before_attention(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+    def _before_attention(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Norm, QKV; and for sequences that the CPU attends to, all of attention."""
-        j, k = place
+        j, k = at
         batch = batches[k]
         made = flow.hidden[k]
         if batch.hidden_on_host:
-            room = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
-            step = self._step("load_hidden", j, k, after=(made, room))
+            freed = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
+            step = self._step("load_hidden", j, k, after=(made, freed))
             flow.num_fetched += 1
             yield step
             made = step.id
@@ -189,30 +189,30 @@ class Sweeps:
             yield self._step("expand_weight", j, 0, weight_slot=weight_slot, after=after)
         pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre
-        flow.before_attention[place] = (pre.id,)
+        flow.before_attention[at] = (pre.id,)
         if batch.delegated:
             send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
             attend = self._step("cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
             yield attend
             flow.note_stored(send)
-            flow.attended[place] = attend.id
+            flow.attended[at] = attend.id
 
-    def _attention_and_rest(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+    def _attention_and_rest(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Attention on the compute device, where new KV is written first; output projection and MLP."""
-        j, k = place
+        j, k = at
         batch = batches[k]
-        after, weight_slot = flow.before_attention.pop(place), self._weight_slot(j)
+        after, weight_slot = flow.before_attention.pop(at), self._weight_slot(j)
         if batch.resident or batch.staged:
-            slot, ready = flow.staged.pop(place, (None, ()))
+            slot, ready = flow.staged.pop(at, (None, ()))
             slots = {"weight_slot": weight_slot, "kv_slot": slot}
             attention = self._step("attention", j, k, **slots, after=(*after, *ready))
             yield attention
             after = (attention.id,)
             if batch.staged:
-                yield from self._store_cache(place, batch, slot, attention.id, flow)
+                yield from self._store_cache(at, batch, slot, attention.id, flow)
         if batch.delegated:
-            join = self._step("load_attention", j, k, after=(flow.attended.pop(place),))
+            join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
             yield join
             after = (*after, join.id)
         post = self._step("post", j, k, weight_slot=weight_slot, after=after)
@@ -226,22 +226,22 @@ class Sweeps:
             flow.left.append(flow.hidden[k])
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Logits of the last tokens; where the output matrix is not on the compute device, piece by piece."""
-        pieces = self.streams.head_pieces
-        for p in range(max(1, pieces)):
+        """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""
+        chunks = self.streams.vocabulary_chunks
+        for p in range(max(1, chunks)):
             yield from self._load_head(flow, p + WEIGHT_SLOTS)
-            loaded = (flow.head_loads[p],) if pieces else ()
+            loaded = (flow.head_loads[p],) if chunks else ()
             for k, batch in enumerate(batches):
                 if batch.samples:
                     slot = self._head_slot(p)
                     step = self._step("head", p, k, weight_slot=slot, after=(flow.hidden[k], *loaded))
                     yield step
                     self._head_users[slot] = (step.id,)
-        if pieces:
+        if chunks:
             yield from self._load_weights(self.streams.num_layers)
 
     def _load_head(self, flow: _Flow, stop: int) -> Iterator[Step]:
-        while len(flow.head_loads) < min(stop, self.streams.head_pieces):
+        while len(flow.head_loads) < min(stop, self.streams.vocabulary_chunks):
             p = len(flow.head_loads)
             slot = self._head_slot(p)
             step = self._step("load_head", p, 0, weight_slot=slot, after=self._head_users.get(slot, ()))
@@ -291,7 +291,7 @@ class Sweeps:
         return self._count(layer) % WEIGHT_SLOTS if self.streams.weights[layer] else None
 
     def _head_slot(self, chunk: int) -> int | None:
-        return chunk % HEAD_SLOTS if self.streams.head_pieces else None
+        return chunk % HEAD_SLOTS if self.streams.vocabulary_chunks else None
 
     def _weights_ready(self, layer: int) -> list[int]:
         return [self._loads[self._count(layer)]] if self.streams.weights[layer] else []
@@ -300,9 +300,9 @@ class Sweeps:
         if self.streams.weights[layer]:
             self._users[self._count(layer)] = step_id
 
-    def _load_cache(self, place: Place, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+    def _load_cache(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Brings a batch's KV into a staging buffer of the compute device, a batch ahead of its use."""
-        j, k = place
+        j, k = at
         batch = batches[k]
         if not batch.staged:
             return
@@ -320,11 +320,11 @@ class Sweeps:
             ready = (load.id,)
             if batch.disk_read:
                 self._read_users[slot] = ready
-        flow.staged[place] = (slot, ready)
+        flow.staged[at] = (slot, ready)
 
-    def _store_cache(self, place: Place, batch: BatchFlow, slot: int, attention: int, flow: _Flow) -> Iterator[Step]:
-        """Takes new KV of staged sequences home, behind the computation."""
-        j, k = place
+    def _store_cache(self, at: LayerBatch, batch: BatchFlow, slot: int, attention: int, flow: _Flow) -> Iterator[Step]:
+        """Takes new KV of staged sequences to its tier, behind the computation."""
+        j, k = at
         users = (attention,)
         if batch.stored or self.streams.accelerated:
             free = self._write_users.get(slot, ()) if batch.disk_write else ()
@@ -349,11 +349,11 @@ class _Flow:
 
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
-    before_attention: dict[Place, tuple[int, ...]] = field(default_factory=dict)
-    attended: dict[Place, int] = field(default_factory=dict)  # CPU attention
-    staged: dict[Place, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
+    before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
+    attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
+    staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
     stored: dict[int, dict[str, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
-    num_fetched: int = 0  # activations brought from host memory, and the Steps after which they took no more room
+    num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free
     left: list[int] = field(default_factory=list)
     head_loads: list[int] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Carries out Steps on paper: the same Steps as `threads` and by the same rules, in seconds that are given. No torch.
+"""Simulate Steps: the same Steps as `threads` and by the same rules, in seconds that are given. No torch.
 
 A Step of another lane is issued when the computation before it in order has ended, as `Lanes.execute` does; it starts
 when its lane is free and all it waits for have ended.

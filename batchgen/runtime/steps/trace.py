@@ -65,5 +65,5 @@ class TraceWriter:
             yield
         except OSError as error:
             raise BatchgenError(
-                f"--trace {self._path} takes no more: {error.strerror}; make room, or leave it out"
+                f"--trace {self._path} takes no more: {error.strerror}; free some space, or leave it out"
             ) from error

@@ -23,12 +23,12 @@ def test_blocks_are_in_one_place_at_any_time(num_blocks, operations):
     for name, which, count in operations:
         longest = max((length for _, length in extents.free_runs), default=0)
         if name == "enter":
-            place = extents.admit([1, 2, 3], count, 0)
-            assert (place is not None) == (count <= longest), "refused though it fits, or the other way round"
-            if place is not None:
-                assert place.num_matched == 0
-                assert list(runs_of(place.blocks)) == [(place.blocks[0], count)], "not in one run"
-                tables.append(place.blocks)
+            allocation = extents.admit([1, 2, 3], count, 0)
+            assert (allocation is not None) == (count <= longest), "refused though it fits, or the other way round"
+            if allocation is not None:
+                assert allocation.num_matched == 0
+                assert list(runs_of(allocation.blocks)) == [(allocation.blocks[0], count)], "not in one run"
+                tables.append(allocation.blocks)
         elif name == "grow" and tables and extents.num_available:
             table = tables[which % len(tables)]
             free = free_blocks(extents)

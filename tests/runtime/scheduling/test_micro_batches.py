@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.micro_batches import place, split_batches, staged_blocks
+from batchgen.runtime.scheduling.micro_batches import residency_of, split_batches, staged_blocks
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import Sequence, home_of
+from batchgen.runtime.scheduling.sequence import Sequence, tier_of
 
 BLOCK = 4
 
@@ -24,7 +24,7 @@ def scheduled(kv_class, num_tokens, num_computed=0, num_prompt=None):
 
 
 def split(
-    sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_home="gpu", max_seqs=10**6
+    sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_tier="gpu", max_seqs=10**6
 ):
     return split_batches(
         sweep,
@@ -34,7 +34,7 @@ def split(
         max_seqs=max_seqs,
         max_staged_blocks=max_staged_blocks,
         block_size=BLOCK,
-        place_of=lambda s: place(s, compute_home),
+        residency_of=lambda s: residency_of(s, compute_tier),
     )
 
 
@@ -42,8 +42,8 @@ def tokens_of(batches):
     return [sum(s.num_tokens for s in batch) for batch in batches]
 
 
-def blocks_of(batch, compute_home):
-    return sum(staged_blocks(s, BLOCK) for s in batch if place(s, compute_home) == "staged")
+def blocks_of(batch, compute_tier):
+    return sum(staged_blocks(s, BLOCK) for s in batch if residency_of(s, compute_tier) == "staged")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,15 @@ def blocks_of(batch, compute_home):
     ],
 )
 def test_places_on_an_accelerator(kv_class, num_tokens, num_computed, num_prompt, expected):
-    assert place(scheduled(kv_class, num_tokens, num_computed, num_prompt), "gpu") == expected
+    assert residency_of(scheduled(kv_class, num_tokens, num_computed, num_prompt), "gpu") == expected
 
 
 def test_places_where_the_cpu_computes():
-    assert [place(scheduled(c, 1, 9), "cpu") for c in ("cpu", "streamed", "disk")] == ["resident", "resident", "staged"]
+    assert [residency_of(scheduled(c, 1, 9), "cpu") for c in ("cpu", "streamed", "disk")] == [
+        "resident",
+        "resident",
+        "staged",
+    ]
 
 
 def test_staged_blocks_hold_old_and_new_tokens():
@@ -92,27 +96,27 @@ SWEEPS = st.lists(
     st.sampled_from(["gpu", "cpu"]),
 )
 def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
-    sweep, count, order, max_tokens, spare, compute_home
+    sweep, count, order, max_tokens, spare, compute_tier
 ):
-    if compute_home == "cpu":
+    if compute_tier == "cpu":
         sweep = [s for s in sweep if s.sequence.kv_class != "gpu"] or [scheduled("disk", 1, 5)]
-    largest = max(blocks_of([s], compute_home) for s in sweep)
-    batches = split(sweep, count, order, max_tokens, largest + spare, compute_home)
+    largest = max(blocks_of([s], compute_tier) for s in sweep)
+    batches = split(sweep, count, order, max_tokens, largest + spare, compute_tier)
     assert all(batches)
     flat = [s for batch in batches for s in batch]
     assert sorted(map(id, flat)) == sorted(map(id, sweep))
     position = {id(s): i for i, s in enumerate(sweep)}
     for home in ("gpu", "cpu", "disk"):
         # Delegated sequences write no prompt, so only the others' order counts where NEO's order moves them.
-        own = [s for s in flat if home_of(s.sequence.kv_class) == home]
-        kept = [position[id(s)] for s in own if order == "even" or place(s, compute_home) != "delegated"]
+        own = [s for s in flat if tier_of(s.sequence.kv_class) == home]
+        kept = [position[id(s)] for s in own if order == "even" or residency_of(s, compute_tier) != "delegated"]
         assert kept == sorted(kept)
     for batch in batches:
         assert len(batch) == 1 or sum(s.num_tokens for s in batch) <= max_tokens
-        assert blocks_of(batch, compute_home) <= largest + spare
+        assert blocks_of(batch, compute_tier) <= largest + spare
     assert len(batches) >= min(count, len(sweep)) or order == "neo"
     if order == "even":
-        unlimited = split(sweep, count, order, compute_home=compute_home)
+        unlimited = split(sweep, count, order, compute_tier=compute_tier)
         assert len(unlimited) == min(count, len(sweep))
         total, biggest = sum(tokens_of(unlimited)), max(s.num_tokens for s in sweep)
         assert max(tokens_of(unlimited)) <= total / count + biggest
@@ -160,7 +164,7 @@ def test_neo_order_puts_delegated_attention_in_the_second_batch():
 @pytest.mark.parametrize("num_gpu_batches", [1, 2, 3, 4])
 def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches):
     pools = {"gpu": BlockManager(60, BLOCK), "cpu": BlockManager(200, BLOCK)}
-    limits = SchedulerLimits(40, 60, class_seqs={"gpu": 12, "cpu": 20}, compute_home="gpu", max_chunk_tokens=16)
+    limits = SchedulerLimits(40, 60, class_seqs={"gpu": 12, "cpu": 20}, compute_tier="gpu", max_chunk_tokens=16)
     scheduler = Scheduler(pools, limits)
     for i in range(60):
         prefix = [100 * (i % 3) + k for k in range(24)]
@@ -172,13 +176,13 @@ def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(o
         behind, fresh = {}, set()
         for batch in split(sweep, num_gpu_batches, order, max_tokens=25):
             for s in batch:  # all of a batch is written before any of it is read
-                sequence, home = s.sequence, home_of(s.sequence.kv_class)
+                sequence, home = s.sequence, tier_of(s.sequence.kv_class)
                 for b in range(sequence.num_computed // BLOCK, s.num_keys // BLOCK):
                     target = content if home == "gpu" else behind
                     target[home, sequence.block_table[b]] = sequence.tokens[: (b + 1) * BLOCK]
                     fresh.add((home, sequence.block_table[b]))
             for s in batch:
-                sequence, home = s.sequence, home_of(s.sequence.kv_class)
+                sequence, home = s.sequence, tier_of(s.sequence.kv_class)
                 for b in range(sequence.num_computed // BLOCK):
                     assert content[home, sequence.block_table[b]] == sequence.tokens[: (b + 1) * BLOCK]
                     taken += (home, sequence.block_table[b]) in fresh

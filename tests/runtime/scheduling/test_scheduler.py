@@ -13,7 +13,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, home_of
+from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, tier_of
 
 BLOCK = 4
 
@@ -37,14 +37,14 @@ class Load:
 
 @st.composite
 def limits_of(draw, homes):
-    classes = [c for c in CLASSES if home_of(c) in homes]
+    classes = [c for c in CLASSES if tier_of(c) in homes]
     seqs = draw(st.none() | st.fixed_dictionaries({}, optional={c: st.integers(0, 6) for c in classes}))
     return SchedulerLimits(
         max_num_seqs=draw(st.sampled_from([1, 3, 8, 64])),
         max_num_batched_tokens=draw(st.sampled_from([1, 5, 16, 200])),
         class_seqs=seqs,
         max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 10])),
-        compute_home="gpu" if "gpu" in homes else "cpu",
+        compute_tier="gpu" if "gpu" in homes else "cpu",
     )
 
 
@@ -64,7 +64,7 @@ def loads(draw):
     homes = draw(st.sampled_from([("cpu",), ("cpu", "disk"), ("gpu", "cpu"), ("gpu", "cpu", "disk"), ("gpu", "disk")]))
     admission = draw(st.sampled_from(["continuous", "static"]))
     limits = [replace(x, admission=admission) for x in draw(st.lists(limits_of(homes), min_size=1, max_size=4))]
-    open_homes = [h for h in homes if any(home_of(c) == h and limits[0].places(c) for c in CLASSES)]
+    open_homes = [h for h in homes if any(tier_of(c) == h and limits[0].quota(c) for c in CLASSES)]
     if not open_homes:
         limits[0], open_homes = replace(limits[0], class_seqs=None), list(homes)
     # Pools of any size, but the longest row fits one of those that have places.
@@ -85,7 +85,7 @@ def make_pools(sizes, share=True):
 def check_accounts(scheduler):
     """What sequences hold is what the pools have given out; what is promised is there."""
     for home, pool in scheduler.pools.items():
-        own = [s for s in scheduler.running if home_of(s.kv_class) == home]
+        own = [s for s in scheduler.running if tier_of(s.kv_class) == home]
         users = Counter(b for s in own for b in s.block_table)
         assert pool.num_used == len(users)
         assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
@@ -106,20 +106,20 @@ def check_places(scheduler, before):
     for kv_class, count in now.items():
         # The only sequence in flight may be in a class without places, where no other class could take it.
         alone = scheduler.running[0].kv_class == kv_class != before.get(id(scheduler.running[0]))
-        assert count <= max(limits.places(kv_class), then[kv_class], alone)
+        assert count <= max(limits.quota(kv_class), then[kv_class], alone)
 
 
 class FakeExecutor:
     """Writes and reads KV as batches do: in the order of the sweep, storing behind what is not at home here."""
 
-    def __init__(self, compute_home):
-        self.compute_home = compute_home
+    def __init__(self, compute_tier):
+        self.compute_tier = compute_tier
         self.content = {}  # (home, block, offset) -> the tokens that this slot's KV was computed from
 
     def run(self, sweep):
         written, behind = set(), {}
         for s in sweep:
-            sequence, home = s.sequence, home_of(s.sequence.kv_class)
+            sequence, home = s.sequence, tier_of(s.sequence.kv_class)
 
             def slot(position, sequence=sequence, home=home):
                 return home, sequence.block_table[position // BLOCK], position % BLOCK
@@ -127,7 +127,7 @@ class FakeExecutor:
             for position in range(sequence.num_computed):
                 kept = self.content[slot(position)]
                 assert kept == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
-            target = self.content if home == self.compute_home else behind
+            target = self.content if home == self.compute_tier else behind
             for position in range(sequence.num_computed, s.num_keys):
                 assert slot(position) not in written
                 written.add(slot(position))
@@ -141,7 +141,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     pools = make_pools(load.pools, load.share)
     expected = load.expected
     scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
-    executor = FakeExecutor(load.limits[0].compute_home)
+    executor = FakeExecutor(load.limits[0].compute_tier)
     change = random.Random(load.seed)
     wanted = {}
     for i, (prompt, budget, wish) in enumerate(load.prompts):
@@ -155,7 +155,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         if change.random() < 0.2:
             scheduler.limits = change.choice(load.limits)
         for sequence in scheduler.running:
-            if home_of(sequence.kv_class) == "cpu" and change.random() < 0.1:
+            if tier_of(sequence.kv_class) == "cpu" and change.random() < 0.1:
                 scheduler.set_class(sequence, change.choice(["cpu", "streamed"]))
         before = {id(s): s.kv_class for s in scheduler.running}
         limits = scheduler.limits
@@ -249,12 +249,12 @@ def test_releasing_a_block_twice_is_caught():
 
 def test_classes_are_those_of_the_policy_in_its_order():
     assert tuple(c for c in KV_CLASSES if c != "deferred") == CLASSES
-    assert [home_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk"]
+    assert [tier_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk"]
 
 
 def accelerator(sizes=None, **limits):
     pools = make_pools(sizes or {"gpu": 50, "cpu": 50, "disk": 50})
-    return Scheduler(pools, SchedulerLimits(64, 1000, compute_home="gpu", **limits))
+    return Scheduler(pools, SchedulerLimits(64, 1000, compute_tier="gpu", **limits))
 
 
 def test_sequences_take_the_first_class_with_a_place_and_room():
@@ -285,7 +285,7 @@ def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
 
 def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
     pools = make_pools({"gpu": 4, "cpu": 20}, share=False)
-    limits = SchedulerLimits(64, 1000, class_seqs={"gpu": 3, "cpu": 1}, compute_home="gpu")
+    limits = SchedulerLimits(64, 1000, class_seqs={"gpu": 3, "cpu": 1}, compute_tier="gpu")
     scheduler = Scheduler(pools, limits, lambda s: 1)
     rows = [make(i, [i] * 4, 12) for i in range(3)]
     rows[2] = make(2, [2] * 20, 12)  # too long for what is left of the GPU

@@ -60,7 +60,7 @@ def hazards(steps, streams, sweeps):
         if kind == "load_head":
             use(("head", slot), True, (step.sweep, layer))
         if kind == "head":
-            if streams.head_pieces:
+            if streams.vocabulary_chunks:
                 use(("head", slot), False, (step.sweep, layer))
             use(("logits", k), True, None)
         # Activations of the batch; those that wait in host memory share slots on the device.
@@ -181,7 +181,7 @@ def check_computation(steps, streams, sweeps):
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
         assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
-        pieces = range(max(1, streams.head_pieces))
+        pieces = range(max(1, streams.vocabulary_chunks))
         assert of("head") == [(p, k) for p in pieces for k in range(len(batches)) if batches[k].samples]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
@@ -225,7 +225,7 @@ def jobs(draw):
         weights=tuple(t == "disk" or (t == "host" and accelerated) for t in tiers),
         disk_weights=tuple(t == "disk" for t in tiers),
         expanded=draw(st.booleans()),
-        head_pieces=draw(st.integers(0, 5)) if accelerated else 0,
+        vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
     )
     sweeps = []
     for _ in range(draw(st.integers(1, 4))):
@@ -257,10 +257,10 @@ ON_HOST = {"hidden_on_host": True}
 # Between them these have every kind of Step wait for every kind that it ever waits for.
 JOBS = [
     (
-        Streams(True, (True, True, True), (True, False, True), head_pieces=3),
+        Streams(True, (True, True, True), (True, False, True), vocabulary_chunks=3),
         [[DISK, replace(CPU, **ON_HOST), replace(ALL, **ON_HOST), replace(DISK, **ON_HOST)]] * 3,
     ),
-    (Streams(True, (True, True, True), (True, False, True), expanded=True, head_pieces=3), [[ALL], [ALL]]),
+    (Streams(True, (True, True, True), (True, False, True), expanded=True, vocabulary_chunks=3), [[ALL], [ALL]]),
     (Streams(False, (True, True, True), (True, True, True)), [[OLD_ON_DISK] * 3, [OLD_ON_DISK] * 3]),
     (
         Streams(False, (True, True, True), (True, True, True), expanded=True),

@@ -91,7 +91,7 @@ def test_a_gate_that_nobody_opens_is_noticed_at_once():
 @pytest.mark.parametrize("eager", [0, 3])
 def test_many_gpu_batches_do_not_fill_the_streams(eager, late):
     """Where launches would block, with the interpreter's lock, until a host lane has done something."""
-    streams = Streams(True, (True,) * 3, (True, False, True), head_pieces=3)
+    streams = Streams(True, (True,) * 3, (True, False, True), vocabulary_chunks=3)
     sweeps, ran = Sweeps(streams), []
     lanes = PlayedLanes(lambda s: ran.append(s.id), FakeDevice(eager=eager), late=late)
     for batches in ([EVERYTHING] * 24, [BatchFlow(delegated=True)] * 40):

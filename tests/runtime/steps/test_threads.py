@@ -13,7 +13,7 @@ from batchgen.core.errors import BatchgenError
 from batchgen.runtime.steps.graph import LANES, BatchFlow, Step, Streams, Sweeps
 from batchgen.runtime.steps.threads import Lanes
 
-STREAMS = Streams(True, (True, True, False), (True, False, False), head_pieces=3)
+STREAMS = Streams(True, (True, True, False), (True, False, False), vocabulary_chunks=3)
 DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)
 SWEEP = [DISK, BatchFlow(history=True, stored=True, delegated=True, hidden_on_host=True)]
 

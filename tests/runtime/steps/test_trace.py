@@ -12,7 +12,7 @@ from batchgen.runtime.steps.simulator import simulate
 from batchgen.runtime.steps.threads import Lanes
 from batchgen.runtime.steps.trace import TraceWriter
 
-STREAMS = Streams(True, (True, True), (True, False), head_pieces=2)
+STREAMS = Streams(True, (True, True), (True, False), vocabulary_chunks=2)
 EVERY = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True, delegated=True, hidden_on_host=True)
 
 
