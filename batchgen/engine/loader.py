@@ -22,7 +22,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import TIERS, MemoryPlan, Policy, spread_layers
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy, spread_layers
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from batchgen.runtime.memory.weights import WeightResidency, Weights
     from batchgen.runtime.steps.threads import OnStep
 
-BLOCK_SIZE = 16
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this part is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
@@ -152,7 +151,7 @@ def in_memory_policy(
         num_gpu_batches=1,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        kv_block_size=BLOCK_SIZE,
+        kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
         share_prefixes=share_prefixes,
         weight_format=dtype,

@@ -16,11 +16,10 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
-from batchgen.core.plan import TIERS, Plan
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, Plan
 from batchgen.core.units import format_bytes, parse_bytes, size_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
-    BLOCK_SIZE,
     TYPICAL_PROCESS_BYTES,
     existing_store,
     process_bytes,
@@ -314,8 +313,8 @@ def process_share(plan: Plan) -> int:
 
 
 def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
-    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // BLOCK_SIZE)
-    return int(_KV_ROOM * max_num_seqs * blocks * BLOCK_SIZE)
+    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
+    return int(_KV_ROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
 
 
 def _first_touch_s(best: Candidate) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
+from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.units import format_bytes
@@ -121,10 +121,10 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str) -> Path:
     """Where jobs keep the store that is made of a model."""
-    key = json.dumps([model_identity(files), dtype, quantization, STORE_VERSION], sort_keys=True)
+    key = json_sha256([model_identity(files), dtype, quantization, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
     kind = dtype if quantization == "none" else f"{quantization}-{dtype}"
-    return Path(offload_dir) / "stores" / f"{name}-{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
 
 
 def find_or_convert(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
@@ -173,13 +174,9 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
     """
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
-        return {
-            name: hashlib.sha256(json.dumps(manifest[name], sort_keys=True).encode()).hexdigest()
-            for name in ("config", "files")
-        }
+        return {name: json_sha256(manifest[name]) for name in ("config", "files")}
     if files.kind == "dummy":
-        config = json.dumps(read_config(files).to_json(), sort_keys=True).encode()
-        return {"config_sha256": hashlib.sha256(config).hexdigest(), "weights": "dummy"}
+        return {"config_sha256": json_sha256(read_config(files).to_json()), "weights": "dummy"}
     if files.kind == "gguf":
         header = read_gguf_header(files.path)
         config = [header.metadata, {name: info.shape for name, info in header.tensors.items()}]
@@ -192,8 +189,7 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
         {"name": path.name, "size_bytes": path.stat().st_size, "sha256": _sampled_sha256(path)}
         for path in weight_paths(files)
     ]
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return {"config_sha256": digest, "weights": weights}
+    return {"config_sha256": json_sha256(config), "weights": weights}
 
 
 def is_store(directory: Path) -> bool:

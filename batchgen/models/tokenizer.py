@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError
+from batchgen.core.text import repair_surrogates
 from batchgen.models.files import ModelFiles, cache_dir, model_identity
 from batchgen.models.headers import read_gguf_header
 
@@ -110,8 +112,9 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
-            clean = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
-            encodings = self._backend.encode_batch_fast(clean, add_special_tokens=add_special_tokens)
+            encodings = self._backend.encode_batch_fast(
+                repair_surrogates(list(texts)), add_special_tokens=add_special_tokens
+            )
         return [encoding.ids for encoding in encodings]
 
 
@@ -228,8 +231,8 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
     """The tokenizer in a GGUF. Taking it out needs seconds, so it is kept in the cache directory."""
     import transformers
 
-    source = json.dumps([model_identity(files), transformers.__version__], sort_keys=True)
-    cached = cache_dir() / "tokenizers" / hashlib.sha256(source.encode()).hexdigest()[:32]
+    key = json_sha256([model_identity(files), transformers.__version__])
+    cached = cache_dir() / "tokenizers" / key[:32]
     if cached.is_dir():
         try:
             return _load_saved(cached)

@@ -209,7 +209,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
     return out
 
 
-def rotary_store(
+def rotary_store(  # the operands of one kernel
     qkv: Tensor,
     heads: int,
     kv_heads: int,

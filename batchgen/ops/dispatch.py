@@ -95,7 +95,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
 # Attention.
 
 
-def rotary(
+def rotary(  # the operands of one kernel
     qkv: Tensor,
     heads: int,
     kv_heads: int,

@@ -215,7 +215,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
     return y if out is None else out.copy_(y)
 
 
-def rotary(
+def rotary(  # the operands of one kernel
     qkv: Tensor,
     heads: int,
     kv_heads: int,

@@ -147,7 +147,7 @@ def _attend_launch(
 
 
 @triton.jit
-def _attend(
+def _attend(  # a kernel takes pointers and scalars only
     q,
     kv,
     out,
@@ -235,7 +235,7 @@ def _attend(
 
 
 @triton.jit
-def _attend_keys(
+def _attend_keys(  # a kernel takes pointers and scalars only
     q_low,
     q_high,
     sum_low,
@@ -305,7 +305,7 @@ def _attend_keys(
 
 
 @triton.jit
-def _merge(
+def _merge(  # a kernel takes pointers and scalars only
     out,
     partial,
     stats,

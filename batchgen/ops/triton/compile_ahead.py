@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.ops.triton import attention, plan, rotary, sampling, weights
@@ -33,7 +34,6 @@ _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
     torch.int64: "*i64", torch.float64: "*fp64",
 }  # fmt: skip
-_BLOCK_SIZE = 16
 _KV_HEADS = 2
 # (queries, KV)
 _FORMATS = (
@@ -165,7 +165,7 @@ def _attention_launches(
         (PrefillItem(1, 257, blocks, 0),),
     )
     tiles = attention_tiles(group, head_dim, dtype, kv_dtype, shared_memory)
-    shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, _BLOCK_SIZE, *tiles, num_sms=132)
+    shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, DEFAULT_KV_BLOCK_SIZE, *tiles, num_sms=132)
     q = torch.empty(257, _KV_HEADS * group, head_dim, dtype=dtype)
     kv = _kv(head_dim, kv_dtype)
     return attention.launches(q, kv, plan.cut(sweep, shape).prepare(torch.device("cpu")), torch.empty_like(q))
@@ -192,7 +192,7 @@ def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
 
 def _kv(head_dim: int, kv_dtype: torch.dtype) -> Tensor:
     width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim
-    return torch.empty(64, 2, _KV_HEADS, _BLOCK_SIZE, width, dtype=kv_dtype)
+    return torch.empty(64, 2, _KV_HEADS, DEFAULT_KV_BLOCK_SIZE, width, dtype=kv_dtype)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -45,7 +45,7 @@ def norm_launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _norm(
+def _norm(  # a kernel takes pointers and scalars only
     x, weight, bias, out, num_rows, x_stride, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

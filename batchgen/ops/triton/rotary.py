@@ -25,7 +25,7 @@ def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> b
     return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 
-def rotary_store(
+def rotary_store(  # the operands of one kernel
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -51,7 +51,7 @@ def rotary_store(
     return q, k, v
 
 
-def rotary_launch(
+def rotary_launch(  # the operands of one kernel
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -112,7 +112,7 @@ def rotary_launch(
 
 # Positions are those of some of a batch's tokens, from any one on: no variant of the kernel for every other one.
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])
-def _rotary_store(
+def _rotary_store(  # a kernel takes pointers and scalars only
     qkv,
     q,
     k,

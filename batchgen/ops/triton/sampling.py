@@ -106,6 +106,7 @@ def _forbid(logits, stride, columns, rows, allowed, words, BLOCK: tl.constexpr):
     tl.store(logits + tl.load(rows + which) * stride + column, _NONE, mask=there & forbidden)
 
 
+# One function: a kernel has no other way to keep its sums in registers.
 @triton.jit(do_not_specialize=["num_rows"])
 def _draw(logits, stride, columns, params, num_rows, out, BLOCK: tl.constexpr):
     params += tl.program_id(0)
@@ -186,6 +187,7 @@ def _weight(value, largest, temperature, min_p):
     return tl.where((value > _NONE) & (weight >= min_p), weight, 0.0)
 
 
+# Many operands: a kernel takes pointers and scalars only.
 @triton.jit
 def _above(x, columns, temperature, largest, min_p, first, second, third, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The weights, or without MASS the number, of logits above each of three bounds, fp64."""
@@ -218,6 +220,7 @@ def _count(x, columns, bound, BLOCK: tl.constexpr):
     return tl.sum(count, 0)
 
 
+# Many operands: a kernel takes pointers and scalars only.
 @triton.jit
 def _cut(x, columns, temperature, largest, min_p, least, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest bound from `least` on above which there is less than the limit (of weight, or without MASS of logits), which
