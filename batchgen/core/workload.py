@@ -105,12 +105,6 @@ class Workload:
         """Prompt tokens per row that have to be prefilled."""
         return self.prompt_len.mean - self.shared_prefix_len
 
-    @property
-    def mean_live_context(self) -> float:
-        """Tokens a decoding sequence attends to, averaged over a run: prompt plus E[n^2] / 2E[n] (FlexGen A.2.1,
-        where every output has n tokens: s + n/2)."""
-        return self.prompt_len.mean + self.output_len.mean_square / (2 * self.output_len.mean)
-
     def to_json(self) -> dict:
         return asdict(self)
 

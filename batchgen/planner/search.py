@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, Policy
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -30,7 +30,7 @@ from batchgen.planner.cost import (
     sweep_overhead_s,
 )
 from batchgen.planner.flow import Stage, stages_of
-from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
+from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve, with_embeddings
 from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
 
 _GPU_BATCHES = (1, 2, 4, 8, 16)
@@ -184,29 +184,6 @@ def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
                             )
                             if _supported(setting):
                                 yield setting, stages
-
-
-def predicted_s(problem: Problem, policy: Policy) -> float:
-    """Seconds of all sweeps under a policy that is given, whether or not it is a good one."""
-    fixed = replace(
-        problem,
-        weight_formats=(policy.weight_format,),
-        kv_formats=(policy.kv_format,),
-        admissions=(policy.admission,),
-        block_size=policy.max_num_seqs,
-        num_gpu_batches=policy.num_gpu_batches,
-        max_num_batched_tokens=policy.max_num_batched_tokens,
-        kv_block_size=policy.kv_block_size,
-    )
-    setting, stages = next(settings(fixed), (None, ()))
-    if setting is None:
-        raise InputError(_no_rates(problem))
-    # Fewer rows than places leave the block emptier, and its memory as it is.
-    setting = replace(setting, block_size=policy.max_num_seqs)
-    counts = Counts(
-        dict(policy.weight_layers), dict(policy.kv_seqs), policy.activation_batches, int(policy.head_tier == "gpu")
-    )
-    return job_seconds(setting, stages, counts.shares(setting))
 
 
 def _no_rates(problem: Problem) -> str:

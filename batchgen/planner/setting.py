@@ -43,7 +43,6 @@ BATCHGEN = RuntimeModel("batchgen")
 FLEXGEN = RuntimeModel(
     "flexgen", serial=("h2d",), expands_per_gpu_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
 )
-NO_OVERLAP = RuntimeModel("none", serial=LANES)
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,6 @@ class TestLengths:
 
 
 class TestWorkload:
-    def test_mean_live_context(self):
-        """FlexGen's s + n/2 where all outputs are alike; E[n^2] / 2E[n] where they are not."""
-        assert Workload.uniform(10, 512, 32).mean_live_context == 512 + 16
-        mixed = Workload(10, Lengths((100, 300)), Lengths((1, 99)), 128)
-        assert mixed.mean_live_context == pytest.approx(200 + (1 + 99**2) / 2 / 100)
-
     def test_a_shared_prefix_is_not_computed(self):
         assert Workload.uniform(10, 512, 32, 200).computed_prompt_len == 312
 

@@ -16,9 +16,9 @@ from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
 from batchgen.planner.flow import Stage, stages_of
-from batchgen.planner.lp import Counts, job_seconds
-from batchgen.planner.search import Problem, predicted_s, search, settings
-from batchgen.planner.setting import NO_OVERLAP
+from batchgen.planner.lp import Counts
+from batchgen.planner.search import Problem, search, settings
+from batchgen.planner.setting import LANES, RuntimeModel
 from batchgen.profiler.emulated import emulated_profile, piece_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,7 +108,7 @@ class TestSharedCores:
         assert lanes["cores"] == pytest.approx(lanes["compute"] + lanes["cpu_attention"])
 
     def test_one_after_the_other_counts_them_once(self, llama):
-        lanes, seconds, _ = self.lanes(llama[1], emulated_box(), 1, runtime=NO_OVERLAP)
+        lanes, seconds, _ = self.lanes(llama[1], emulated_box(), 1, runtime=RuntimeModel("none", serial=LANES))
         assert not {"cores", "chain"} & set(lanes)
         assert seconds == pytest.approx(sum(lanes.values()))
 
@@ -190,8 +190,6 @@ def test_bytes_are_predicted_as_they_move(name, llama, tmp_path_factory):
     assert any(size for lane, size in moved.items())
     for lane, size in moved.items():
         assert expected[lane] == pytest.approx(size, rel=0.12, abs=1000), lane
-    # And seconds follow from them.
-    assert predicted_s(p, policy) == pytest.approx(job_seconds(setting, stages, at))
 
 
 def test_int4_costs_what_it_was_measured_to_cost(llama):

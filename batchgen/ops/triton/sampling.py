@@ -106,7 +106,7 @@ def _forbid(logits, stride, columns, rows, allowed, words, BLOCK: tl.constexpr):
     tl.store(logits + tl.load(rows + which) * stride + column, _NONE, mask=there & forbidden)
 
 
-# One function: a kernel has no other way to keep its sums in registers.
+# Long: one row from its logits to its token, in the order in which it happens.
 @triton.jit(do_not_specialize=["num_rows"])
 def _draw(logits, stride, columns, params, num_rows, out, BLOCK: tl.constexpr):
     params += tl.program_id(0)

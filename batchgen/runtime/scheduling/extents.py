@@ -28,11 +28,6 @@ class ExtentManager:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
-    @property
-    def free_runs(self) -> list[tuple[int, int]]:
-        """(first block, number of blocks) of each free run, in ascending order."""
-        return list(zip(self._starts, self._lengths, strict=True))
-
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
         """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start. None
         where there is none, or where fewer than `num_reserved` blocks would be left. tokens: not looked at."""
