@@ -22,7 +22,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy, spread_layers
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -32,6 +32,7 @@ from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_sto
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
 from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
 from batchgen.runtime.grammar import Grammars
+from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from batchgen.runtime.executor import Executor
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
-    from batchgen.runtime.memory.weights import WeightResidency, Weights
+    from batchgen.runtime.memory.weights import Weights
     from batchgen.runtime.steps.threads import OnStep
 
 ADMISSIONS = ("continuous", "static")
@@ -338,7 +339,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     policy = request.policy
     weights = Weights(
         request.config,
-        weight_residency(policy, request.config),
+        WeightResidency.of_policy(policy),
         getattr(torch, request.dtype),
         checkpoint=None if request.store else open_checkpoint(request.files),
         store=request.store,
@@ -409,12 +410,3 @@ def warm_up(
         sampled_token=executor.sampled_token,
     )
     executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
-
-
-def weight_residency(policy: Policy, config: ModelConfig) -> WeightResidency:
-    """The tier of every layer's tensors: each kind of tensor spread evenly over the layers."""
-    from batchgen.runtime.memory.weights import WeightResidency
-
-    spread = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
-    layers = tuple({group: tiers[j] for group, tiers in spread.items()} for j in range(config.num_layers))
-    return WeightResidency(layers, policy.head_tier, policy.weight_format, policy.embedding_tier)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT4
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, spread_layers
 from batchgen.core.workload import Workload
@@ -25,6 +24,7 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Stage
 from batchgen.planner.setting import BATCHGEN, Setting, Shares
+from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.extents import runs_of
 from batchgen.runtime.scheduling.micro_batches import residency_of
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
@@ -157,16 +157,8 @@ def weight_tiers(plan: Plan) -> dict[str, list[str]]:
 
 
 def streams_of(plan: Plan) -> Streams:
-    """What has to be brought to the compute device; as `WeightResidency.streams` gives."""
-    accelerated = "gpu" in plan.budgets
-    layers = [set(tiers) for tiers in zip(*weight_tiers(plan).values(), strict=True)]
-    return Streams(
-        accelerated=accelerated,
-        weights=tuple(bool(tiers - {"gpu" if accelerated else "cpu"}) for tiers in layers),
-        disk_weights=tuple("disk" in tiers for tiers in layers),
-        expanded=plan.policy.weight_format == INT4,
-        vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and plan.policy.head_tier != "gpu" else 0,
-    )
+    """What has to be brought to the compute device."""
+    return WeightResidency.of_policy(plan.policy).streams("gpu" if "gpu" in plan.budgets else "cpu")
 
 
 class StepCosts:

@@ -146,7 +146,8 @@ def _load_bytes_per_s() -> float:
 
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.files import resolve_model
-    from batchgen.runtime.memory.weights import WeightResidency, Weights
+    from batchgen.runtime.memory.residency import WeightResidency
+    from batchgen.runtime.memory.weights import Weights
 
     width, vocab = 1024, 8192
     shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}

@@ -29,8 +29,9 @@ from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
+from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers, open_tiers
-from batchgen.runtime.memory.weights import WeightResidency, Weights
+from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits

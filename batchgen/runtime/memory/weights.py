@@ -7,8 +7,8 @@ computes. 4-bit matrices are dequantized once per layer and sweep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,45 +24,14 @@ from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.ops.quant import row_bytes
+from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import as_buffer
-from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS, Streams
+from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS
 
 Tensors = dict[str, ops.Weight]
 
 OUTPUT_MATRIX = "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class WeightResidency:
-    """layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4".
-    embeddings: tier of the input embeddings, where these are not the output matrix too."""
-
-    layers: tuple[Mapping[str, str], ...]
-    head: str
-    weight_format: str
-    embeddings: str = "cpu"
-
-    @classmethod
-    def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightResidency:
-        """Everything in one tier."""
-        layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
-        return cls(layers, tier, dtype, embeddings=tier)
-
-    def of_layers(self, layers: Sequence[int]) -> WeightResidency:
-        """Of a model that has only these layers."""
-        return replace(self, layers=tuple(self.layers[j] for j in layers))
-
-    def streams(self, compute_tier: str) -> Streams:
-        away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
-        accelerated = compute_tier == "gpu"
-        return Streams(
-            accelerated=accelerated,
-            weights=tuple(bool(tiers) for tiers in away),
-            disk_weights=tuple("disk" in tiers for tiers in away),
-            expanded=self.weight_format == INT4,
-            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
-        )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Streams:
     """Which layers need something brought to the compute device in every sweep, and how.
 
     accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
-    its weights are to be loaded. disk_weights: whether any of them are on disk. expanded: weights are stored in 4 bits, and
+    its weights are to be loaded. disk_weights: whether any of them are on disk. dequantized: weights are stored in 4 bits, and
     dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
     vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device.
     """
@@ -59,7 +59,7 @@ class Streams:
     accelerated: bool
     weights: tuple[bool, ...]
     disk_weights: tuple[bool, ...]
-    expanded: bool = False
+    dequantized: bool = False
     vocabulary_chunks: int = 0
 
     @property
@@ -185,7 +185,7 @@ class Sweeps:
             made = step.id
         after = [made, *self._weights_ready(j)]
         weight_slot = self._weight_slot(j)
-        if self.streams.expanded and k == 0:
+        if self.streams.dequantized and k == 0:
             yield self._step("expand_weight", j, 0, weight_slot=weight_slot, after=after)
         pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre

@@ -45,7 +45,7 @@ def hazards(steps, streams, sweeps):
     found, ended = [], happens_before(steps)
     used = defaultdict(list)  # buffer -> (Step, whether it writes, what it holds then)
     homes = defaultdict(list)  # KV's home -> (Step, whether it writes)
-    num_expanded = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
+    num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, GPU batch) -> its slot, for buffers whose slots no Step names
     for step in steps:
@@ -56,7 +56,7 @@ def hazards(steps, streams, sweeps):
             used[buffer].append((step, writes, holds))
 
         if kind in ("read_weight", "load_weight", "expand_weight", "pre", "attention", "send_qkv", "post"):
-            _use_weights(step, streams, num_expanded, use)
+            _use_weights(step, streams, num_dequantized, use)
         if kind == "load_head":
             use(("head", slot), True, (step.sweep, layer))
         if kind == "head":
@@ -122,8 +122,8 @@ def _sequences(step):
     return step.batch, step.kind in ("send_qkv", "cpu_attention")
 
 
-def _use_weights(step, streams, num_expanded, use):
-    """On its way a layer is in a slot of the host's buffers, of the device's, and is expanded in another."""
+def _use_weights(step, streams, num_dequantized, use):
+    """On its way a layer is in a slot of the host's buffers, of the device's, and is dequantized in another."""
     layer, slot = step.layer, step.weight_slot
     content = layer
     arrives = "device" if streams.accelerated else "host"
@@ -136,8 +136,8 @@ def _use_weights(step, streams, num_expanded, use):
     else:  # norms (of queries and keys too) and biases are never packed: they are used where they arrive
         if streams.weights[layer]:
             use(("weights", arrives, slot), False, content)
-        if streams.expanded and step.kind in ("expand_weight", "pre", "post"):
-            use(("weights", "expanded", layer % num_expanded), step.kind == "expand_weight", content)
+        if streams.dequantized and step.kind in ("expand_weight", "pre", "post"):
+            use(("weights", "dequantized", layer % num_dequantized), step.kind == "expand_weight", content)
 
 
 def _use_staging(step, batch, streams, use):
@@ -176,7 +176,7 @@ def check_computation(steps, streams, sweeps):
         assert of("attention") == [(j, k) for j, k in places if batches[k].resident or batches[k].staged]
         for kind in ("send_qkv", "cpu_attention", "load_attention"):
             assert of(kind) == [(j, k) for j, k in places if batches[k].delegated]
-        assert of("expand_weight") == [(j, k) for j, k in places if streams.expanded and k == 0]
+        assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
         assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
@@ -224,7 +224,7 @@ def jobs(draw):
         accelerated=accelerated,
         weights=tuple(t == "disk" or (t == "host" and accelerated) for t in tiers),
         disk_weights=tuple(t == "disk" for t in tiers),
-        expanded=draw(st.booleans()),
+        dequantized=draw(st.booleans()),
         vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
     )
     sweeps = []
@@ -260,10 +260,10 @@ JOBS = [
         Streams(True, (True, True, True), (True, False, True), vocabulary_chunks=3),
         [[DISK, replace(CPU, **ON_HOST), replace(ALL, **ON_HOST), replace(DISK, **ON_HOST)]] * 3,
     ),
-    (Streams(True, (True, True, True), (True, False, True), expanded=True, vocabulary_chunks=3), [[ALL], [ALL]]),
+    (Streams(True, (True, True, True), (True, False, True), dequantized=True, vocabulary_chunks=3), [[ALL], [ALL]]),
     (Streams(False, (True, True, True), (True, True, True)), [[OLD_ON_DISK] * 3, [OLD_ON_DISK] * 3]),
     (
-        Streams(False, (True, True, True), (True, True, True), expanded=True),
+        Streams(False, (True, True, True), (True, True, True), dequantized=True),
         [[BatchFlow()], [NEW_ON_DISK], [BatchFlow()], [OLD_ON_DISK]],
     ),
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),

@@ -1,0 +1,54 @@
+"""Where weights reside: the tier of each group of tensors of each layer, and what a sweep has to bring over for it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from batchgen.core.dtypes import INT4
+from batchgen.core.plan import VOCABULARY_CHUNKS, Policy, spread_layers
+from batchgen.models.config import ModelConfig
+from batchgen.runtime.steps.graph import Streams
+
+
+@dataclass(frozen=True)
+class WeightResidency:
+    """The tier of every tensor of a model.
+
+    layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or "int4".
+    embeddings: tier of the input embeddings, where these are not the output matrix too.
+    """
+
+    layers: tuple[Mapping[str, str], ...]
+    head: str
+    weight_format: str
+    embeddings: str = "cpu"
+
+    @classmethod
+    def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightResidency:
+        """Everything in one tier."""
+        layers = tuple(dict.fromkeys(config.layer_tensors, tier) for _ in range(config.num_layers))
+        return cls(layers, tier, dtype, embeddings=tier)
+
+    @classmethod
+    def of_policy(cls, policy: Policy) -> WeightResidency:
+        """As a policy has it: each group of tensors spread evenly over the layers."""
+        spread = [spread_layers(counts) for counts in policy.weight_layers.values()]
+        layers = tuple(dict(zip(policy.weight_layers, tiers, strict=True)) for tiers in zip(*spread, strict=True))
+        return cls(layers, policy.head_tier, policy.weight_format, policy.embedding_tier)
+
+    def of_layers(self, layers: Sequence[int]) -> WeightResidency:
+        """Of a model that has only these layers."""
+        return replace(self, layers=tuple(self.layers[j] for j in layers))
+
+    def streams(self, compute_tier: str) -> Streams:
+        """What is brought to the compute device in every sweep. compute_tier: the device's own memory."""
+        away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
+        accelerated = compute_tier == "gpu"
+        return Streams(
+            accelerated=accelerated,
+            weights=tuple(bool(tiers) for tiers in away),
+            disk_weights=tuple("disk" in tiers for tiers in away),
+            dequantized=self.weight_format == INT4,
+            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
+        )
