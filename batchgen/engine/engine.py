@@ -92,8 +92,11 @@ class _Call:
         return self.scheduler.has_work or self.ahead is not None
 
     def due(self, launched: _Sweep | None) -> list[_Sweep]:
-        """The sweeps whose results are taken now. While the device is at one sweep the next is scheduled and launched, and
-        then the results of the first are taken."""
+        """The sweeps whose results are taken now.
+
+        While the device is at one sweep the next is scheduled and launched, and then the results of the first are
+        taken.
+        """
         sweeps = [self.ahead, launched]
         runs_ahead = launched is not None and launched.wait is not None and not launched.result.needs_host
         self.ahead = sweeps.pop() if runs_ahead else None
@@ -195,7 +198,8 @@ class Engine:
         """An engine around a model that is loaded already, or around anything else that runs sweeps.
 
         planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
-        the streamed share to what it measures (runtime.adaptation)."""
+        the streamed share to what it measures (runtime.adaptation).
+        """
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, on_overlong, sampling)
         engine._planned_output_len = planned_output_len
@@ -274,8 +278,9 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
     ) -> Iterator[Scored]:
-        """Scores every request: how likely its continuations are, without generating anything. Yields each Scored when its
-        last continuation is done, so not in input order.
+        """Scores every request: how likely its continuations are, without generating anything.
+
+        Yields each Scored when its last continuation is done, so not in input order.
 
         A context is computed once for all its continuations, and a prefix that contexts share once for all of them; logits
         are made where they are asked for only. Parameters and errors are those of `generate`; a context that leaves no headroom

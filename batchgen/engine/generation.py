@@ -74,8 +74,11 @@ class _Finish:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Tokens that a sweep chooses. rows: whose, and the position of each among the sequence's tokens. Those of sequences that
-    have ended meanwhile are dropped."""
+    """Tokens that a sweep chooses.
+
+    rows: whose, and the position of each among the sequence's tokens. Those of sequences that have ended meanwhile are
+    dropped.
+    """
 
     rows: list[tuple[Sequence, int]]
     sampled: list[Sampled]

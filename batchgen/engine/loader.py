@@ -106,7 +106,8 @@ def resolve_budgets(
 ) -> dict[str, int]:
     """Bytes of each tier that a job may use; no "gpu" without an accelerator, no disk without a directory.
 
-    Raises InputError."""
+    Raises InputError.
+    """
     budgets = {"cpu": resolve_budget(cpu_memory), "disk": 0}
     if offload_dir is not None:
         free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC))

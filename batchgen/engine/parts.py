@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 class SweepRunner(Protocol):
-    """What the engine needs of an executor: `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows,
-    columns], first column) until all that are asked for have come; vocabulary_chunks: perhaps not all columns at once. on_logits
-    returns the tokens that it chose, int64 [rows] where the logits are, if it chose any.
+    """What the engine needs of an executor.
+
+    `run` computes packed micro-batches and calls on_logits(rows, fp32 logits [rows, columns], first column) until all logits
+    that are asked for have come; with vocabulary_chunks perhaps not all columns at once. on_logits returns the tokens that it
+    chose, int64 [rows] where the logits are, if it chose any.
 
     Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
-    before, with PENDING for tokens that this one samples."""
+    before, with PENDING for tokens that this one samples.
+    """
 
     bytes_moved: dict[str, int]  # by lane
     busy_s: dict[str, float]  # by lane
@@ -34,9 +37,11 @@ class SweepRunner(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A loaded model: what the engine puts to work. `split` and `pack` are gpu_batches.split_batches and batch.pack with
-    the model's numbers filled in, `sample` is sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them
-    no request may have one."""
+    """A loaded model: what the engine puts to work.
+
+    `split` and `pack` are micro_batches.split_batches and batch.pack with the model's numbers filled in, `sample` is
+    sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them no request may have one.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -57,8 +62,11 @@ class EngineParts:
 
 @dataclass
 class EngineStats:
-    """Running totals since the engine was made. Times in seconds; input_wait is time spent waiting for requests,
-    masks that of the thread that makes masks, and mask_wait (a part of sampling) what was waited for them."""
+    """Running totals since the engine was made.
+
+    Times in seconds; input_wait is time spent waiting for requests, masks that of the thread that makes masks, and
+    mask_wait (a part of sampling) what was waited for them.
+    """
 
     prompt_tokens: int = 0  # of prefilled rows, whether computed or taken from the prefix cache
     cached_prompt_tokens: int = 0

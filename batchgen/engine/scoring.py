@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A request's tokens, four bytes each: many of these wait. context: what stands before the continuations, `given` tokens
-    of it those that the request came with, perhaps more. rolling: continuations may be longer than the model's context."""
+    """A request's tokens, four bytes each: many of these wait.
+
+    context: what stands before the continuations, `given` tokens of it those that the request came with, perhaps more.
+    rolling: continuations may be longer than the model's context.
+    """
 
     context: array
     continuations: tuple[array, ...]
@@ -174,8 +177,19 @@ class Scoring:
 
 
 def tokens_of(tokenizer: Tokenizer, request: ScoreRequest, texts: Texts, context_len: int, on_overlong: str) -> Tokens:
-    """A request's tokens, cut as `on_overlong` says to fit a model's context of `context_len` tokens; the last token of a
-    continuation, which is not run, need not fit. Raises RowError, InputError."""
+    """The tokens of a request, cut to fit the model's context.
+
+    Args:
+        tokenizer: The model's.
+        request: What is to be scored.
+        texts: Of `encode_all`.
+        context_len: The model's context, in tokens. The last token of a continuation is not run and need not fit.
+        on_overlong: What happens to a context that is too long, as of `Engine`.
+
+    Raises:
+        RowError: The request cannot be scored.
+        InputError: The model has no chat template.
+    """
     context, continuations = encode_pairs(tokenizer, request, texts)
     for number, tokens in enumerate(continuations, 1):
         if not tokens:

@@ -142,19 +142,28 @@ class Checkpoint:
     load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """ "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset,
-        hidden] and "embed_proj.weight" [hidden, embed]."""
+        """What stands before the layers, by name.
+
+        "embed.weight" [vocab, embed]; where the model has them "positions.weight" [max_position + offset, hidden] and
+        "embed_proj.weight" [hidden, embed].
+        """
         return self.load("embeddings", 0, dtype)
 
     def load_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Layer `layer`'s tensors: "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
+        """One layer's tensors, by name.
+
+        "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
         "q_norm" and "k_norm" [head_dim], "out", "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down", each ".weight" and, where the model has it, ".bias"."""
+        "up", and "down", each ".weight" and, where the model has it, ".bias".
+        """
         return self.load("layer", layer, dtype)
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden]
-        and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last."""
+        """What stands after the layers, by name.
+
+        Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden]
+        and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last.
+        """
         return self.load("head", 0, dtype)
 
 

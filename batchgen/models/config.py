@@ -235,8 +235,10 @@ class ModelConfig:
 
     @property
     def layer_tensors(self) -> dict[str, int]:
-        """The weights of one layer by the tensor they are stored in, fused as they are loaded: what can be placed on
-        its own. Biases go with their matrix, norms with "qkv"."""
+        """The number of weights in each tensor of a layer, fused as they are loaded: what can be placed on its own.
+
+        Biases go with their matrix, norms with "qkv".
+        """
         attention = self.num_heads * self.head_dim
         mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
         norms = 2 * self._norm_params + self.qk_norm * 2 * self.head_dim

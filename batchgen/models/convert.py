@@ -331,8 +331,10 @@ def _without_checksums(file: StoreFile) -> StoreFile:
 
 
 def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
-    """Writes and syncs one file, 4-bit matrices by the importance of their columns; takes the tensors out of `tensors` as it
-    goes. Its name is on stable storage when the next manifest is. Raises OSError."""
+    """Writes and syncs one file, 4-bit matrices by the importance of their columns.
+
+    Takes the tensors out of `tensors` as it goes. Its name is on stable storage when the next manifest is. Raises OSError.
+    """
     temporary = planned.path.with_name(f"{planned.path.name}.tmp")
     with staged(temporary) as out:
         out.write(planned.header)
@@ -383,8 +385,10 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Makes the directory and holds its lock. Raises InputError where it cannot be written, BatchgenError where another
-    process holds the lock."""
+    """Makes the directory and holds its lock.
+
+    Raises InputError where it cannot be written, BatchgenError where another process holds the lock.
+    """
     try:
         target.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(target / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)

@@ -43,9 +43,11 @@ STORE_MANIFEST, STORE_UNFINISHED = "manifest.json", "manifest.partial.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on local disk. path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", or
-    "dummy" of a config.json alone, whose weights are made up).
-    name: for people."""
+    """A model on local disk.
+
+    path: the directory (kind "hf", or "store" of a weight store) or the file (kind "gguf", or "dummy" of a config.json
+    alone, with dummy weights). name: for people.
+    """
 
     path: Path
     kind: str
@@ -77,8 +79,10 @@ def resolve_model(spec: str, notify: Callable[[str], None] | None = None) -> Mod
 
 
 def resolve_for_planning(spec: str, notify: Callable[[str], None] | None = None) -> tuple[ModelFiles, ModelConfig]:
-    """A model's files and configuration, its weights not needed: a `config.json` or its directory will do, and from
-    the hub only the small files come. Raises InputError."""
+    """Find a model's files and configuration, its weights not needed.
+
+    A `config.json` or its directory will do, and from the hub only the small files come. Raises InputError.
+    """
     path = Path(spec).expanduser()
     if path.suffix == ".json" and path.is_file():
         return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
@@ -100,8 +104,10 @@ def _config_without_weights(path: Path) -> ModelConfig:
 
 
 def without_weights(spec: str, notify: Callable[[str], None] | None = None) -> ModelFiles:
-    """A model of this shape whose weights are made up (`runtime.checkpoint.dummy_checkpoint`), known by its `config.json`, the
-    directory that has it, or a hub id. Raises InputError."""
+    """A model of this shape with dummy weights (`models.checkpoint.dummy_checkpoint`).
+
+    spec: its `config.json`, the directory that has it, or a hub id. Raises InputError.
+    """
     files, _ = resolve_for_planning(spec, notify)
     if files.kind != "hf":
         raise InputError(f"{spec} has no config.json: dummy weights need one, or leave out --load-format dummy")
@@ -133,8 +139,10 @@ def weight_paths(files: ModelFiles) -> list[Path]:
 
 
 def weight_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
-    """Every tensor of a GGUF or a Hugging Face directory by the name its file gives it. Raises InputError where a file is
-    corrupt."""
+    """Every tensor of a GGUF or a Hugging Face directory by the name its file gives it.
+
+    Raises InputError where a file is corrupt.
+    """
     if files.kind == "gguf":
         return read_gguf_header(files.path).tensors
     headers = (read_safetensors_header(path) for path in weight_paths(files))

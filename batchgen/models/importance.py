@@ -38,8 +38,10 @@ class ChannelImportance:
         self._rope = rope_table(config, self._tokens) if config.rope else None
 
     def next_layer(self, weights: Weights) -> dict[str, Tensor]:
-        """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero. weights: as
-        `Checkpoint.load_layer` gives them; all layers in turn."""
+        """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero.
+
+        weights: as `Checkpoint.load_layer` gives them; all layers in turn.
+        """
         config = self._config
         seen: dict[str, Tensor] = {}
 

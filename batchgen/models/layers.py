@@ -87,8 +87,10 @@ def post_attention(
     out: Tensor | None = None,
     on_input: OnInput | None = None,
 ) -> Tensor:
-    """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim]. out: where it
-    goes, `hidden` perhaps."""
+    """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
+
+    out: where it goes, `hidden` perhaps.
+    """
     hidden = linear(weights, "out", attention, on_input, residual=hidden, out=out)
     if not config.norm_first:
         hidden = norm(config, weights, "input_norm", hidden, out)

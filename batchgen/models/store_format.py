@@ -72,8 +72,10 @@ class StoreFile:
 
 @dataclass(frozen=True)
 class WeightStore:
-    """A whole store. dtype: what it computes in, and `config.dtype`. weight_format: that, or "int4" of the layers'
-    matrices."""
+    """A whole store.
+
+    dtype: what it computes in, and `config.dtype`. weight_format: that, or "int4" of the layers' matrices.
+    """
 
     path: Path
     config: ModelConfig

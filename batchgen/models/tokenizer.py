@@ -192,8 +192,10 @@ def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(files: ModelFiles, store: Path) -> None:
-    """Puts the model's tokenizer into a weight store, whole or not at all; does nothing where it is there already, or
-    the model has none. Raises InputError where it is broken, OSError."""
+    """Puts the model's tokenizer into a weight store, whole or not at all.
+
+    Does nothing where it is there already, or the model has none. Raises InputError where it is broken, OSError.
+    """
     folder, scratch = store / _STORE_FOLDER, store / f"{_STORE_FOLDER}.tmp"
     if folder.exists():
         return

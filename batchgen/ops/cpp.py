@@ -114,8 +114,10 @@ class PackedWeight:
 
 
 def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False) -> int:
-    """Size of a packed weight: that of the weight itself, but for rounding up; of 16-bit numbers twice as much where the
-    instruction set multiplies them as 32-bit ones."""
+    """Size of a packed weight: that of the weight itself, but for rounding up.
+
+    Of 16-bit numbers it is twice as much where the instruction set multiplies them as 32-bit ones.
+    """
     return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated))
 
 
@@ -278,8 +280,10 @@ def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row of fp32 logits [rows, columns]: the first of the largest, int64; its value; and the log of the sum of
-    exponentials."""
+    """The first of the largest of each row, its value, and the log of the sum of exponentials.
+
+    logits: fp32 [rows, columns]. Returns int64, fp32 and fp32 [rows]; None for the last unless want_lse.
+    """
     rows, columns = logits.shape
     index, maximum = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     lse = torch.empty(rows) if want_lse else None

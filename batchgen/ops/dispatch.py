@@ -72,8 +72,15 @@ def linear(
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False) -> Weight:
-    """The weight [columns, depth] as `linear` reads it fastest, in about as many bytes; itself where that is so already.
-    gated: for "silu_mul"."""
+    """Pack a weight as `linear` reads it fastest, in about as many bytes.
+
+    Args:
+        weight: [columns, depth].
+        gated: For "silu_mul": the gate's rows stand before those it is multiplied with.
+
+    Returns:
+        The weight itself, where it is read fastest as it is.
+    """
     if weight.device.type != "cpu" or kernels.packed_grows(weight.dtype):
         return weight
     return kernels.pack(weight, gated=gated)
@@ -107,11 +114,21 @@ def rotary(  # the operands of one kernel
     eps: float = 0.0,
     rotate_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) *
-    head_dim].
+    """Norm, rotate and scale queries and keys of fused QKV (RoPE: Su et al., 2021).
 
-    rope: cos and sin, fp32 [positions, head_dim / 2]; positions: int64 [tokens]. norms: RMSNorm weights of q and k.
-    rotate_keys: for 4-bit KV.
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * head_dim].
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        scale: Of queries: that of the softmax.
+        rope: cos and sin, fp32 [positions, head_dim / 2]; None: positions are not rotary.
+        positions: int64 [tokens].
+        norms: RMSNorm weights of the heads of q and k, [head_dim] each.
+        eps: Of the norms.
+        rotate_keys: For 4-bit KV: queries and keys are multiplied with `rotation`.
+
+    Returns:
+        q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
     """
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     options = {
@@ -161,8 +178,10 @@ def prepare_attention(
     kv_dtype: torch.dtype,
     device: torch.device = CPU,
 ) -> PreparedAttention:
-    """The plan as `paged_attention` takes it, made once per sweep and used by every layer. dtype: of queries. device: where
-    they and the KV are."""
+    """The plan as `paged_attention` takes it, made once per sweep and used by every layer.
+
+    dtype: of queries. device: where they and the KV are.
+    """
     group = heads // kv_heads
     if device.type != "cpu":
         made = _device_kernels(device)
@@ -185,14 +204,19 @@ def cut_attention(
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> CutPlan:
-    """As `prepare_attention`, but not yet on the device: so that plans of several sweeps can be written into the same memory,
-    for CUDA graphs. Only where `can_capture`."""
+    """As `prepare_attention`, but not yet on the device; only where `can_capture`.
+
+    So plans of several sweeps can be written into the same memory, for CUDA graphs.
+    """
     return _triton().cut_attention(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device)
 
 
 def can_capture(device: torch.device, head_dim: int, group: int, block_size: int) -> bool:
-    """Whether all that layers do on the device is launches whose shapes do not depend on the sweep, and tokens with a slot
-    below 0 are not stored. group: query heads of a KV head."""
+    """Whether decode sweeps can be CUDA graphs there.
+
+    All that layers do must be launches whose shapes do not depend on the sweep, and tokens with a slot below 0 must not be
+    stored. group: query heads of a KV head.
+    """
     made = _device_kernels(device)
     return bool(
         made
@@ -219,11 +243,10 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
 
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are rotated with, and queries alike: Hadamard's where n is a
-    power of two, else the cosine transform's.
+    """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are rotated with, and queries alike.
 
-    Some channels of keys are far larger than the rest, and would take all quantized values for themselves; rotated, what is in one
-    channel spreads over all. The products stay the same.
+    Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the rest, and
+    would take all quantized values for themselves; rotated, what is in one channel spreads over all. The products stay the same.
     """
     if n & (n - 1) == 0:
         matrix = torch.ones(1, 1)
@@ -244,11 +267,17 @@ def _has_kernels(x: Tensor, head_dim: int) -> bool:
 
 
 def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, block_size: int) -> Tensor:
-    """Rows of a [num_blocks * 2 * kv_heads * block_size, width] view that hold each token's K; V lies
-    kv_heads * block_size rows behind.
+    """Rows of a [num_blocks * 2 * kv_heads * block_size, width] view of the KV that hold each token's K.
 
-    slots: physical slot (block * block_size + offset) per token. Returns int64 [tokens * kv_heads], on the
-    device of a tensor.
+    V lies kv_heads * block_size rows behind.
+
+    Args:
+        slots: Of each token, block * block_size + offset.
+        kv_heads: Key and value heads.
+        block_size: Tokens of a block.
+
+    Returns:
+        int64 [tokens * kv_heads], on the device of `slots`.
     """
     slots = torch.as_tensor(slots).long()[:, None]
     heads = torch.arange(kv_heads, device=slots.device)
@@ -303,7 +332,8 @@ def argmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
     """Draws a token at random from each of some rows of fp32 logits [.., columns], into int64 `out` [..] at those rows.
 
-    rows: int64, what `draws` are for, one by one. The host waits for nothing."""
+    rows: int64, what `draws` are for, one by one. The host waits for nothing.
+    """
     _of_logits(logits).draw(logits, rows, draws, out)
 
 
@@ -311,7 +341,8 @@ def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
     """Sets the fp32 logits [.., columns] of tokens that are not allowed to minus infinity, in place. The host waits for nothing.
 
     rows: int64, those that the masks are for. allowed: int32 [rows, words], a bit a token, lowest first; at least as many as
-    there are columns."""
+    there are columns.
+    """
     _of_logits(logits).forbid(logits, rows, allowed)
 
 

@@ -8,8 +8,11 @@ from torch import Tensor
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor of the device. A copy to a GPU goes through pinned memory, so the host waits for nothing: from
-    pageable memory it would wait for all that is launched before. On the CPU the tensor shares the array's memory."""
+    """The array as a tensor of the device.
+
+    A copy to a GPU goes through pinned memory, so the host waits for nothing: from pageable memory it would wait for
+    all that is launched before. On the CPU the tensor shares the array's memory.
+    """
     tensor = torch.from_numpy(array)
     return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
 

@@ -86,8 +86,11 @@ def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.d
 
 
 def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x fp32 [rows, groups, size], importance [groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)],
-    table fp16 [rows, groups, 2]."""
+    """Codes and their scales of whole groups.
+
+    x fp32 [rows, groups, size], importance [groups, size] -> nibbles uint8 [rows, groups, ceil(size / 2)], table fp16 [rows,
+    groups, 2].
+    """
     size = x.shape[-1]
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
     minimum = low.half()
@@ -113,6 +116,7 @@ def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums, fp16 [rows, groups], with smaller weighted squared errors than those given, group by group.
+
     weights: [groups, size], 1 in sum.
 
     From ranges somewhat narrower than the group's, codes and line are fitted to each other in turn.

@@ -136,8 +136,10 @@ def _tile_rows(q: Tensor, num_keys: int) -> int:
 
 @lru_cache(maxsize=64)
 def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mask [1, 1, queries, columns] for the last `queries` of `keys` positions asking; without a window only
-    the last `queries` columns, since all keys before the first query are visible."""
+    """Mask [1, 1, queries, columns] of the last `queries` of `keys` positions.
+
+    Without a window only the last `queries` columns, since all keys before the first query are visible.
+    """
     columns = queries if window is None else keys
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys - columns, keys)
     hidden = distance < 0

@@ -1,5 +1,7 @@
 """One micro-batch's packed input: token ids, positions, where its KV is and goes, and the attention plans, as arrays.
-No torch."""
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,10 @@ def pack(
     windows: frozenset[int | None],
     compute_tier: str = "cpu",
 ) -> PackedBatch:
-    """Packs one micro-batch. key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute
-    device's own memory."""
+    """Packs one micro-batch.
+
+    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory.
+    """
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)

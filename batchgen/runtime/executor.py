@@ -56,7 +56,8 @@ class SweepOptions:
     max_positions: sequences never get longer than this. batches_on_host: micro-batches, the last ones, whose activations wait
     in host memory between layers. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
-    whose weights and KV are all on the device. For the rest see `Lanes`."""
+    whose weights and KV are all on the device. For the rest see `Lanes`.
+    """
 
     max_positions: int
     batches_on_host: int = 0
@@ -112,10 +113,13 @@ class Executor:
     def run(
         self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool = False
     ) -> Callable[[], None] | None:
-        """Computes one sweep: the batches' KV, and the logits asked for. vocabulary_chunks: on_logits takes chunks of the vocabulary,
-        one after the other for the same rows, where the output matrix comes in chunks; otherwise it gets the whole.
+        """Computes one sweep: the batches' KV, and the logits asked for.
 
-        On a device with streams the sweep may only have been launched; then the function returned waits for it."""
+        vocabulary_chunks: on_logits takes chunks of the vocabulary, one after the other for the same rows, where the
+        output matrix comes in chunks; otherwise it gets the whole.
+
+        On a device with streams the sweep may only have been launched; then the function returned waits for it.
+        """
         self._vocabulary_chunks = vocabulary_chunks
         with _kernels_alone():
             wait = self._run(batches, on_logits)
@@ -126,8 +130,10 @@ class Executor:
 
     @torch.inference_mode()
     def warm_up(self, sweeps: Iterable[Sequence[PackedBatch]], on_logits: OnLogits) -> None:
-        """Runs sweeps for nothing but what a first use of each operation brings with it: kernels are compiled and loaded, libraries
-        take their work space, memory on the device and pinned memory of the host come to their size. All of that may wait for
+        """Runs sweeps for nothing but what a first use of each operation brings with it.
+
+        Kernels are compiled and loaded, libraries take their work space, memory on the device and pinned memory of the host come
+        to their size. All of that may wait for
         everything on the device, which would not end while something there waits for the host; so here every Step is done before
         the next one is launched.
 
@@ -474,8 +480,10 @@ def _prepare_thread(lane: str) -> None:
 
 @contextlib.contextmanager
 def _kernels_alone() -> Iterator[None]:
-    """The kernels' threads have the cores for themselves: a team of torch's would go on looking for work, on the same
-    cores, for milliseconds after each of its operations."""
+    """The kernels' threads have the cores for themselves.
+
+    A team of torch's would go on looking for work, on the same cores, for milliseconds after each of its operations.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -496,10 +504,12 @@ class _Part:
 
 @dataclass
 class _Batch:
-    """What a micro-batch has come to on its way through the layers. hidden: on the compute device, or between layers in
-    host memory. for_cpu, from_cpu: by layer, in host memory, queries of delegated sequences and memory for what comes of them;
-    used up by CPU attention, which may be layers behind, and by what is launched after it. logits_indices: None: all of them.
-    frame: of a sweep that is a CUDA graph."""
+    """What a micro-batch has come to on its way through the layers.
+
+    hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
+    queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
+    behind, and by what is launched after it. logits_indices: None: all of them. frame: of a sweep that is a CUDA graph.
+    """
 
     packed: PackedBatch | None
     host_positions: Tensor | None
@@ -526,8 +536,10 @@ def in_memory(
     device: torch.device = CPU,
     captured_tokens: int = 0,
 ) -> Executor:
-    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device, which computes: the CPU, or a CUDA
-    GPU. captured_tokens: as of Executor."""
+    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
+
+    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions.
+    """
     tiers = open_tiers(Device(device.type))
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
     weights = Weights(config, WeightResidency.in_memory(config, name, tier), dtype, checkpoint=checkpoint, tiers=tiers)

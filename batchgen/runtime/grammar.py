@@ -37,7 +37,8 @@ _KEPT_GRAMMARS = 256  # compiled ones, some tens of kilobytes each
 def check_grammar(sampling: SamplingParams) -> None:
     """Raises InputError where there is a schema or regular expression that cannot be followed, or llguidance is missing.
 
-    Takes a millisecond or less, and no tokenizer."""
+    Takes a millisecond or less, and no tokenizer.
+    """
     if sampling.constrained:
         _grammar(sampling.json_schema, sampling.regex)
 
@@ -45,7 +46,8 @@ def check_grammar(sampling: SamplingParams) -> None:
 class Constraint:
     """How far one sample is in its grammar.
 
-    Invariant: the matcher has taken every token of the sample but the end-of-text, each once, or is taking the last one."""
+    Invariant: the matcher has taken every token of the sample but the end-of-text, each once, or is taking the last one.
+    """
 
     def __init__(self, matcher: Any, mask: np.ndarray) -> None:
         self.matcher = matcher
@@ -54,8 +56,10 @@ class Constraint:
         self._wait: Callable[[], None] | None = None  # where the mask is being made
 
     def mask(self) -> np.ndarray:
-        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first. Waits until they are there.
-        All tokens, where there is an `error`."""
+        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first.
+
+        Waits until they are there. All tokens, where there is an `error`.
+        """
         if self._wait is not None:
             self._wait()
             self._wait = None
@@ -76,11 +80,15 @@ class Grammar:
 class Grammars:
     """Grammars over one model's tokens, and the thread that makes masks.
 
-    busy_s: that thread's time. waited_s: of it, what the sweeps waited for."""
+    busy_s: that thread's time. waited_s: of it, what the sweeps waited for.
+    """
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """tokenizer_json: gives that of Hugging Face's `tokenizers`. vocab_size: columns of the model's logits; the tokenizer may have
-        fewer tokens, or more. Nothing is asked of these until there is a grammar."""
+        """tokenizer_json: gives that of Hugging Face's `tokenizers`.
+
+        vocab_size: columns of the model's logits; the tokenizer may have fewer tokens, or more. Nothing is asked of
+        these until there is a grammar.
+        """
         self.busy_s = self.waited_s = 0.0
         self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)

@@ -1,5 +1,7 @@
-"""From logits to tokens. Every draw is a function of (seed, row id, sample, step) alone, so the same row gives
-the same text whatever else is in the batch.
+"""From logits to tokens.
+
+Every draw is a function of (seed, row id, sample, step) alone, so the same row gives the same text whatever else is in
+the batch.
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
-    """The next token of each sequence. logits: fp32 [sequences, vocab], changed in place. The host waits for nothing that the
-    device has to do; two copies bring it tokens and log-probabilities."""
+    """The next token of each sequence.
+
+    logits: fp32 [sequences, vocab], changed in place. The host waits for nothing that the device has to do; two copies
+    bring it tokens and log-probabilities.
+    """
     logprobs = _Logprobs(logits, sequences)
     penalties = _Penalties(logits, sequences)
     constrained = [i for i, s in enumerate(sequences) if s.constraint is not None]

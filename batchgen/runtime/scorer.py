@@ -19,8 +19,10 @@ from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
 
 
 class Scorer:
-    """The scores of one sweep. Invariant: rows that come in several chunks come as the same list each time, with the chunks
-    in order."""
+    """The scores of one sweep.
+
+    Invariant: rows that come in several chunks come as the same list each time, with the chunks in order.
+    """
 
     needs_host = False  # what runs next does not depend on scores
 

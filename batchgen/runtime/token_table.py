@@ -12,8 +12,10 @@ from batchgen.ops.host_copy import upload
 
 
 class TokenTable:
-    """A token for each slot (`Sequence.token_slot`). To be used on the stream that computes: what is kept there is found by
-    all that is launched later."""
+    """A token for each slot (`Sequence.token_slot`).
+
+    To be used on the stream that computes: what is kept there is found by all that is launched later.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,5 +1,8 @@
-"""Attention over paged KV: online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et
-al., 2022), over the items of a DevicePlan, and the merge of partial results (flash-decoding)."""
+"""Attention over paged KV in Triton.
+
+Online softmax (Milakov and Gimelshein, 2018), tile by tile as FlashAttention does it (Dao et al., 2022), over the items of
+a DevicePlan, and the merge of partial results (flash-decoding).
+"""
 
 from __future__ import annotations
 
@@ -167,8 +170,11 @@ def _attend(  # a kernel takes pointers and scalars only
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One item and KV head. Rows are the item's tokens x the query heads of the KV head. With 4-bit KV (PACKED) queries and
-    results are taken in two halves, of the columns in low and in high nibbles, so that bytes are read once."""
+    """One item and KV head.
+
+    Rows are the item's tokens x the query heads of the KV head. With 4-bit KV (PACKED) queries and results are taken in
+    two halves, of the columns in low and in high nibbles, so that bytes are read once.
+    """
     item = items + tl.program_id(0) * _ITEM
     num_tokens = tl.load(item + 1)
     if num_tokens == 0:
@@ -258,8 +264,10 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """A tile of keys from first_key on. position: the last key that each row sees. Returns the new sums, largest scores and
-    sums of softmax weights."""
+    """A tile of keys from first_key on.
+
+    position: the last key that each row sees. Returns the new sums, largest scores and sums of softmax weights.
+    """
     key = first_key + tl.arange(0, KEYS)
     there = tl.full((KEYS,), True, tl.int1)
     if MASKED:

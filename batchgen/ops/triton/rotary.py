@@ -39,8 +39,10 @@ def rotary_store(  # the operands of one kernel
     kv: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`, and without KV as `ops.rotary`. rotation: what queries and keys are rotated with, fp32
-    [head_dim, head_dim]; must be given with 4-bit KV."""
+    """As `ops.rotary_store`, and without KV as `ops.rotary`.
+
+    rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]; must be given with 4-bit KV.
+    """
     tokens = len(qkv)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)

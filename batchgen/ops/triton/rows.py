@@ -1,5 +1,8 @@
-"""Rows gathered from and scattered to where an index says; either side may be pinned memory of the host, which the card reads
-and writes itself: thousands of small rows in one launch, where copies would be thousands of calls."""
+"""Rows gathered from and scattered to where an index says.
+
+Either side may be pinned memory of the host, which the card reads and writes itself: thousands of small rows in one launch,
+where copies would be thousands of calls.
+"""
 
 from __future__ import annotations
 

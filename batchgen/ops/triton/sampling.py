@@ -223,8 +223,10 @@ def _count(x, columns, bound, BLOCK: tl.constexpr):
 # Many operands: a kernel takes pointers and scalars only.
 @triton.jit
 def _cut(x, columns, temperature, largest, min_p, least, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest bound from `least` on above which there is less than the limit (of weight, or without MASS of logits), which
-    is then one of the logits; and what there is above it."""
+    """The smallest bound from `least` on above which there is less than the limit, and what there is above it.
+
+    Less of softmax weight, or without MASS of logits. The bound is one of the logits.
+    """
     low, high = _key(least), _key(largest)
     while low < high:  # into quarters: three bounds cost little more than one
         quarter = (high - low) >> 2

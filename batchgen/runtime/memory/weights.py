@@ -65,12 +65,21 @@ class Weights:
         dequantized_slots: int = 1,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
-        """checkpoint: where resident weights come from, read layer by layer, so that memory peaks about one layer above
-        the result; store: that of `residency.weight_format`, needed for 4-bit weights and what is on disk, and used for all if given.
-        tiers: None: the host's memory.
+        """Load what is resident, and make buffers for what passes through.
 
-        dequantized_slots: layers whose dequantized 4-bit weights are in use at once. on_layer(done, total) is called after each
-        layer. Raises BatchgenError.
+        Args:
+            config: The model's.
+            residency: Where each tensor is.
+            dtype: To compute in.
+            checkpoint: Where resident weights come from, read layer by layer, so that memory peaks about one layer above the
+                result.
+            store: Of `residency.weight_format`; needed for 4-bit weights and what is on disk, and used for all if given.
+            tiers: Their memories; None: the host's.
+            dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
+            on_layer: Called with (done, total) after each layer.
+
+        Raises:
+            BatchgenError: Memory does not suffice, or a file is not what it was.
         """
         self.config, self.residency, self.dtype = config, residency, dtype
         self.disk_bytes_read = 0

@@ -125,8 +125,11 @@ class Adaptation:
             self._expected = expected
 
     def _fit_block(self, rate: float) -> None:
-        """As large a quota as KV has capacity for, at the size that sequences turn out to have: more where outputs are shorter
-        than planned and all of it is used, fewer where they are longer and sequences had to be preempted."""
+        """As large a quota as KV has capacity for, at the size that sequences turn out to have.
+
+        More where outputs are shorter than planned and all of it is used, less where they are longer and sequences had to be
+        preempted.
+        """
         scheduler, limits = self._scheduler, self._scheduler.limits
         if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
             return

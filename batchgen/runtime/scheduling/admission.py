@@ -19,8 +19,9 @@ _MOST_STEPS = 2048
 
 @dataclass(frozen=True)
 class Growth:
-    """One sequence in a pool: `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps`
-    sweeps in all. It holds `num_held` blocks now, `num_sole` of them alone: those it gives back when it ends.
+    """How one sequence grows in a pool.
+
+    It has `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps` sweeps in all. It holds `num_held` blocks now, `num_sole` of them alone: those it gives back when it ends.
 
     delayed: its prompt takes more than this sweep, nobody knows how many; it counts at its longest, for good.
     """

@@ -61,8 +61,10 @@ class BlockManager:
         return Allocation(matched, len(matched))
 
     def admit_if(self, tokens: Sequence[int], fits: Callable[[int], bool]) -> Allocation | None:
-        """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already). Those
-        that only one has, or none, count as new: they would have been given back."""
+        """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already).
+
+        Those that only one has, or none, count as new: they would have been given back.
+        """
         matched = self.match(tokens)
         if not fits(sum(self._users[block] > 1 for block in matched)):
             return None
@@ -81,8 +83,10 @@ class BlockManager:
         return len(blocks) - low
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks that already hold the KV of a prefix of `tokens`, never all of it: the last token has yet to be
-        run for its logits. Takes no reference."""
+        """Blocks that already hold the KV of a prefix of `tokens`. Takes no reference.
+
+        Never of all of it: the last token has yet to be run for its logits.
+        """
         blocks: list[int] = []
         if not self.share_prefixes:
             return blocks

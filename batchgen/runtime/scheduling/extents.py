@@ -29,8 +29,10 @@ class ExtentManager:
         return self.num_blocks - self.num_available
 
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
-        """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start. None
-        where there is none, or where fewer than `num_reserved` blocks would be left. tokens: not looked at."""
+        """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start.
+
+        None where there is none, or where fewer than `num_reserved` blocks would be left. tokens: not looked at.
+        """
         if num_blocks > self.num_available - num_reserved:
             return None
         for run, length in enumerate(self._lengths):

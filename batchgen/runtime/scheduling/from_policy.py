@@ -1,5 +1,7 @@
-"""A policy and its memory plan as the scheduler's parts: pools, limits, and the cutting of a sweep. The engine and the
-simulation both start from here. No torch."""
+"""A policy and its memory plan as the scheduler's parts: pools, limits, and the cutting of a sweep.
+
+The engine and the simulation both start from here. No torch.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> S
 
 
 def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> int:
-    """Tokens of KV that one sequence can have: in the largest pool, if it passes through the staging buffers in one
-    with those in it."""
+    """Tokens of KV that one sequence can have.
+
+    Those of the largest pool, as far as they pass through the staging buffers in one.
+    """
     return policy.kv_block_size * max(
         count if tier == compute_tier else min(count, memory.staging_blocks) for tier, count in memory.kv_blocks.items()
     )

@@ -53,7 +53,9 @@ class SchedulerLimits:
 @dataclass(frozen=True)
 class ScheduledSequence:
     """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one.
-    logits_positions: those among them whose logits are made."""
+
+    logits_positions: those among them whose logits are made.
+    """
 
     sequence: Sequence
     num_tokens: int
@@ -99,9 +101,12 @@ class Scheduler:
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
     ) -> None:
-        """pools: by tier. expected_output_len: tokens a sequence is expected to generate, for admission; by
-        default max_tokens, with which none is preempted unless long prompts hold others up. token_slots: shared by
-        all that run on the same device at a time; None: there is no other."""
+        """pools: by tier.
+
+        expected_output_len: tokens a sequence is expected to generate, for admission; by default max_tokens, with which
+        none is preempted unless long prompts hold others up. token_slots: shared by all that run on the same device at
+        a time; None: there is no other.
+        """
         self.pools = pools
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -122,8 +127,10 @@ class Scheduler:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens whose KV fits in the largest pool that sequences may enter: the most of prompt and output together, less the
-        last token generated, which is never run."""
+        """Tokens whose KV fits in the largest pool that sequences may enter.
+
+        The most of prompt and output together, less the last token generated, which is never run.
+        """
         sizes = (
             self.pools[tier_of(c)].num_blocks * self.pools[tier_of(c)].block_size
             for c in self._classes()
@@ -171,8 +178,10 @@ class Scheduler:
             self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence leaves for good, and its blocks are released; nothing happens if it has left. Sweeps that are under way
-        may still use them: what is launched later comes after."""
+        """The sequence leaves for good, and its blocks are released; nothing happens if it has left.
+
+        Sweeps that are under way may still use them: what is launched later comes after.
+        """
         if sequence.token_slot is None:
             return
         try:

@@ -17,15 +17,20 @@ CLASSES = tuple(c for c in KV_CLASSES if c != "deferred")  # those that the runt
 
 
 def tier_of(kv_class: str) -> str:
-    """The tier where the KV of a class lives: "gpu", "cpu" or "disk". "cpu" and "streamed" share one, as they only
-    differ in where decode attention runs."""
+    """The tier where the KV of a class lives: "gpu", "cpu" or "disk".
+
+    "cpu" and "streamed" share one, as they only differ in where decode attention runs.
+    """
     return KV_TIERS[kv_class]
 
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """What follows one token: the log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the
-    top-k (token, log-probability), best first."""
+    """What follows one token.
+
+    The log-probabilities of the tokens asked for, the argmax (the first of equal ones), and the top-k (token, log-probability),
+    best first.
+    """
 
     logprobs: tuple[float, ...]
     argmax: int

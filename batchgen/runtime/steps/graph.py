@@ -69,9 +69,12 @@ class Streams:
 
 @dataclass(frozen=True)
 class BatchFlow:
-    """What one micro-batch of a sweep moves. history: staged sequences have KV to bring in; stored: their new KV goes back to
-    host memory; disk_read, disk_write: some of it comes from, goes to disk. delegated: sequences attended to on the CPU.
-    resident: others. hidden_on_host: activations wait in host memory between layers. samples: rows for the head."""
+    """What one micro-batch of a sweep moves.
+
+    history: staged sequences have KV to bring in; stored: their new KV goes back to host memory; disk_read, disk_write:
+    some of it comes from, goes to disk. delegated: sequences attended to on the CPU. resident: others. hidden_on_host:
+    activations wait in host memory between layers. samples: rows for the head.
+    """
 
     resident: bool = True
     history: bool = False
@@ -88,8 +91,10 @@ class BatchFlow:
 
 
 class Sweeps:
-    """Makes the Steps of one sweep after the other. Invariant: ids count up, and every buffer slot is filled again only
-    after its last user."""
+    """Makes the Steps of one sweep after the other.
+
+    Invariant: ids count up, and every buffer slot is filled again only after its last user.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams

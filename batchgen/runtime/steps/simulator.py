@@ -19,8 +19,10 @@ OnStep = Callable[[Step, float, float], None]  # (step, start, end)
 
 @dataclass(frozen=True)
 class Timeline:
-    """In seconds. total_s: until the last Step has ended. busy_s: by lane. stalled_s: in which compute stood still, by the
-    lane it waited for (cpu_attention also where it had the cores). between_s: spent between sweeps.
+    """In seconds.
+
+    total_s: until the last Step has ended. busy_s: by lane. stalled_s: in which compute stood still, by the lane it
+    waited for (cpu_attention also where it had the cores). between_s: spent between sweeps.
 
     busy_s["compute"], all of stalled_s and between_s add up to the end of the last computation.
     """
@@ -32,8 +34,11 @@ class Timeline:
 
 
 class Simulator:
-    """The lanes as they stand. Invariant: a Step has a start and an end as soon as nothing that follows can change them,
-    so only CPU attention that may have to let compute go first, and what waits for it, are still open."""
+    """The lanes as they stand.
+
+    Invariant: a Step has a start and an end as soon as nothing that follows can change them, so only CPU attention that
+    may have to let compute go first, and what waits for it, are still open.
+    """
 
     def __init__(self, *, shared_cores: bool = False, on_step: OnStep | None = None) -> None:
         """shared_cores: compute and CPU attention take turns: who has waited longer goes first."""

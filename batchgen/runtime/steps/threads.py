@@ -51,8 +51,11 @@ class Lanes:
         self._closed = False
 
     def execute(self, steps: Iterable[Step]) -> Callable[[], None] | None:
-        """Returns when all Steps of `compute` have ended; the last of other lanes may still run. Raises what a Step
-        raised, in whichever lane. Where Steps are only launched, returns a function that waits and raises as said."""
+        """Returns when all Steps of `compute` have ended; the last of other lanes may still run.
+
+        Raises what a Step raised, in whichever lane. Where Steps are only launched, returns a function that waits and
+        raises as said.
+        """
         if self._closed:
             raise RuntimeError("the lanes are closed")
         if self._failure_raised:

@@ -12,8 +12,10 @@ from batchgen.runtime.steps.graph import LANES, Step
 
 
 class TraceWriter:
-    """Writes Steps as they end, so that the timeline of a long run needs no memory. The file is valid JSON once closed, and
-    viewers read it even if it never was."""
+    """Writes Steps as they end, so that the timeline of a long run needs no memory.
+
+    The file is valid JSON once closed, and viewers read it even if it never was.
+    """
 
     def __init__(self, path: str | Path, name: str) -> None:
         """name: of the process in the viewer. Raises InputError where the file cannot be written."""
@@ -28,8 +30,10 @@ class TraceWriter:
                 self._event({"ph": "M", "name": kind, "pid": 1, "tid": row, "args": value})
 
     def add(self, step: Step, start_s: float, end_s: float) -> None:
-        """Times since any moment that is the same for all Steps: viewers begin with the first of them. Raises BatchgenError
-        where the file takes no more."""
+        """Times since any moment that is the same for all Steps: viewers begin with the first of them.
+
+        Raises BatchgenError where the file takes no more.
+        """
         self._event(
             {
                 "ph": "X",
