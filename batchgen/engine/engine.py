@@ -115,23 +115,26 @@ class _Call:
 class Engine:
     """A model held in memory, ready to complete any number of requests, or to score texts.
 
-    model: a local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
-    dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored),
-        "float32", "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-    device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
-    cpu_memory: budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
-    gpu_memory: budget of the GPU: a larger card behaves as one of this size. None: all of it.
-    admission: "continuous", or "static" (each block runs to its end before the next starts).
-    max_num_seqs, max_num_batched_tokens: most samples in flight, most tokens in one sweep.
-    max_model_len: longest prompt plus output; None: the model's context.
-    share_prefixes: compute a prompt prefix that several rows share once.
-    expected_output_len: tokens a sample is expected to generate, to admit more rows than `max_tokens` would allow.
-    on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and
-        "truncate-right" cut its prompt instead, so that its max_tokens fit.
-    sampling: parameters for requests that bring none.
-    on_load(done, total): called after each layer is loaded.
+    Args:
+        model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
+        dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
+            "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
+        device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
+        cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
+        gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
+        admission: "continuous", or "static" (each block runs to its end before the next starts).
+        max_num_seqs: The most samples in flight.
+        max_num_batched_tokens: The most tokens in one sweep.
+        max_model_len: Longest prompt plus output; None: the model's context.
+        share_prefixes: Compute a prompt prefix that several rows share once.
+        expected_output_len: Tokens a sample is expected to generate, to admit more rows than `max_tokens` would allow.
+        on_overlong: "error" fails a row whose prompt does not fit the context; "truncate-left" and "truncate-right" cut its
+            prompt instead, so that its max_tokens fit.
+        sampling: Parameters for requests that bring none.
+        on_load: Called with (done, total) after each layer is loaded.
 
-    Raises InputError, before weights are read where possible: unsupported or broken model, impossible budget.
+    Raises:
+        InputError: The model is unsupported or broken, or the budget impossible; before weights are read where possible.
     """
 
     def __init__(  # the public API: a keyword for each choice
@@ -195,7 +198,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
-        """An engine around a model that is loaded already, or around anything else that runs sweeps.
+        """Make an engine around a model that is loaded already, or around anything else that runs sweeps.
 
         planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
         the streamed share to what it measures (runtime.adaptation).
@@ -252,12 +255,16 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
     ) -> Iterator[Completion]:
-        """Completes every request; yields each Completion when its last sample is done, so not in input order.
+        """Complete every request.
 
-        requests: read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a
-            Request with that prompt. should_stop: asked before each sweep; once true, unfinished rows are dropped.
-        on_sweep: called after each sweep with the running totals.
-        A bad row comes back with `error`. What the iterable itself raises is raised here.
+        Args:
+            requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a Request
+                with that prompt. What the iterable itself raises is raised here.
+            should_stop: Asked before each sweep; once true, unfinished rows are dropped.
+            on_sweep: Called after each sweep with the running totals.
+
+        Yields:
+            Each Completion when its last sample is done, so not in input order. A bad row comes back with `error`.
         """
         expected = self._expected_output_len
         scheduler = self._scheduler((lambda s: expected) if expected else None)

@@ -58,7 +58,16 @@ TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
 
 
 def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
-    """The dtype to compute in; "auto" as `Engine` says. Raises InputError for an unknown name."""
+    """Resolve the dtype to compute in.
+
+    Args:
+        config: The model's.
+        dtype: Its name, or "auto": fp32 for models stored in it, else 16 bits where the device is fast at them.
+        device: What computes.
+
+    Raises:
+        InputError: The name is unknown.
+    """
     if dtype == "auto":
         if config.dtype == "float32":
             return "float32"
@@ -71,7 +80,11 @@ def resolve_dtype(config: ModelConfig, dtype: str, device: Device) -> str:
 
 
 def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
-    """The longest prompt plus output, in tokens: the model's context unless told otherwise. Raises InputError."""
+    """Resolve the longest prompt plus output, in tokens: the model's context unless told otherwise.
+
+    Raises:
+        InputError: It is longer than the model's context, or below 2.
+    """
     if max_model_len is None:
         return config.max_position
     if not 2 <= max_model_len <= config.max_position:
@@ -80,7 +93,7 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def resolve_budget(cpu_memory: int | str | None) -> int:
-    """The CPU memory budget in bytes, for the whole process."""
+    """Resolve the CPU memory budget of the whole process, in bytes; None: what is free, less a margin."""
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC))
     return size_bytes(cpu_memory)
@@ -104,9 +117,20 @@ def resolve_budgets(
     disk_memory: int | str | None = None,
     offload_dir: Path | None = None,
 ) -> dict[str, int]:
-    """Bytes of each tier that a job may use; no "gpu" without an accelerator, no disk without a directory.
+    """Resolve the memory budgets.
 
-    Raises InputError.
+    Args:
+        device: What computes.
+        cpu_memory: For the whole process, in bytes or as text ("14GiB"); None: what is free, less a margin.
+        gpu_memory: Of the accelerator; None: all of it.
+        disk_memory: Of the offload directory; None: what is free there, less a margin.
+        offload_dir: None: nothing goes to disk.
+
+    Returns:
+        Bytes of each tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
+
+    Raises:
+        InputError: A size cannot be read, or a GPU is asked for that is not there.
     """
     budgets = {"cpu": resolve_budget(cpu_memory), "disk": 0}
     if offload_dir is not None:
@@ -138,7 +162,18 @@ def in_memory_policy(
 ) -> Policy:
     """The policy that holds everything in the compute device's memory.
 
-    dtype, max_model_len: as of `resolve_dtype` and `resolve_context`. Raises InputError.
+    Args:
+        config: The model's.
+        device: What computes.
+        dtype: Of weights and KV, as of `resolve_dtype`.
+        admission: "continuous" or "static".
+        max_num_seqs: The most samples in flight.
+        max_num_batched_tokens: The most tokens in one sweep.
+        max_model_len: As of `resolve_context`.
+        share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
+
+    Raises:
+        InputError: A value is out of range.
     """
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")

@@ -60,12 +60,19 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """activation(x weightᵀ + bias) + residual, for x [tokens, depth] and weight [columns, depth].
+    """Compute activation(x weightᵀ + bias) + residual. On the CPU a row's result is the same whatever rows are beside it.
 
-    out: where it goes, of x's dtype or fp32; it may be the residual itself. out_dtype: of a new tensor.
+    Args:
+        x: [tokens, depth].
+        weight: [columns, depth], or packed (`pack_weight`).
+        bias: [columns].
+        activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the first half of columns times the second one.
+        residual: [tokens, columns of the result], added at the end.
+        out: Where the result goes, of x's dtype or fp32; it may be the residual itself.
+        out_dtype: Of a new tensor, where `out` is None; None: x's.
 
-    activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the weight's first half of columns times the
-    second one. On the CPU a row's result is the same whatever rows are beside it.
+    Returns:
+        [tokens, columns], or half the columns with "silu_mul".
     """
     compute = kernels if x.device.type == "cpu" else _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
@@ -91,7 +98,10 @@ def weight_bytes(weight: Weight) -> int:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension; with a bias, LayerNorm. Sums in fp32. out: where it goes, x perhaps."""
+    """Normalise the last dimension: x / rms(x) * weight (RMSNorm), or with a bias LayerNorm. Sums in fp32.
+
+    out: where the result goes, x perhaps.
+    """
     if x.device.type == "cpu":
         return kernels.norm(x, weight, bias, eps, out)
     made = _device_kernels(x.device)
@@ -226,11 +236,16 @@ def can_capture(device: torch.device, head_dim: int, group: int, block_size: int
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:
-    """Causal attention of packed query tokens over paged KV, prefill and decode in one call.
+    """Attend causally from packed query tokens to paged KV, prefill and decode in one call.
 
-    q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
-    kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
-    Returns [tokens, heads * head_dim]. out: where it goes, of q's shape.
+    Args:
+        q: [tokens, heads, head_dim], as `rotary` gives it; heads is a multiple of kv_heads (grouped-query attention).
+        kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
+        plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
+        out: Where the result goes, of q's shape.
+
+    Returns:
+        [tokens, heads * head_dim].
     """
     if isinstance(plan, kernels.AttentionPlan):
         compute = kernels.attention
@@ -325,7 +340,7 @@ def lse(logits: Tensor) -> Tensor:
 
 
 def argmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
+    """Compute `argmax`, the values there, fp32 [rows], and `lse`, in one go where there are kernels."""
     return _of_logits(logits).argmax(logits, want_lse=True)
 
 
