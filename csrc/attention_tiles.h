@@ -9,7 +9,7 @@ constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowe
 constexpr int kRowsAtOnce = 12;
 
 constexpr int kFewest = 8;  // rows that are not worth packing K and V for
-// Bytes of a row in fixed point: the high parts, then the low ones. At fixed places, for the sake of addresses.
+// Bytes of a row in fixed point: the high parts, then the low ones. At fixed offsets, for the sake of addresses.
 constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kFewKeys;
 
 template <class M>
@@ -91,7 +91,7 @@ struct Ahead {
         runs[count++] = {start, start + bytes};
         lines += (bytes + 63) / 64;
     }
-    // In so many calls to come, the share of all that is left.
+    // In so many calls to come, the part of all that is left.
     void spread(int64_t calls) { each = (lines + calls - 1) / calls; }
     void fetch() {
         for (int64_t left = each; left > 0 && at < count;) {
@@ -203,7 +203,7 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
                         store_int(out + start + j, nibbles_to_bf16(bytes));
                         store_int(out + start + kGroup / 2 + j, nibbles_to_bf16(shift_right_16<4>(bytes)));
                     }
-                } else {  // low halves first: they reach into the place of the high ones
+                } else {  // low halves first: they reach into where the high ones go
                     for (int j = 0; j < half; j += W) store_int(out + start + j, nibbles_to_bf16(both(j)));
                     for (int j = 0; j < half; j += W)
                         store_int(out + start + half + j, nibbles_to_bf16(shift_right_16<4>(both(j))));

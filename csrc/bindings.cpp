@@ -39,7 +39,7 @@ KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
     return kv;
 }
 
-// Rows are shareD out in pieces large enough to be worth a thread's while.
+// Rows are shared out in pieces large enough to be worth a thread's while.
 template <class F>
 void over_rows(int64_t rows, int64_t row_cost, F f) {
     const int64_t piece = std::max<int64_t>({1, 16384 / std::max<int64_t>(1, row_cost), rows / (8 * num_threads())});

@@ -39,7 +39,7 @@ void AttentionPlan::add(int first_token, int num_tokens, std::vector<AttentionSp
     num_tokens_ = std::max(num_tokens_, first_token + num_tokens);
     spans_.push_back(std::make_unique<AttentionSpan[]>(spans.size()));
     std::copy(spans.begin(), spans.end(), spans_.back().get());
-    // Heads of a block lie next to each other: as many as there is room for are read together.
+    // Heads of a block lie next to each other: as many as fit are read together.
     const int most = std::max(1, std::min(most_heads_, kHeadRows / (num_tokens * group_)));
     const int pieces = (kv_heads_ + most - 1) / most, heads = (kv_heads_ + pieces - 1) / pieces;
     for (int head = 0; head < kv_heads_; head += heads)

@@ -100,7 +100,7 @@ inline void quantize(const Quant& args, int64_t row, int64_t stop) {
         for (; row < stop; row++) {
             uint8_t* packed = args.packed + row * args.row_bytes;
             for (int64_t start = 0; start < args.columns; start += kGroup) {
-                // A group at a time: its place among the nibbles, and in the table.
+                // A group at a time: its offset among the nibbles, and in the table.
                 float values[kGroup + W];
                 const int size = int(smaller(kGroup, args.columns - start)), half = (size + 1) / 2;
                 for (int i = 0; i < size; i += W)

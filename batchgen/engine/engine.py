@@ -201,7 +201,7 @@ class Engine:
         """Make an engine around a model that is loaded already, or around anything else that runs sweeps.
 
         planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
-        the streamed share to what it measures (runtime.adaptation).
+        the streamed fraction to what it measures (runtime.adaptation).
         """
         engine = cls.__new__(cls)
         engine._init(parts, expected_output_len, on_overlong, sampling)

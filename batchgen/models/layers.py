@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer, as functions of a ModelConfig and one layer's tensors.
+"""The parts of a decoder layer, as functions of a ModelConfig and one layer's tensors.
 
 A layer is cut where attention happens: `pre_attention` (norm, QKV), then rotary embedding and
 attention over paged KV, then `post_attention` (output projection, MLP). Families differ by flags of the

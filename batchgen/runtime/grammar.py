@@ -23,7 +23,7 @@ from batchgen.core.request import SamplingParams
 # Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
 # schema's own "x-guidance" goes before these.
 _JSON_DEFAULTS = {"whitespace_pattern": " ?"}
-# llguidance makes masks once for tokens that fit into a string with so much room left, which is where masks take longest. With more
+# llguidance makes masks once for tokens that fit into a string with so much left, which is where masks take longest. With more
 # lengths than its own (10 and 30) a JSON record with bounded strings takes two thirds of the time.
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
@@ -207,7 +207,7 @@ def _refused(json_schema: str | None, reason: str) -> str:
 
 
 def _first_line(reason: str) -> str:
-    """What counts of llguidance's messages, which show the place in several lines, and its own state after those."""
+    """What counts of llguidance's messages, which show the position in several lines, and its own state after those."""
     lines = reason.strip().splitlines()
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return "no text is like that" if told == "NoExtensionBias" else one_line(told)

@@ -21,7 +21,7 @@ inline vf select(vs mask, vf then, vf otherwise) {
 inline vf select_less(vf a, vf b, vf then, vf otherwise) { return select(a < b, then, otherwise); }
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 inline vf min(vf a, vf b) { return select(a < b, a, b); }
-// Right for |a| < 2^22: adding and taking off 1.5 * 2^23 leaves no room for fractions.
+// Right for |a| < 2^22: adding and taking off 1.5 * 2^23 leaves no bits for fractions.
 inline vf round_even(vf a) {
     vf magic = set1(12582912.0f);
     return (a + magic) - magic;

@@ -123,10 +123,10 @@ def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if has_bf16 else (torch.float16, torch.float32):
         yield from _row_launches(dtype)
     for columns in (68, 65536):
-        pool, taken = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
+        pool, rows = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
         index = torch.zeros(2, dtype=torch.int64)
-        yield f"_copy_rows, {columns} bytes, gathered", gather_launch(taken, pool, index)
-        yield f"_copy_rows, {columns} bytes, scattered", scatter_launch(pool, index, taken)
+        yield f"_copy_rows, {columns} bytes, gathered", gather_launch(rows, pool, index)
+        yield f"_copy_rows, {columns} bytes, scattered", scatter_launch(pool, index, rows)
     yield from _logits_launches()
 
 

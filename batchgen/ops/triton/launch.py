@@ -88,7 +88,7 @@ def attention_tiles(
     """The tiles of programs with few rows (decode) and with many (prefill, shared prefixes).
 
     group: query heads of a KV head. Decode is bound by memory: a tile of 16 rows, and stages enough to keep loads under
-    way. Prefill is bound by products: as many rows as registers have room for.
+    way. Prefill is bound by products: as many rows as registers hold.
     """
     dim = power_of_two(head_dim, 16)
     wide = dim > 128

@@ -95,7 +95,7 @@ def rotary_launch(  # the operands of one kernel
     }
     tokens = _TOKENS
     if rotation is not None:
-        tokens = _ROTATED_TOKENS if head_dim <= 128 else 16  # registers have room for no more
+        tokens = _ROTATED_TOKENS if head_dim <= 128 else 16  # registers hold no more
     warps = 8 if rotation is not None and head_dim > 64 else 4
     constants = {
         "HEADS": heads,

@@ -1,8 +1,8 @@
-"""Between sweeps: the block and the streamed share follow what is measured, within the memory that was planned.
+"""Between sweeps: the block and the streamed fraction follow what is measured, within the memory that was planned.
 
 Output lengths decide how much KV a sequence is given at admission and how many sequences KV has capacity for. Lane times
 decide which of the sequences whose KV lives in host memory are attended to by the CPU and which are streamed to the
-accelerator (Pie section 3.4): the streamed share grows while (1) the link is not saturated, (2) copies stay hidden
+accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not saturated, (2) copies stay hidden
 behind compute and (3) throughput does not fall; it shrinks when compute waits for copies. No tensors.
 """
 
