@@ -278,7 +278,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         InputError: Something does not fit or is not supported; before weights are read where possible.
         BatchgenError: Memory or disk failed.
     """
-    from batchgen.runtime.memory.tiers import open_tiers
+    from batchgen.runtime.devices import open_tiers
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer
 

@@ -27,10 +27,11 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
+from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, Frame
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.memory.residency import WeightResidency
-from batchgen.runtime.memory.tiers import Tiers, open_tiers
+from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager

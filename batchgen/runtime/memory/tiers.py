@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchgen.core.device import Device
 from batchgen.ops.dispatch import CPU
 from batchgen.runtime.memory.transfers import Arena, Link
 
@@ -37,28 +36,3 @@ class Tiers:
         """Gives back what the host's memory has registered with a driver. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
-
-
-def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
-    """Open the tiers of a device.
-
-    Args:
-        device: What computes.
-        gpu_bytes: The budget of its own memory; None: all there is.
-    """
-    if device.kind == "cuda":
-        from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory, cap_memory
-
-        if gpu_bytes is not None:
-            cap_memory(gpu_bytes)
-        driver = CudaDriver()
-        arenas = {
-            "cpu": Arena("--cpu-memory", memory=PinnedMemory()),
-            "gpu": Arena("--gpu-memory", gpu_bytes, GpuMemory()),
-        }
-        links = CudaLink(driver, to_gpu=True), CudaLink(driver, to_gpu=False)
-        return Tiers("gpu", arenas, links, torch.device("cuda"), driver)
-    arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", gpu_bytes)}
-    if not device.accelerated:
-        return Tiers("cpu", arenas)
-    return Tiers("gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)))
