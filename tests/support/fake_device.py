@@ -475,7 +475,7 @@ def _give_memory(executor, device):
     """What an accelerator holds from beginning to end is the device's, and the links are a real device's."""
     weights, cache = executor.weights, executor.kv_cache
     held = [*cache.pools.get("gpu", ()), *cache._staging, *weights._head_slots, *(executor._rope or ())]
-    tensors = [*weights._resident, *weights._slots, *weights._expanded]
+    tensors = [*weights._resident, *weights._slots, *weights._dequantized]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
