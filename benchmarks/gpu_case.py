@@ -47,7 +47,7 @@ PLANNER = ("pulp", "highspy")
 _KV_CLASS = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
 
 
-def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig, dtype: str) -> Plan:
+def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) -> Plan:
     """The plan that `batchgen run` would make, without the disk. Raises InputError, also where there is no planner."""
     if missing := [name for name in PLANNER if find_spec(name) is None]:
         raise InputError(
@@ -55,19 +55,18 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig, dt
             " (--policy resident, cpu or streamed)"
         )
     from batchgen.core.workload import uniform_workload
-    from batchgen.engine.loader import resolve_context
     from batchgen.job.options import JobOptions
-    from batchgen.job.planning import machine_of, plan_job, problem_of, request_of
+    from batchgen.job.planning import machine_of, plan_job, problem_of
+    from batchgen.job.resolved import resolve_job
     from batchgen.planner.lp import Allowed
 
-    job = JobOptions(
+    options = JobOptions(
         str(files.path), None, None, device=args.device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory,
         quantization=args.quantization, dtype=args.dtype, max_model_len=args.input_len + args.output_len,
         hardware=args.hardware,
     )  # fmt: skip
     workload = uniform_workload(args.num_prompts, args.input_len, args.output_len, 1, config.max_position)
-    request = request_of(job, files, config, dtype, resolve_context(config, job.max_model_len))
-    hardware, request = machine_of(job, files, config, request, print)
+    hardware, request = machine_of(resolve_job(options, files, config), print)
     problem = problem_of(hardware, config, workload, request)
     allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_classes=("gpu", "cpu", "streamed"))
     return plan_job(replace(problem, allowed=allowed), request, startup_s=0.0, loading_s=0.0, output_len_known=True)
@@ -148,7 +147,7 @@ def run(args: argparse.Namespace) -> dict:
     dtype = resolve_dtype(config, args.dtype, device)
     budgets = resolve_budgets(device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory)
     started = time.perf_counter()
-    plan = planned(args, files, config, dtype) if args.policy == "planned" else None
+    plan = planned(args, files, config) if args.policy == "planned" else None
     planning_s = time.perf_counter() - started if plan else 0.0
     policy = plan.policy if plan else plain_policy(args, config, device, dtype, budgets)
     trace = TraceWriter(args.trace, files.name) if args.trace else None

@@ -34,18 +34,17 @@ def write_input(path: Path, rows: int) -> None:
             writer.write_table(pa.table({"name": names, "number": list(numbers)}, schema))
 
 
-def stub_engine(options, plan, files, tokenizer, progress, on_step):
+def stub_engine(resolved, plan, tokenizer, progress, on_step):
     """In place of the job's own: everything but the network."""
     import torch
 
     from batchgen.core.plan import MemoryPlan, Policy
     from batchgen.engine.engine import Engine
     from batchgen.engine.parts import EngineParts
-    from batchgen.models.files import read_config
     from batchgen.runtime.batch import pack
     from batchgen.runtime.sampler import sample
 
-    config = read_config(files)
+    config = resolved.config
 
     class Stub:
         bytes_moved = stalled_s = peak_bytes = {}
@@ -85,7 +84,7 @@ def stub_engine(options, plan, files, tokenizer, progress, on_step):
         dtype="float32",
         loaded_bytes=0,
     )
-    return Engine.from_parts(parts, sampling=options.sampling)
+    return Engine.from_parts(parts, sampling=resolved.options.sampling)
 
 
 def run_one(model: str, rows: int, folder: Path) -> dict:
@@ -95,7 +94,7 @@ def run_one(model: str, rows: int, folder: Path) -> dict:
 
     source, output = folder / "in.parquet", folder / "out.parquet"
     write_input(source, rows)
-    job._load_engine = stub_engine
+    job.load_engine = stub_engine
     started = time.perf_counter()
     report = job.run_job(
         job.JobOptions(

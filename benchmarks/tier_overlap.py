@@ -21,7 +21,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.job.simulation import simulate_job
-from batchgen.models.files import cache_dir, read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.profiler.emulated import emulated_profile
 
@@ -39,9 +39,7 @@ def main() -> None:
     model = model_in(args.work_dir)
     config = read_config(resolve_model(str(model)))
     profile = on_this_machine(
-        find_hardware(
-            None, dtype="bfloat16", offload_dir=args.work_dir, cache_dir=cache_dir(), model=config, notify=print
-        )
+        find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config, notify=print)
     )
     rows, lens = prompts(args.rows, PROMPT), [OUTPUT] * args.rows
 

@@ -24,7 +24,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes, store_bytes
 from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, plan_job, problem_of
 from batchgen.job.simulation import simulate_job
-from batchgen.models.files import cache_dir, read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
 from batchgen.profiler.calibration import disk_at_this_moment
 from batchgen.profiler.emulated import emulated_profile
@@ -72,9 +72,7 @@ def main() -> None:
     workload = Workload.uniform(args.rows, PROMPT, OUTPUT)
 
     def machine(device: Device) -> HardwareProfile:
-        found = find_hardware(
-            None, dtype="bfloat16", offload_dir=args.work_dir, cache_dir=cache_dir(), model=config, notify=print
-        )
+        found = find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config, notify=print)
         profile = disk_at_this_moment(on_this_machine(found), args.work_dir)
         return emulated_profile(profile, device) if device.accelerated else profile
 

@@ -97,7 +97,7 @@ def test_the_same_call_finds_its_result_and_another_does_not(model, table, cache
     def load_parts(*args, **kwargs):
         raise AssertionError("the model was loaded again")
 
-    monkeypatch.setattr("batchgen.job.run.load_parts", load_parts)
+    monkeypatch.setattr("batchgen.job.loading.load_parts", load_parts)
     again = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS | {"cpu_memory": "3GiB"})
     assert again.to_list() == first.to_list() and again._fingerprint == first._fingerprint
     with pytest.raises(AssertionError, match="loaded again"):

@@ -7,22 +7,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from batchgen.core.device import parse_device
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import Plan
 from batchgen.core.request import Request
 from batchgen.core.units import format_seconds
 from batchgen.core.workload import uniform_workload
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import resolve_context, resolve_dtype
 from batchgen.engine.parts import EngineStats
 from batchgen.job.files import check_files
+from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, check_options
-from batchgen.job.planning import loading_s, machine_of, plan_job, problem_of, read_plan, request_of, runnable
+from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_account, write_report
-from batchgen.job.run import load_engine, tracing
-from batchgen.models.files import ModelFiles, read_config, resolve_model, without_weights
+from batchgen.job.resolved import resolve_job
+from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.files import ModelFiles, resolve_model, without_weights
 from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
 
@@ -46,45 +46,34 @@ class BenchOptions:
 def run_bench(options: BenchOptions) -> dict:
     """Runs the rows and returns an account of it, which is also written to `options.job.report`. Raises BatchgenError."""
     started_s = time.monotonic()
-    job = options.job
-    check_options(job)
-    check_files(job)
-    with Progress(job.progress) as progress:
-        files = _model(options, progress)
-        config = read_config(files)
-        context = resolve_context(config, job.max_model_len)
-        workload = uniform_workload(options.num_prompts, options.input_len, options.output_len, job.sampling.n, context)
-        job = replace(job, sampling=replace(job.sampling, max_tokens=options.output_len, ignore_eos=True))
-        dtype = resolve_dtype(config, job.dtype, parse_device(job.device))
-        tokenizer = NoText() if files.kind == "dummy" else load_tokenizer(files)
-        request = request_of(job, files, config, dtype, context)
-        if job.plan is None:
-            hardware, request = machine_of(job, files, config, request, progress.say)
-            plan = plan_job(
-                problem_of(hardware, config, workload, request),
-                request,
-                startup_s=time.monotonic() - started_s,
-                loading_s=loading_s(hardware, config, dtype, files.kind),
-                output_len_known=True,
-            )
-        else:
-            plan = runnable(
-                read_plan(job.plan), files.name, dtype, context, device=parse_device(job.device),
-                quantization=job.quantization, kv_cache_dtype=job.kv_cache_dtype,
-            )  # fmt: skip
+    check_options(options.job)
+    check_files(options.job)
+    with Progress(options.job.progress) as progress:
+        job = resolve_job(_measured(options), _model(options, progress))
+        workload = uniform_workload(
+            options.num_prompts, options.input_len, options.output_len, job.options.sampling.n, job.context
+        )
+        tokenizer = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
+        plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s, notify=progress.say)
         for line in headline(plan):
             progress.say(line)
-        with tracing(job, files) as on_step:
-            engine = load_engine(job, plan, files, lambda: tokenizer, progress, on_step)
+        with tracing(job) as on_step:
+            engine = load_engine(job, plan, lambda: tokenizer, progress, on_step)
             with engine:
-                requests = list(_requests(options, config.vocab_size))
+                requests = list(_requests(options, job.config.vocab_size))
                 loaded_s = time.monotonic()
                 _generate(engine, requests, progress)
                 ended_s = time.monotonic()
-            report = _report(options, files, engine, plan, ended_s - started_s, ended_s - loaded_s)
-    if job.report:
-        write_report(report, job.report)
+            report = _report(options, job.files, engine, plan, ended_s - started_s, ended_s - loaded_s)
+    if job.options.report:
+        write_report(report, job.options.report)
     return report
+
+
+def _measured(options: BenchOptions) -> JobOptions:
+    """The job, whose samples all have the length to be measured."""
+    sampling = replace(options.job.sampling, max_tokens=options.output_len, ignore_eos=True)
+    return replace(options.job, sampling=sampling)
 
 
 def _model(options: BenchOptions, progress: Progress) -> ModelFiles:

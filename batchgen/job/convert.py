@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from batchgen.core.device import parse_device
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.engine.loader import resolve_dtype
+from batchgen.job.options import JobOptions
 from batchgen.job.progress import Progress
+from batchgen.job.resolved import resolve_job
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model
+from batchgen.models.files import resolve_model
 
 
 def run_convert(*, model: str, output: str, quantization: str, dtype: str, overwrite: bool, progress: str) -> str:
@@ -18,7 +18,7 @@ def run_convert(*, model: str, output: str, quantization: str, dtype: str, overw
     started_s = time.monotonic()
     shown = Progress(progress)
     files = resolve_model(model, notify=shown.say)
-    dtype = resolve_dtype(read_config(files), dtype, parse_device("auto"))
+    dtype = resolve_job(JobOptions(model, None, output, dtype=dtype), files).dtype
     shown.say(f"converting {files.name} to {dtype if quantization == 'none' else f'{quantization} and {dtype}'}")
     with shown.layers() as on_layer:
         store = convert(

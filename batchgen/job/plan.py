@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,27 +15,18 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
-from batchgen.engine.loader import resolve_context, resolve_dtype, store_bytes
+from batchgen.engine.loader import resolve_context, store_bytes
 from batchgen.job.files import check_files
 from batchgen.job.options import JobOptions, check_options, seconds
-from batchgen.job.planning import (
-    PlanRequest,
-    find_hardware,
-    loading_s,
-    machine_of,
-    plan_job,
-    problem_of,
-    request_of,
-    what_if,
-)
+from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of, what_if
 from batchgen.job.progress import Progress
+from batchgen.job.resolved import resolve_for, resolve_job
 from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
-from batchgen.job.workload import measure_workload
+from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline
-from batchgen.planner.search import Problem
 from batchgen.profiler.emulated import emulated_profile
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
@@ -57,15 +49,6 @@ class PlanOptions:
     plan_file: str | None = None
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A machine and what is asked of it."""
-
-    hardware: HardwareProfile
-    request: PlanRequest
-    startup_s: float
-
-
 def run_plan(options: PlanOptions) -> list[str]:
     """What to print. Raises InputError."""
     started_s = time.monotonic()
@@ -80,13 +63,16 @@ def run_plan(options: PlanOptions) -> list[str]:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     progress = Progress(job.progress)
     files, config = resolve_for_planning(job.model, progress.say)
-    context = resolve_context(config, job.max_model_len)
-    workload, output_len_known = _workload(options, files, context)
-    here = _case_here(options, files, config, context, progress, started_s)
-    case = _case_there(options, files, config, context) if job.hardware else here()
-    plan, problem = _plan(case, files, config, workload, output_len_known)
+    estimated = _workload(options, files, resolve_context(config, job.max_model_len))
+
+    def here() -> Case:
+        resolved = resolve_job(replace(job, hardware=None), files, config)
+        return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
+
+    case = _limited(_case_there(job, files, config), options) if job.hardware else here()
+    plan, problem = plan_case(case, estimated)
     if options.plan_file:
-        _write(options.plan_file, plan)
+        _write_json(options.plan_file, plan.to_json(), "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
     if options.as_json:
@@ -94,95 +80,54 @@ def run_plan(options: PlanOptions) -> list[str]:
     lines = explain(plan) if options.explain else headline(plan)
     if options.what_if:
         hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
-        other, _ = _plan(replace(case, hardware=hardware, request=request), files, config, workload, output_len_known)
+        other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
         lines += ["", *compare([("now", plan), (", ".join(options.what_if), other)])]
     elif job.hardware and options.explain:
-        lines += ["", *_beside_this_machine(here, plan, files, config, workload, output_len_known)]
+        lines += ["", *_beside_this_machine(here, plan, estimated)]
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
     return lines
 
 
-def _workload(options: PlanOptions, files: ModelFiles, context: int) -> tuple[Workload, bool]:
+def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
     job = options.job
     lengths = (options.num_prompts, options.input_len, options.output_len)
     if job.input is None:
-        if None in lengths:
+        if options.num_prompts is None or options.input_len is None or options.output_len is None:
             raise InputError("give an --input to plan for, or --num-prompts, --input-len and --output-len")
         if job.task == "score":  # outputs are what is scored: all but their last tokens are run
-            whole = uniform_workload(*lengths, 1, context)
+            whole = uniform_workload(options.num_prompts, options.input_len, options.output_len, 1, context)
             uniform = Workload.uniform(whole.num_seqs, options.input_len + options.output_len - 1, 1)
-            return replace(uniform, scored_len=float(options.output_len)), True
-        return uniform_workload(*lengths, job.sampling.n, context), True
+            return EstimatedWorkload(replace(uniform, scored_len=float(options.output_len)), True)
+        uniform = uniform_workload(options.num_prompts, options.input_len, options.output_len, job.sampling.n, context)
+        return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
     from batchgen.models.tokenizer import load_tokenizer
 
     source = open_source(job)
-    return measure_workload(
-        source,
-        load_tokenizer(files),
-        sampling=job.sampling,
-        max_model_len=context,
-        rows_left=source.dataset.num_rows,
-        expected_output_len=job.expected_output_len,
-        share_prefixes=job.share_prefixes,
-        on_overlong=job.on_overlong,
-    )
+    return measure_workload(source, load_tokenizer(files), job, context, rows_left=source.dataset.num_rows)
 
 
-def _request(options: PlanOptions, files: ModelFiles, config: ModelConfig, dtype: str, context: int) -> PlanRequest:
-    latency = options.max_block_latency
-    request = request_of(options.job, files, config, dtype, context)
-    return replace(request, max_block_latency_s=None if latency is None else seconds(latency))
-
-
-def _case_here(
-    options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int, progress: Progress, started_s: float
-):
-    """This machine, measured when asked for."""
-
-    def here() -> _Case:
-        job = options.job
-        dtype = resolve_dtype(config, job.dtype, parse_device(job.device))
-        request = _request(options, files, config, dtype, context)
-        hardware, request = machine_of(replace(job, hardware=None), files, config, request, progress.say)
-        return _Case(hardware, request, time.monotonic() - started_s)
-
-    return here
-
-
-def _case_there(options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int) -> _Case:
+def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> Case:
     """A machine that is only known by its profile."""
-    hardware = find_hardware(options.job.hardware, dtype=config.dtype, offload_dir=Path(), cache_dir=Path())
-    dtype = options.job.dtype
-    if dtype == "auto":
-        known = hardware.compute.has_rates("gemm_flops_per_s", config.dtype)
-        dtype = config.dtype if known else "float32"
-    request = _request(options, files, config, dtype, context)
-    size = store_bytes(config, dtype, options.job.quantization)
-    return _Case(hardware, replace(request, store_bytes=size), _STARTUP_S)
+    hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
+    job = resolve_for(hardware, options, files, config)
+    size = store_bytes(config, job.dtype, options.quantization)
+    return Case(job, hardware, replace(request_of(job), store_bytes=size), _STARTUP_S)
 
 
-def _plan(
-    case: _Case, files: ModelFiles, config: ModelConfig, workload: Workload, output_len_known: bool
-) -> tuple[Plan, Problem]:
-    problem = problem_of(case.hardware, config, workload, case.request)
-    plan = plan_job(
-        problem,
-        case.request,
-        startup_s=case.startup_s,
-        loading_s=loading_s(case.hardware, config, case.request.dtype, files.kind),
-        output_len_known=output_len_known,
-    )
-    return plan, problem
+def _limited(case: Case, options: PlanOptions) -> Case:
+    """The case, with the latency that a block of its plan may have."""
+    latency = options.max_block_latency
+    if latency is None:
+        return case
+    return replace(case, request=replace(case.request, max_block_latency_s=seconds(latency)))
 
 
-def _beside_this_machine(
-    here, plan: Plan, files: ModelFiles, config: ModelConfig, workload: Workload, output_len_known: bool
-) -> list[str]:
+def _beside_this_machine(here: Callable[[], Case], plan: Plan, estimated: EstimatedWorkload) -> list[str]:
     try:
-        own, _ = _plan(here(), files, config, workload, output_len_known)
+        own, _ = plan_case(here(), estimated)
     except InputError as error:
         return [f"on this machine: {error}"]
     return compare([("this machine", own), (plan.hardware, plan)])
@@ -196,10 +141,6 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
             raise InputError(f"--what-if {change!r} is not NAME=SIZE, as in gpu-memory=48GiB")
         changes[name.strip()] = value.strip()
     return changes
-
-
-def _write(path: str, plan: Plan) -> None:
-    _write_json(path, plan.to_json(), "-o")
 
 
 def _write_json(path: str, value: dict, flag: str) -> None:
@@ -219,7 +160,7 @@ def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None,
     profile = None
     for name in formats:
         profile = find_hardware(
-            "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), cache_dir=cache_dir(), device=device,
+            "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), device=device,
             refresh=refresh and profile is None, notify=progress.say,
         )  # fmt: skip
     if where.kind == "emulated":

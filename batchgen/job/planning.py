@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, Plan
-from batchgen.core.units import format_bytes, parse_bytes, size_bytes
+from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
     TYPICAL_PROCESS_BYTES,
     existing_store,
     process_bytes,
-    resolve_budgets,
     store_bytes,
 )
-from batchgen.job.options import JobOptions
+from batchgen.job.resolved import ResolvedJob
+from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir
-from batchgen.planner.explain import make_plan
+from batchgen.models.files import cache_dir
+from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.cache import load_or_measure
@@ -84,44 +84,92 @@ class PlanRequest:
     store_bytes: int = 0
 
 
-def request_of(job: JobOptions, files: ModelFiles, config: ModelConfig, dtype: str, context: int) -> PlanRequest:
-    """What a job's options ask of its plan. Raises InputError."""
+@dataclass(frozen=True)
+class Case:
+    """A job and a machine to plan it for. startup_s: from the start of the command to where weights are loaded."""
 
-    def size(value: str | int | None) -> int | None:
-        return None if value is None else size_bytes(value)
+    job: ResolvedJob
+    hardware: HardwareProfile
+    request: PlanRequest
+    startup_s: float
 
+
+def make_plan(
+    job: ResolvedJob,
+    estimate: Callable[[], EstimatedWorkload],
+    *,
+    started_s: float,
+    notify: Callable[[str], None],
+) -> Plan:
+    """The plan that a job is run by: the one it was given, or else the fastest on this machine.
+
+    Args:
+        job: What to plan for.
+        estimate: Gives its workload; called where no plan is given.
+        started_s: When the command started, of time.monotonic.
+        notify: Told what is measured.
+
+    Raises:
+        InputError: The given plan is for something else, or there is none that fits.
+    """
+    if job.options.plan is not None:
+        return runnable(read_plan(job.options.plan), job)
+    workload = estimate()
+    plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
+    return plan
+
+
+def plan_case(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
+    """The fastest plan for a job on a machine, and the problem that it solves. Raises InputError."""
+    job, request = case.job, case.request
+    problem = problem_of(case.hardware, job.config, estimated.workload, request)
+    plan = plan_job(
+        problem,
+        request,
+        startup_s=case.startup_s,
+        loading_s=loading_s(case.hardware, job.config, request.dtype, job.files.kind),
+        output_len_known=estimated.output_len_known,
+    )
+    return plan, problem
+
+
+def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
+    """A job on this machine, with what it may use of it; measured where it was not before. Raises InputError."""
+    hardware, request = machine_of(job, notify)
+    return Case(job, hardware, request, time.monotonic() - started_s)
+
+
+def request_of(job: ResolvedJob) -> PlanRequest:
+    """What a job asks of its plan."""
+    options = job.options
     return PlanRequest(
-        model_name=files.name,
-        dtype=dtype,
-        max_model_len=context,
-        gpu_memory=size(job.gpu_memory),
-        cpu_memory=size(job.cpu_memory),
-        disk_memory=size(job.disk_memory),
-        quantization=job.quantization,
-        kv_cache_dtype=job.kv_cache_dtype,
-        admission=None if job.admission == "auto" else job.admission,
-        max_num_seqs=job.max_num_seqs,
-        num_gpu_batches=job.num_gpu_batches,
-        max_num_batched_tokens=job.max_num_batched_tokens,
-        share_prefixes=job.share_prefixes,
+        model_name=job.files.name,
+        dtype=job.dtype,
+        max_model_len=job.context,
+        gpu_memory=job.gpu_memory,
+        cpu_memory=job.cpu_memory,
+        disk_memory=job.disk_memory,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        admission=None if options.admission == "auto" else options.admission,
+        max_num_seqs=options.max_num_seqs,
+        num_gpu_batches=options.num_gpu_batches,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        share_prefixes=options.share_prefixes,
         process_bytes=TYPICAL_PROCESS_BYTES,
     )
 
 
-def machine_of(
-    job: JobOptions, files: ModelFiles, config: ModelConfig, request: PlanRequest, notify: Callable[[str], None]
-) -> tuple[HardwareProfile, PlanRequest]:
-    """This machine, with the device that the job names, and what the plan may use of it. Raises InputError."""
-    device = parse_device(job.device)
-    directory = offload_dir(job)
+def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
+    """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
+    config, dtype, device, quantization = job.config, job.dtype, job.device, job.options.quantization
     profile = find_hardware(
-        job.hardware,
-        dtype=request.dtype,
-        offload_dir=directory,
-        cache_dir=cache_dir(),
+        job.options.hardware,
+        dtype=dtype,
+        offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=tuple({request.quantization, request.kv_cache_dtype} & {INT4}),
+        formats=tuple({quantization, job.options.kv_cache_dtype} & {INT4}),
         notify=notify,
     )
     if profile.gpu is not None and device.kind != "cuda":
@@ -133,28 +181,22 @@ def machine_of(
             f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )
     profile = on_this_machine(profile)
-    budgets = resolve_budgets(device, cpu_memory=job.cpu_memory, gpu_memory=job.gpu_memory)
-    cpu_memory = budgets["cpu"]
-    if _MEMORY_FRAC_WITHOUT_DISK * cpu_memory < store_bytes(config, request.dtype, request.quantization):
-        profile = disk_at_this_moment(profile, directory)
+    budgets = job.budgets
+    if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
+        profile = disk_at_this_moment(profile, job.offload_dir)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device)
     store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        store = existing_store(files, directory, request.dtype, request.quantization)
+        store = existing_store(job.files, job.offload_dir, dtype, quantization)
     request = replace(
-        request,
+        request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
-        cpu_memory=cpu_memory,
+        cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
-        store_bytes=0 if store else store_bytes(config, request.dtype, request.quantization),
+        store_bytes=0 if store else store_bytes(config, dtype, quantization),
     )
     return profile, request
-
-
-def offload_dir(job: JobOptions) -> Path:
-    """The directory of the disk tier."""
-    return Path(job.offload_dir or cache_dir())
 
 
 def find_hardware(
@@ -162,7 +204,6 @@ def find_hardware(
     *,
     dtype: str,
     offload_dir: Path,
-    cache_dir: Path,
     device: str = "cpu",
     formats: tuple[str, ...] = (),
     refresh: bool = False,
@@ -185,7 +226,7 @@ def find_hardware(
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         model = None  # large products reach the same rates whatever their shape, and take long to measure
     profile = load_or_measure(
-        cache_dir,
+        cache_dir(),
         device=device,
         offload_dir=offload_dir,
         dtypes=(dtype,),
@@ -259,37 +300,29 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     return seconds
 
 
-def runnable(
-    plan: Plan,
-    model_name: str,
-    dtype: str,
-    max_model_len: int,
-    *,
-    device: Device,
-    quantization: str = "none",
-    kv_cache_dtype: str = "auto",
-) -> Plan:
+def runnable(plan: Plan, job: ResolvedJob) -> Plan:
     """The plan, if it is for this job and this machine. Raises InputError."""
-    if (plan.model, plan.dtype) != (model_name, dtype):
+    model, options = job.files.name, job.options
+    if (plan.model, plan.dtype) != (model, job.dtype):
         raise InputError(
-            f"--plan is for {plan.model} in {plan.dtype}, not {model_name} in {dtype}: make one for this job with `batchgen plan`"
+            f"--plan is for {plan.model} in {plan.dtype}, not {model} in {job.dtype}: make one for this job with `batchgen plan`"
         )
     policy = plan.policy
-    if policy.max_model_len != max_model_len:
+    if policy.max_model_len != job.context:
         raise InputError(
-            f"--plan is for a context of {policy.max_model_len} tokens, not {max_model_len}: give --max-model-len"
+            f"--plan is for a context of {policy.max_model_len} tokens, not {job.context}: give --max-model-len"
             f" {policy.max_model_len}, or make another plan"
         )
     on_gpu = "gpu" in plan.budgets
-    if on_gpu != device.accelerated:
+    if on_gpu != job.device.accelerated:
         raise InputError(
             "--plan is for a machine with a GPU: give --device cuda, or emulated:gpu-memory=..., or plan without --hardware"
             if on_gpu
-            else f"--plan is for the CPU: leave out --device {device}, or make a plan for it"
+            else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
     for flag, asked, planned in (
-        ("--quantization", quantization, plan.policy.weight_format),
-        ("--kv-cache-dtype", kv_cache_dtype, plan.policy.kv_format),
+        ("--quantization", options.quantization, policy.weight_format),
+        ("--kv-cache-dtype", options.kv_cache_dtype, policy.kv_format),
     ):
         if (planned == INT4) != (asked == INT4):
             raise InputError(f"--plan has {planned} where {flag} is {asked}: {flag} must be as in `batchgen plan`")
@@ -337,7 +370,7 @@ def plan_job(
         best = search(problem)
     except InputError as error:
         raise InputError(f"{error}{_store_hint(problem, request)}") from error
-    return make_plan(
+    return explain.make_plan(
         problem,
         best,
         model_name=request.model_name,

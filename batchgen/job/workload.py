@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
@@ -15,6 +15,7 @@ from batchgen.engine.scoring import paths_to_run, tokens_of
 
 if TYPE_CHECKING:
     from batchgen.dataset import Dataset
+    from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
     from batchgen.models.tokenizer import Tokenizer
 
@@ -31,44 +32,47 @@ class NoUsableRow(InputError):
     """None of the sampled rows makes a prompt."""
 
 
+class EstimatedWorkload(NamedTuple):
+    """A workload. output_len_known: whether its output lengths are known, or only bounded by max_tokens."""
+
+    workload: Workload
+    output_len_known: bool
+
+
 def measure_workload(
     source: RequestSource,
     tokenizer: Tokenizer,
+    options: JobOptions,
+    context: int,
     *,
-    sampling: SamplingParams,
-    max_model_len: int,
     rows_left: int | None,
-    expected_output_len: int | None,
     finished_output_lens: Sequence[int] = (),
-    share_prefixes: bool = True,
-    on_overlong: str = "error",
-) -> tuple[Workload, bool]:
-    """The workload, and whether its output lengths are known (or only bounded by max_tokens).
+) -> EstimatedWorkload:
+    """Estimate the workload of the rows that are left.
 
-    finished_output_lens: of rows that are done already. Rows that would fail are left out, and the same part of the
-    rows that are not sampled. Raises NoUsableRow if no sampled row makes a prompt.
+    Rows that would fail are left out, and the same part of the rows that are not sampled.
+
+    Args:
+        source: The input.
+        tokenizer: The model's.
+        options: The job's.
+        context: Longest prompt plus output, in tokens.
+        rows_left: How many rows are to be run; None: nobody knows.
+        finished_output_lens: Tokens generated for rows that are done already.
+
+    Raises:
+        NoUsableRow: No sampled row makes a prompt.
     """
-    sampled, reason = 0, None
-    rows: list[list[_Sampled]] = []
-    for request in itertools.chain.from_iterable(_sample(source)):
-        sampled += 1
-        try:
-            rows.append(_sequences(request, tokenizer, sampling, max_model_len, on_overlong))
-        except (RowError, InputError) as error:
-            reason = reason or str(error)
-    if not rows:
-        raise NoUsableRow(
-            f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
-            " give an --input that has prompts, or another --prompt-column"
-        )
+    rows, sampled = _sampled_rows(source, tokenizer, options, context)
     sequences = list(itertools.chain.from_iterable(rows))
     limits = [sequence.limit for sequence in sequences]
     copies = sum(sequence.copies for sequence in sequences) / len(sequences)
     seqs_per_row = copies * len(sequences) / len(rows)
     rows_to_run = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(rows) / sampled
-    known = expected_output_len is not None or sampling.ignore_eos or max(limits) == 1
-    if expected_output_len is not None:
-        outputs = Lengths.of(min(limit, expected_output_len) for limit in limits)
+    expected = options.expected_output_len
+    known = expected is not None or options.sampling.ignore_eos or max(limits) == 1
+    if expected is not None:
+        outputs = Lengths.of(min(limit, expected) for limit in limits)
     elif len(finished_output_lens) >= _ENOUGH_FINISHED:
         outputs, known = Lengths.of(max(1, min(n, max(limits))) for n in finished_output_lens), True
     else:
@@ -80,10 +84,30 @@ def measure_workload(
         prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
-        shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if share_prefixes else 0.0,
+        shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if options.share_prefixes else 0.0,
         scored_len=None if None in scored else sum(scored) / len(scored),
     )
-    return workload, known
+    return EstimatedWorkload(workload, known)
+
+
+def _sampled_rows(
+    source: RequestSource, tokenizer: Tokenizer, options: JobOptions, context: int
+) -> tuple[list[list[_Sampled]], int]:
+    """The sequences of each sampled row that can be run; how many rows were sampled. Raises NoUsableRow."""
+    sampled, reason = 0, None
+    rows: list[list[_Sampled]] = []
+    for request in itertools.chain.from_iterable(_sample(source)):
+        sampled += 1
+        try:
+            rows.append(_sequences(request, tokenizer, options.sampling, context, options.on_overlong))
+        except (RowError, InputError) as error:
+            reason = reason or str(error)
+    if not rows:
+        raise NoUsableRow(
+            f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
+            " give an --input that has prompts, or another --prompt-column"
+        )
+    return rows, sampled
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
-from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError, one_line
-from batchgen.engine.loader import resolve_context, resolve_dtype
+from batchgen.job.options import JobOptions
+from batchgen.job.resolved import resolve_job
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts
-from batchgen.models.files import cache_dir, model_identity, read_config, resolve_model
+from batchgen.models.files import cache_dir, model_identity, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class BatchgenLM(TemplateLM):
         options["device"] = "auto" if device in (None, "cuda:0") else device
         options.setdefault("progress", "auto")
         files = resolve_model(pretrained, notify=logger.info)
-        config = read_config(files)
-        dtype = resolve_dtype(config, options.get("dtype", "auto"), parse_device(options["device"]))
-        self._max_length = resolve_context(config, max_length if max_length is not None else max_model_len)
+        options["max_model_len"] = max_length if max_length is not None else max_model_len
+        job = resolve_job(JobOptions(pretrained, None, None, **options), files)
+        self._max_length = options["max_model_len"] = job.context
         if max_gen_toks < 1:
             raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
         self.max_gen_toks = max_gen_toks
@@ -109,14 +109,13 @@ class BatchgenLM(TemplateLM):
             "batchgen": __version__,
             "model": model_identity(files),
             "tokenizer": self._tokens.identity(),
-            "dtype": dtype,
+            "dtype": job.dtype,
             "max_model_len": self._max_length,
-            "formats": [options.get("quantization", "none"), options.get("kv_cache_dtype", "auto")],
+            "formats": [job.options.quantization, job.options.kv_cache_dtype],
         }
         digest = hashlib.sha256(json.dumps(identity["model"], sort_keys=True).encode()).hexdigest()
-        self._info = {"model_dtype": dtype, "model_sha": digest, "batchgen_version": __version__}
+        self._info = {"model_dtype": job.dtype, "model_sha": digest, "batchgen_version": __version__}
         directory = cache_dir() / "lmeval" if work_dir is None else Path(work_dir).expanduser()
-        options["max_model_len"] = self._max_length
         self._work = Workplace(pretrained, options, identity, directory, resume)
 
     @classmethod

@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
@@ -14,6 +15,7 @@ from batchgen.core.hardware import ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import planning
+from batchgen.job.options import JobOptions
 from batchgen.job.planning import (
     PlanRequest,
     find_hardware,
@@ -26,6 +28,8 @@ from batchgen.job.planning import (
     runnable,
     what_if,
 )
+from batchgen.job.resolved import ResolvedJob
+from batchgen.models.files import ModelFiles
 from batchgen.planner.explain import make_plan
 from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
@@ -60,7 +64,7 @@ class TestFindHardware:
         monkeypatch.delenv(planning.HARDWARE_VARIABLE, raising=False)
 
     def find(self, name, tmp_path):
-        return find_hardware(name, dtype="float16", offload_dir=tmp_path, cache_dir=tmp_path)
+        return find_hardware(name, dtype="float16", offload_dir=tmp_path)
 
     def test_a_file(self, tmp_path):
         path = tmp_path / "box.json"
@@ -215,7 +219,11 @@ class TestLoading:
 
 class TestRunnable:
     def runnable(self, plan, name="small", dtype="float16", context=512, device=CPU, **options):
-        return runnable(plan, name, dtype, context, device=device, **options)
+        job = ResolvedJob(
+            JobOptions(name, None, None, **options), ModelFiles(Path(), "hf", name), SMALL, dtype, device, context,
+            Path(), None, None, None,
+        )  # fmt: skip
+        return runnable(plan, job)
 
     def test_a_plan_for_this_job(self, in_memory):
         assert self.runnable(in_memory) is in_memory

@@ -107,10 +107,7 @@ def measured(table, tokenizer, tmp_path, **options):
     pq.write_table(pa.table(table), path)
     job = JobOptions("tiny", str(path), None, task="score", **options)
     source = open_source(job)
-    return measure_workload(
-        source, tokenizer, sampling=job.sampling, max_model_len=512, rows_left=source.dataset.num_rows,
-        expected_output_len=None, share_prefixes=job.share_prefixes,
-    )  # fmt: skip
+    return measure_workload(source, tokenizer, job, 512, rows_left=source.dataset.num_rows)
 
 
 def test_the_workload_is_what_has_to_be_run(tokenizer, tmp_path):

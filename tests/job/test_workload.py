@@ -95,18 +95,15 @@ def measure(tokenizer, tmp_path):
             pq.write_table(pa.table({"prompt": pa.array(rows, pa.string())}), path, row_group_size=500)
             rows = path
         sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)
-        job = JobOptions("tiny", str(rows), None, sampling=sampling, **options)
+        job = JobOptions("tiny", str(rows), None, sampling=sampling, expected_output_len=expected, **options)
         source = open_source(job)
         return measure_workload(
             source,
             tokenizer,
-            sampling=job.sampling,
-            max_model_len=CONTEXT,
+            job,
+            CONTEXT,
             rows_left=source.dataset.num_rows if rows_left is ... else rows_left,
-            expected_output_len=expected,
             finished_output_lens=finished,
-            share_prefixes=job.share_prefixes,
-            on_overlong=job.on_overlong,
         )
 
     return measure

@@ -1,0 +1,92 @@
+"""From a job and its plan to an engine that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from batchgen.engine.engine import Engine
+from batchgen.engine.loader import LoadRequest, load_parts, needs_store
+from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
+from batchgen.models.convert import find_or_convert
+from batchgen.runtime.steps.trace import TraceWriter
+
+if TYPE_CHECKING:
+    from batchgen.core.plan import Plan
+    from batchgen.job.progress import Progress
+    from batchgen.job.resolved import ResolvedJob
+    from batchgen.models.tokenizer import Tokenizer
+    from batchgen.runtime.steps.threads import OnStep
+
+
+def load_engine(
+    job: ResolvedJob, plan: Plan, tokenizer: Callable[[], Tokenizer], progress: Progress, on_step: OnStep | None
+) -> Engine:
+    """Load the model as the plan says, from a weight store where it needs one.
+
+    Args:
+        job: What to run.
+        plan: How to run it.
+        tokenizer: Gives the tokenizer; called before weights are read.
+        progress: Told what is loaded.
+        on_step: Called for every Step of the run; see `tracing`.
+
+    Raises:
+        BatchgenError: The model is broken, or memory or disk do not suffice.
+    """
+    options, files, policy = job.options, job.files, plan.policy
+    generates = options.task == "generate"
+    store = None
+    if needs_store(policy):
+        with progress.layers() as on_layer:
+            store = find_or_convert(
+                files, job.offload_dir, plan.dtype, options.quantization, notify=progress.say, on_layer=on_layer
+            )
+    progress.say(f"loading {files.name}")
+    request = LoadRequest(
+        files,
+        job.config,
+        policy,
+        dtype=plan.dtype,
+        device=job.device,
+        budgets=_budgets(job, plan),
+        min_output_len=options.sampling.max_tokens if generates else 1,
+        sampling=options.sampling if generates else None,
+        task=options.task,
+        longest_tokens=longest_tokens(plan),
+        most_kv_tokens=most_kv_tokens(plan),
+        planned_process_bytes=process_share(plan),
+        offload_dir=job.offload_dir,
+        store=store,
+        on_step=on_step,
+    )
+    parts = load_parts(request, tokenizer)
+    return Engine.from_parts(
+        parts,
+        expected_output_len=options.expected_output_len,
+        planned_output_len=plan.workload.output_len.mean,
+        on_overlong=options.on_overlong,
+        sampling=options.sampling,
+    )
+
+
+def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:
+    """Those of the job; of the disk what the plan left of it, where a weight store has been written since."""
+    budgets = dict(job.budgets)
+    if job.options.plan is None:
+        budgets["disk"] = min(budgets["disk"], plan.budgets["disk"])
+    return budgets
+
+
+@contextlib.contextmanager
+def tracing(job: ResolvedJob) -> Iterator[OnStep | None]:
+    """The function to call for every Step, where a timeline is asked for; the file is whole when the block ends."""
+    if job.options.trace is None:
+        yield None
+        return
+    trace = TraceWriter(job.options.trace, f"{job.files.name}: run")
+    try:
+        yield trace.add
+    finally:
+        trace.close()

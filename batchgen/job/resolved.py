@@ -1,0 +1,89 @@
+"""A job's options as they are meant for its model on its machine: worked out once, handed over frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from batchgen.core.device import Device, parse_device
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.units import size_bytes
+from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
+from batchgen.job.options import JobOptions
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, cache_dir, read_config
+
+
+@dataclass(frozen=True)
+class ResolvedJob:
+    """What a job's options come to.
+
+    files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
+    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open.
+    """
+
+    options: JobOptions
+    files: ModelFiles
+    config: ModelConfig
+    dtype: str
+    device: Device
+    context: int
+    offload_dir: Path
+    gpu_memory: int | None
+    cpu_memory: int | None
+    disk_memory: int | None
+
+    @cached_property
+    def budgets(self) -> Mapping[str, int]:
+        """Bytes of each tier that the job may use, of what is free when they are first asked for. Raises InputError."""
+        return resolve_budgets(
+            self.device,
+            cpu_memory=self.cpu_memory,
+            gpu_memory=self.gpu_memory,
+            disk_memory=self.disk_memory,
+            offload_dir=self.offload_dir,
+        )
+
+
+def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | None = None) -> ResolvedJob:
+    """Resolve options for the machine that this is.
+
+    Args:
+        options: The job's.
+        files: Those of `options.model`.
+        config: The model's configuration; None: it is read from `files`.
+
+    Raises:
+        InputError: A value means nothing here, or the model is not supported.
+    """
+    config = config or read_config(files)
+    device = parse_device(options.device)
+    return _resolved(options, files, config, device, resolve_dtype(config, options.dtype, device))
+
+
+def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig) -> ResolvedJob:
+    """Resolve options for another machine, of which there is only a profile. Raises InputError."""
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = config.dtype if hardware.compute.has_rates("gemm_flops_per_s", config.dtype) else "float32"
+    return _resolved(options, files, config, Device("cpu" if hardware.gpu is None else "cuda"), dtype)
+
+
+def _resolved(options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device, dtype: str) -> ResolvedJob:
+    def size(value: str | int | None) -> int | None:
+        return None if value is None else size_bytes(value)
+
+    return ResolvedJob(
+        options=options,
+        files=files,
+        config=config,
+        dtype=dtype,
+        device=device,
+        context=resolve_context(config, options.max_model_len),
+        offload_dir=Path(options.offload_dir or cache_dir()),
+        gpu_memory=size(options.gpu_memory),
+        cpu_memory=size(options.cpu_memory),
+        disk_memory=size(options.disk_memory),
+    )
