@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, JobStopped, RowError, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
+from batchgen.job.options import names_of, options_of
 from batchgen.models.files import model_identity, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     import datasets
 
     from batchgen.engine.engine import Engine
-
-ENGINE_OPTIONS = (
-    "dtype", "device", "cpu_memory", "admission", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-    "share_prefixes", "expected_output_len", "on_overlong",
-)  # fmt: skip
 
 
 def run_dataset(
@@ -74,37 +70,32 @@ class MapFunction:
     of a `with` block or of the process. Equal options, and a model whose files are the same, give equal hashes in
     every process, so that the cache of `map` finds earlier results. Pickling leaves the engine behind.
 
-    model: as of `Engine`. prompt_column, prompt_template, messages_column, system_prompt, chat, id_column,
-    output_prefix: as of the command line. options: fields of SamplingParams, and of Engine's options dtype, device,
-    cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes, expected_output_len
-    and on_overlong. Random draws belong to rows: with a temperature, name an id_column or map(..., with_indices=True).
-    Raises InputError, before weights are read where possible.
+    options: of `batchgen run`, those that say what a prompt is (prompt_column, prompt_template, messages_column,
+    system_prompt, chat, id_column) and how results are called (output_prefix); fields of SamplingParams; and those of
+    `Engine`: dtype, device, gpu_memory, cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len,
+    share_prefixes, expected_output_len and on_overlong. Random draws belong to rows: with a temperature, name an id_column
+    or map(..., with_indices=True). Raises InputError, before weights are read where possible.
     """
 
     # As it was called when `datasets` hashed the first of them: the cache of `map` finds their results.
     __module__ = "batchgen.with_datasets"
 
-    def __init__(
-        self,
-        model: str = "demo",
-        *,
-        prompt_column: str | None = None,
-        prompt_template: str | None = None,
-        messages_column: str | None = None,
-        system_prompt: str | None = None,
-        chat: bool = False,
-        id_column: str | None = None,
-        output_prefix: str = "",
-        **options: Any,
-    ) -> None:
-        sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-        unknown = set(options) - set(ENGINE_OPTIONS)
-        if unknown:
-            raise TypeError(f"MapFunction() has no option {sorted(unknown)[0]!r}")
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        known = {option.name: option for option in options_of("map", "engine") if option.name != "model"}
+        if unknown := sorted(set(options) - set(known)):
+            raise TypeError(f"MapFunction() has no option {unknown[0]!r}")
+        given = {name: options.get(name, option.default) for name, option in known.items()}
         self._model = os.fspath(model)
-        self._prompts = PromptSpec(prompt_column, prompt_template, messages_column, system_prompt, chat)
-        self._sampling = SamplingParams(**sampling)
-        self._id_column, self._prefix, self._engine_options = id_column, output_prefix, options
+        self._prompts = PromptSpec(
+            given["prompt_column"],
+            given["prompt_template"],
+            given["messages_column"],
+            given["system_prompt"],
+            given["chat"],
+        )
+        self._sampling = SamplingParams(**{name: given[name] for name in SamplingParams.names()})
+        self._id_column, self._prefix = given["id_column"], given["output_prefix"]
+        self._engine_options = {name: value for name, value in options.items() if name in names_of("engine")}
         self._identity: dict | None = None
         self._forget_engine()
 

@@ -12,19 +12,11 @@ from typing import Any
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import (
-    BENCH_OPTIONS,
-    CONVERT_OPTIONS,
-    JOB_OPTIONS,
-    OF_ROWS,
-    PLAN_OPTIONS,
-    PROFILE_OPTIONS,
-    RUN_OPTIONS,
-    with_options,
-    without,
-)
+from batchgen.cli.options import takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.core.interrupts import keep
+from batchgen.core.request import SamplingParams
+from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -34,8 +26,7 @@ def cli() -> None:
     keep(lambda: "")
 
 
-@cli.command()
-@with_options(RUN_OPTIONS, JOB_OPTIONS)
+@takes_options("run", config=True)
 def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
@@ -48,9 +39,9 @@ def run(**options: Any) -> None:
     """
     keep(lambda: _before_rows(options["output"]))
     from batchgen.job.report import summary
-    from batchgen.job.run import JobOptions, run_job
+    from batchgen.job.run import run_job
 
-    report = run_job(JobOptions(**_sampling_apart(options)))
+    report = run_job(_job(options))
     if options["report"] == "-":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
@@ -62,52 +53,44 @@ def run(**options: Any) -> None:
         sys.exit(JobStopped.exit_code)
 
 
-@cli.command()
-@with_options(PLAN_OPTIONS, JOB_OPTIONS)
+@takes_options("plan", config=True)
 def plan(**options: Any) -> None:
     """Say how a job will run and how long it will take, on this machine or another.
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    from batchgen.job.options import JobOptions
-    from batchgen.job.plan import PlanOptions, run_plan
+    from batchgen.job.plan import run_plan
 
-    options = _sampling_apart(options)
-    own = {f.name: options.pop(f.name) for f in fields(PlanOptions) if f.name in options}
-    for line in run_plan(PlanOptions(JobOptions(output=None, **options), **own)):
+    own = _taken(options, PlanOptions)
+    for line in run_plan(PlanOptions(_job(options), **own)):
         click.echo(line)
 
 
-@cli.command()
-@with_options(BENCH_OPTIONS, without(JOB_OPTIONS, OF_ROWS))
+@takes_options("bench", config=True)
 def bench(**options: Any) -> None:
-    """Measure a model on made-up rows of equal lengths, beside what the plan said it would take.
+    """Measure a model on random rows of equal lengths, beside what the plan said it would take.
 
-    With --load-format dummy a model's config.json is enough: weights of that shape are made up.
+    With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
-    from batchgen.job.bench import BenchOptions, run_bench, summary
-    from batchgen.job.options import JobOptions
+    from batchgen.job.bench import run_bench, summary
 
-    options = _sampling_apart(options)
-    own = {f.name: options.pop(f.name) for f in fields(BenchOptions) if f.name in options}
-    report = run_bench(BenchOptions(JobOptions(input=None, output=None, **options), **own))
+    own = _taken(options, BenchOptions)
+    report = run_bench(BenchOptions(_job(options), **own))
     if options["report"] != "-":
         for line in summary(report):
             click.echo(line)
 
 
-@cli.command()
-@with_options(PROFILE_OPTIONS)
+@takes_options("profile")
 def profile(**options: Any) -> None:
     """Measure what this machine can do: matrix products, attention, memory, disk. Kept for later plans."""
     from batchgen.job.plan import run_profile
 
-    for line in run_profile(**options):
+    for line in run_profile(ProfileOptions(**options)):
         click.echo(line)
 
 
-@cli.command()
-@with_options(CONVERT_OPTIONS)
+@takes_options("convert")
 def convert(**options: Any) -> None:
     """Put a model's weights into a store: one file a layer, as they are streamed from disk.
 
@@ -116,7 +99,7 @@ def convert(**options: Any) -> None:
     keep(lambda: "the same command goes on from there")
     from batchgen.job.convert import run_convert
 
-    click.echo(run_convert(**options))
+    click.echo(run_convert(ConvertOptions(**options)))
 
 
 def _before_rows(output: str) -> str:
@@ -125,17 +108,24 @@ def _before_rows(output: str) -> str:
     return "no row was run yet, those of earlier runs are kept" if begun else "no rows are finished yet"
 
 
-def _sampling_apart(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, those of SamplingParams as one."""
-    from batchgen.core.request import SamplingParams
+def _taken(options: dict[str, Any], owner: type) -> dict[str, Any]:
+    """The options that are fields of a dataclass, which no longer are among `options` then."""
+    return {f.name: options.pop(f.name) for f in fields(owner) if f.name in options}
 
-    given = {name: options.pop(name) for name in SamplingParams.names() if name in options}
+
+def _job(options: dict[str, Any]) -> JobOptions:
+    """The job that flags describe, the files read that say how texts are generated."""
+    options, read = dict(options), []
+    if (config := options.pop("config")) is not None:
+        read.append(("--config", config))
+    given = _taken(options, SamplingParams)
     if "stop" in given:
         given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    if given.get("json_schema") is not None:
-        given["json_schema"] = _read_schema(given["json_schema"])
-    sampling = SamplingParams(**given)
-    return options | {"sampling": sampling}
+    if (schema := given.get("json_schema")) is not None:
+        given["json_schema"] = _read_schema(schema)
+        read.append((flag_of("json_schema"), os.path.expanduser(schema)))
+    options = {"input": None, "output": None, **options}
+    return JobOptions(sampling=SamplingParams(**given), read_before=tuple(read), **options)
 
 
 def _read_schema(path: str) -> str:
@@ -143,6 +133,10 @@ def _read_schema(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+for _command in (run, plan, bench, profile, convert):
+    cli.add_command(_command)
 
 
 def run_cli() -> int:

@@ -21,10 +21,9 @@ from batchgen.helm.jobs import IN_PROCESS, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import Answer, Wanted, answers, wanted
 from batchgen.helm.tokenizer import PromptTokens
+from batchgen.job.options import options_of
 
 ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
-# Of the options of a job: those that its results depend on.
-_DECIDING = ("model", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "on_overlong", "seed")
 
 
 class BatchgenClient(CachingClient):
@@ -129,7 +128,8 @@ class BatchgenClient(CachingClient):
 
     def _identity(self) -> str:
         """The folder of jobs that run with these options. Where and how fast they run does not matter to results."""
-        identity = {name: self._options.get(name) for name in _DECIDING}
+        deciding = [option.name for option in options_of("helm") if option.decides_results]
+        identity = {name: self._options.get(name) for name in deciding}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
 from batchgen.helm.rows import GENERATE, SCORE, Row
+from batchgen.job.options import JobOptions
 
 IN_PROCESS, FILES = "in-process", "files"  # where the engine is, if it is not the path of a batchgen program
 
@@ -104,7 +105,10 @@ class Jobs:
         if self._engine == IN_PROCESS:
             import batchgen
 
-            options = {"progress": "auto", **self._options_of(job)}
+            options = {
+                "progress": JobOptions.progress,
+                **self._options_of(job),
+            }  # shown, unlike that of other jobs from Python
             options |= {name: str(job / options[name]) for name in ("input", "output", "report")}
             stopped = batchgen.run(**options)["state"] == "stopped"
         else:

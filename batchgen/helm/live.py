@@ -4,7 +4,6 @@ threads: what waits at the same time runs together.
 
 from __future__ import annotations
 
-import inspect
 import json
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,9 @@ from threading import Lock
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
 from batchgen.helm.rows import GENERATE, SCORE, Row
+from batchgen.job.options import names_of
 
 _engines: dict[str, LiveEngine] = {}
 _making = Lock()
@@ -32,16 +33,14 @@ class LiveEngine:
     """options: "model", "seed", and others of `batchgen.Engine`. The model is loaded with the first rows. Raises InputError."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        from batchgen.engine.engine import Engine
-
-        known = set(inspect.signature(Engine).parameters) - {"sampling", "on_load"} | {"seed"}
+        known = {*names_of("engine"), "seed"}
         for name in options:
             if name not in known:
                 raise InputError(
                     f"{name} is an option of jobs: leave it out of model_deployments.yaml, or run with"
                     " --runner-class-name batchgen.helm.runner.BatchgenRunner"
                 )
-        self._seed = options.get("seed", 0)
+        self._seed = options.get("seed", SamplingParams.seed)
         self._options = {name: value for name, value in options.items() if name != "seed"}
         self._engine: Any = None
         self._turn, self._lock = Lock(), Lock()
@@ -72,7 +71,7 @@ class LiveEngine:
                 raise
 
     def _results(self, rows) -> dict[str, dict[str, Any]]:
-        from batchgen.core.request import Request, SamplingParams, ScoreRequest
+        from batchgen.core.request import Request, ScoreRequest
         from batchgen.engine.engine import Engine
 
         if self._engine is None:

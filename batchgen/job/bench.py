@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import Plan
@@ -14,9 +14,10 @@ from batchgen.core.units import format_seconds
 from batchgen.core.workload import uniform_workload
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
 from batchgen.job.loading import load_engine, tracing
-from batchgen.job.options import JobOptions, check_options
+from batchgen.job.options import BenchOptions, JobOptions
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_account, write_report
@@ -25,22 +26,6 @@ from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
 from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
-
-LOAD_FORMATS = ("auto", "dummy")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Everything `batchgen bench` can be told: `job` under the names of `batchgen run`, and its own flags.
-
-    load_format: "dummy" makes the weights up, of the shape that `job.model`, a config.json or its directory, says.
-    """
-
-    job: JobOptions
-    num_prompts: int
-    input_len: int
-    output_len: int
-    load_format: str = "auto"
 
 
 def run_bench(options: BenchOptions) -> dict:
@@ -77,8 +62,8 @@ def _measured(options: BenchOptions) -> JobOptions:
 
 
 def _model(options: BenchOptions, progress: Progress) -> ModelFiles:
-    if options.load_format not in LOAD_FORMATS:
-        raise InputError(f"--load-format must be {' or '.join(LOAD_FORMATS)}, not {options.load_format!r}")
+    if options.load_format not in ("auto", "dummy"):
+        raise InputError(f"--load-format must be auto or dummy, not {options.load_format!r}")
     if options.load_format == "dummy":
         return without_weights(options.job.model, progress.say)
     return resolve_model(options.job.model, notify=progress.say)

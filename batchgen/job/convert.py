@@ -6,22 +6,27 @@ import time
 from pathlib import Path
 
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.job.options import JobOptions
+from batchgen.job.options import ConvertOptions, JobOptions
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_job
 from batchgen.models.convert import convert
 from batchgen.models.files import resolve_model
 
 
-def run_convert(*, model: str, output: str, quantization: str, dtype: str, overwrite: bool, progress: str) -> str:
+def run_convert(options: ConvertOptions) -> str:
     """Converts; returns the line to end with. Raises BatchgenError."""
     started_s = time.monotonic()
-    shown = Progress(progress)
-    files = resolve_model(model, notify=shown.say)
-    dtype = resolve_job(JobOptions(model, None, output, dtype=dtype), files).dtype
+    shown = Progress(options.progress)
+    files, quantization = resolve_model(options.model, notify=shown.say), options.quantization
+    dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
     shown.say(f"converting {files.name} to {dtype if quantization == 'none' else f'{quantization} and {dtype}'}")
     with shown.layers() as on_layer:
         store = convert(
-            files, Path(output), dtype=dtype, quantization=quantization, overwrite=overwrite, on_layer=on_layer
+            files,
+            Path(options.output),
+            dtype=dtype,
+            quantization=quantization,
+            overwrite=options.overwrite,
+            on_layer=on_layer,
         )
     return f"{format_bytes(store.num_bytes)} in {format_seconds(time.monotonic() - started_s)}: {store.path}"

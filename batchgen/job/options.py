@@ -1,19 +1,79 @@
-"""Everything a job can be told."""
+"""Everything the commands can be told. Each option is declared once: where its value has its field, or, for those of
+`SamplingParams`, in the table beside.
+
+The command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take their names, types,
+defaults and help from here. Nothing here takes long to import: `batchgen --help` waits for it.
+"""
+
+# ruff: noqa: RUF009 - defaults of fields are declarations
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
-from batchgen.engine.engine import ON_OVERLONG
-from batchgen.runtime.grammar import check_grammar
 
-TASKS = ("generate", "score")
+# The groups, in the order in which help shows them.
+MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
+# What takes options: the commands; BatchgenLM; HELM's client; `Engine`; and MapFunction, which takes those of `Engine` too.
+TAKERS = ("run", "plan", "bench", "profile", "convert", "lm_eval", "helm", "engine", "map")
+# Where an option's value says what to read: it is a file; a file, or a name; a text, or @FILE.
+FILE, FILE_OR_NAME, AT_FILE = "FILE", "FILE|NAME", "@FILE"
+_DECLARED = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What all that takes an option has in common.
+
+    name: in Python, TOML and JSON. flags: of the command line. type: of its value; of each value where `multiple`; bool of a
+    switch. takers: those of `TAKERS` that take it. reads: the files that it names, one of `FILE`, `FILE_OR_NAME`, `AT_FILE`.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    group: str
+    takers: frozenset[str]
+    default: Any = None
+    type: Callable[[str], Any] = str
+    help: str | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    multiple: bool = False
+    required: bool = False
+    reads: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """By which messages call it."""
+        return self.flags[-1].partition("/")[0]
+
+    @property
+    def decides_results(self) -> bool:
+        """Whether what a row comes out as depends on it; the others say where, when and how fast it is run."""
+        return self.group in (MODEL, INPUT, SAMPLING)
+
+
+def _option(group: str, takers: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """The field of an option. flags: those that are not simply the field's name."""
+    metadata = {_DECLARED: {"group": group, "takers": frozenset(takers.split()), "flags": flags, **more}}
+    return field(metadata=metadata) if more.get("required") else field(default=default, metadata=metadata)
+
+
+_COMMANDS = "run plan bench"
+_ROWS = "run plan"  # those whose rows come from somewhere
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_QUANTIZATIONS = ("none", "int4")
+_STYLES = ("auto", "plain", "none")
+_MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
+_INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub dataset; OpenAI batch JSONL."
+_INT4_HELP = "int4: the layers' matrices in 4 bits."
+_OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
+_REPORT_HELP = "Write the report as JSON; - is stdout."
 
 
 @dataclass(frozen=True)
@@ -21,116 +81,328 @@ class JobOptions:
     """Everything `batchgen run` can be told, under the names of its flags (see `batchgen run --help`).
 
     input may also be a `datasets.Dataset` or `IterableDataset`. output: None where only a plan is asked for, or
-    for a file in the cache directory.
+    for a file in the cache directory. read_before: (flag, path) of the files that other options here were read from.
     """
 
-    model: str
-    input: Any
-    output: str | Path | None
-    prompt_column: str | None = None
-    prompt_template: str | None = None
-    messages_column: str | None = None
-    system_prompt: str | None = None
-    chat: bool = False
-    task: str = "generate"
-    continuations_column: str | None = None
-    choices: tuple[str, ...] = ()
-    choices_column: str | None = None
-    sampling_column: str | None = None
+    model: str = _option(
+        MODEL, f"{_COMMANDS} helm engine map", "-m", "--model", required=True, metavar="MODEL", help=_MODEL_HELP
+    )
+    input: Any = _option(INPUT, _ROWS, "-i", "--input", required=True, metavar="PATH", reads=FILE, help=_INPUT_HELP)
+    output: str | Path | None = _option(
+        RUN, "run", "-o", "--output", required=True, metavar="FILE", help="A .parquet, .jsonl, .csv or .arrow file."
+    )
+
+    dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
+    quantization: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm", default="none", choices=_QUANTIZATIONS, help=_INT4_HELP
+    )
+    kv_cache_dtype: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm", default="auto", choices=("auto", "int4"), help="int4: KV in 4 bits."
+    )
+    max_model_len: int | None = _option(
+        MODEL,
+        f"{_COMMANDS} lm_eval helm engine",
+        type=int,
+        metavar="N",
+        help="Longest prompt plus output [default: the model's].",
+    )
+
+    prompt_column: str | None = _option(
+        INPUT, f"{_ROWS} map", metavar="NAME", help="Column that holds the prompts [default: prompt]."
+    )
+    prompt_template: str | None = _option(
+        INPUT,
+        f"{_ROWS} map",
+        metavar="TEXT",
+        reads=AT_FILE,
+        help="Jinja template over the columns; @FILE reads it from a file.",
+    )
+    messages_column: str | None = _option(
+        INPUT, f"{_ROWS} map", metavar="NAME", help="Column of chat messages (lists of role and content)."
+    )
+    system_prompt: str | None = _option(
+        INPUT, f"{_ROWS} map", metavar="TEXT", help="System message before each row's messages; implies --chat."
+    )
+    chat: bool = _option(
+        INPUT,
+        f"{_ROWS} map",
+        default=False,
+        type=bool,
+        help="Send text prompts as a user's message, through the chat template.",
+    )
+    task: str = _option(
+        INPUT,
+        _ROWS,
+        default="generate",
+        choices=("generate", "score"),
+        help="score: log-probabilities of continuations of the prompt, or of the prompt itself.",
+    )
+    continuations_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="With --task score: column of what may follow the prompt, one or a list, texts or token ids.",
+    )
+    choices: tuple[str, ...] = _option(
+        INPUT,
+        _ROWS,
+        default=(),
+        multiple=True,
+        metavar="TEXT",
+        help="With --task score: a text that may follow every prompt, repeated for each; the likeliest is the choice.",
+    )
+    choices_column: str | None = _option(
+        INPUT, _ROWS, metavar="NAME", help="With --task score: column with a list of choices for each row."
+    )
+    on_overlong: str = _option(
+        INPUT,
+        f"{_ROWS} helm engine",
+        default="error",
+        choices=("error", "truncate-left", "truncate-right"),
+        help="A prompt that does not fit the context.",
+    )
+    shard: str | None = _option(
+        INPUT, _ROWS, metavar="I/N", help="Only the I-th of N equal parts of the input, I from 0."
+    )
+    limit: int | None = _option(INPUT, _ROWS, type=int, metavar="N", help="Only the first N rows.")
+    split: str | None = _option(INPUT, _ROWS, metavar="NAME", help="Split of a dataset that has several.")
+    id_column: str | None = _option(
+        INPUT,
+        f"{_ROWS} map",
+        metavar="NAME",
+        help="Column whose value, rather than the row number, seeds a row's draws.",
+    )
+    input_format: str | None = _option(INPUT, _ROWS, choices=("parquet", "jsonl", "csv", "datasets", "openai"))
+
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    device: str = "auto"
-    gpu_memory: str | int | None = None
-    cpu_memory: str | int | None = None
-    disk_memory: str | int | None = None
-    hardware: str | None = None
-    offload_dir: str | Path | None = None
-    plan: str | None = None
-    admission: str = "auto"
-    max_num_seqs: int | None = None
-    num_gpu_batches: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    share_prefixes: bool = True
-    expected_output_len: int | None = None
-    resume: bool = True
-    overwrite: bool = False
-    retry_failed: bool = False
-    max_time: str | float | None = None
-    flush_interval: str | float = "5s"
-    on_error: str = "record"
-    on_overlong: str = "error"
-    shard: str | None = None
-    limit: int | None = None
-    split: str | None = None
-    id_column: str | None = None
-    input_format: str | None = None
-    output_prefix: str = ""
-    report: str | None = None
-    trace: str | None = None
-    progress: str = "auto"
-    dry_run: bool = False
+    sampling_column: str | None = _option(
+        SAMPLING,
+        _ROWS,
+        metavar="NAME",
+        help="Column of structs or JSON objects with sampling parameters of the row's own.",
+    )
+
+    device: str = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm engine",
+        default="auto",
+        metavar="DEVICE",
+        help="cpu, or an accelerator that is emulated on it, with memory and links of its own:"
+        " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s.",
+    )
+    gpu_memory: str | int | None = _option(
+        RESOURCES, f"{_COMMANDS} lm_eval helm engine", metavar="SIZE", help="GPU memory budget [default: all of it]."
+    )
+    cpu_memory: str | int | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm engine",
+        metavar="SIZE",
+        help="Memory budget such as 14GiB [default: what is free, less 10%].",
+    )
+    disk_memory: str | int | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm",
+        metavar="SIZE",
+        help="Disk budget [default: what is free, less 10%]; 0 is none.",
+    )
+    hardware: str | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm",
+        metavar="FILE|NAME",
+        reads=FILE_OR_NAME,
+        help="Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200,"
+        " zen4 [default: this machine's, measured once].",
+    )
+    offload_dir: str | Path | None = _option(RESOURCES, f"{_COMMANDS} lm_eval helm", metavar="DIR", help=_OFFLOAD_HELP)
+    plan: str | None = _option(
+        RESOURCES, "run bench helm", metavar="FILE", reads=FILE, help="Run as this plan of `batchgen plan -o` says."
+    )
+    admission: str = _option(
+        RESOURCES, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=("auto", "continuous", "static")
+    )
+    max_num_seqs: int | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm engine",
+        type=int,
+        metavar="N",
+        help="Most samples in flight [default: as planned].",
+    )
+    num_gpu_batches: int | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm",
+        type=int,
+        metavar="N",
+        help="GPU batches in a block [default: as planned].",
+    )
+    max_num_batched_tokens: int | None = _option(
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm engine",
+        type=int,
+        metavar="N",
+        help="Most tokens in one sweep; longer prompts are chunked [default: as planned].",
+    )
+    share_prefixes: bool = _option(
+        RESOURCES,
+        f"{_ROWS} lm_eval helm engine",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        type=bool,
+        help="Compute a prompt prefix that rows share once [default: on].",
+    )
+    expected_output_len: int | None = _option(
+        RESOURCES,
+        f"{_ROWS} lm_eval helm engine",
+        type=int,
+        metavar="N",
+        help="Tokens a sample usually generates, for planning and admission.",
+    )
+
+    resume: bool = _option(
+        RUN,
+        "run helm",
+        "--resume/--no-resume",
+        default=True,
+        type=bool,
+        help="Go on from rows that are done already [default: resume].",
+    )
+    overwrite: bool = _option(
+        RUN,
+        "run helm",
+        default=False,
+        type=bool,
+        help="Drop old progress; the old output stays until the new one is whole.",
+    )
+    retry_failed: bool = _option(RUN, "run helm", default=False, type=bool, help="Run the rows that failed again.")
+    max_time: str | float | None = _option(
+        RUN, "run helm", metavar="TIME", help="Stop cleanly after 6h, 90m, ...; the next run goes on (exit code 3)."
+    )
+    flush_interval: str | float = _option(
+        RUN,
+        "run lm_eval helm",
+        default="5s",
+        metavar="TIME",
+        help="How often finished rows are saved: what a crash can cost.",
+    )
+    on_error: str = _option(
+        RUN,
+        "run helm",
+        default="record",
+        choices=("record", "fail"),
+        help="A bad row: note it in the row, or stop the job.",
+    )
+    output_prefix: str = _option(
+        RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
+    )
+    report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
+    trace: str | None = _option(
+        RUN,
+        f"{_COMMANDS} helm",
+        metavar="FILE",
+        help="Write a timeline of every lane, for chrome://tracing: of the run, or what the plan expects.",
+    )
+    progress: str = _option(RUN, f"{_COMMANDS} lm_eval helm", default="auto", choices=_STYLES)
+    dry_run: bool = _option(
+        RUN, "run", default=False, type=bool, help="Check everything, show the plan and the first prompt; run nothing."
+    )
+    read_before: tuple[tuple[str, str], ...] = ()
 
 
-def check_options(options: JobOptions) -> None:
-    """Everything that can be refused without reading anything."""
-    if options.on_error not in ("record", "fail"):
-        raise InputError(f"--on-error must be record or fail, not {options.on_error!r}")
-    if options.on_overlong not in ON_OVERLONG:
-        raise InputError(f"--on-overlong must be one of {', '.join(ON_OVERLONG)}, not {options.on_overlong!r}")
-    _check_task(options)
-    if options.plan is not None:
-        fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
-        given = any(getattr(options, name) is not None for name in fixed)
-        if given or options.admission != "auto" or not options.share_prefixes:
-            raise InputError(
-                "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --num-gpu-batches,"
-                " --max-num-batched-tokens and --no-enable-prefix-caching"
-            )
-    for name in ("max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "expected_output_len"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.limit is not None and options.limit < 1:
-        raise InputError(f"--limit must be at least 1, not {options.limit}")
-    if options.overwrite and options.retry_failed:
-        raise InputError(
-            "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
-            " keeps the rows that are fine"
-        )
-    if options.retry_failed and not options.resume:
-        raise InputError("--retry-failed needs what was done before: leave out --no-resume")
-    for name, allowed in (("quantization", ("none", "int4")), ("kv_cache_dtype", ("auto", "int4"))):
-        if getattr(options, name) not in allowed:
-            raise InputError(f"--{name.replace('_', '-')} must be {' or '.join(allowed)}")
-    check_grammar(options.sampling)
-    _check_path("--report", options.report)
-    _check_path("--trace", options.trace)
-    if options.max_time is not None:
-        seconds(options.max_time)
-    if seconds(options.flush_interval) <= 0:
-        raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything `batchgen plan` can be told: the job, under the names `batchgen run` has for it, and its own flags."""
+
+    job: JobOptions
+    num_prompts: int | None = _option(
+        INPUT, "plan", type=int, metavar="N", help="Plan for N prompts instead of an input ..."
+    )
+    input_len: int | None = _option(INPUT, "plan", type=int, metavar="N", help="... of this many tokens each,")
+    output_len: int | None = _option(INPUT, "plan", type=int, metavar="N", help="and outputs of this many tokens.")
+    max_block_latency: str | None = _option(
+        RESOURCES, "plan", metavar="TIME", help="Longest time from a block's first prompt to its last token."
+    )
+    what_if: tuple[str, ...] = _option(
+        RUN,
+        "plan",
+        default=(),
+        multiple=True,
+        metavar="NAME=SIZE",
+        help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
+        " (gpu-memory=48GiB), beside the current plan; may be repeated.",
+    )
+    explain: bool = _option(
+        RUN, "plan", default=False, type=bool, help="Placement, lanes, memory, and what more of each would buy."
+    )
+    frontier: bool = _option(RUN, "plan", default=False, type=bool, help="Throughput against block latency.")
+    as_json: bool = _option(RUN, "plan", "--json", default=False, type=bool, help="The plan as JSON on stdout.")
+    plan_file: str | None = _option(
+        RUN, "plan", "-o", "--output", metavar="FILE", help="Write the plan, for `batchgen run --plan`."
+    )
 
 
-def _check_task(options: JobOptions) -> None:
-    if options.task not in TASKS:
-        raise InputError(f"--task must be {' or '.join(TASKS)}, not {options.task!r}")
-    if options.task == "generate":
-        for name in ("continuations_column", "choices", "choices_column"):
-            if getattr(options, name):
-                raise InputError(f"--{name.replace('_', '-')} is for scoring: give --task score")
-        return
-    default = SamplingParams()
-    for name in SamplingParams.names():
-        if name != "logprobs" and getattr(options.sampling, name) != getattr(default, name):
-            flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} has no meaning with --task score, which generates nothing: leave it out")
-    for name in ("sampling_column", "expected_output_len"):
-        if getattr(options, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} has no meaning with --task score, which generates nothing: leave it out")
+@dataclass(frozen=True)
+class BenchOptions:
+    """Everything `batchgen bench` can be told: `job` under the names of `batchgen run`, and its own flags.
+
+    load_format: "dummy": random weights of the shape that `job.model`, a config.json or its directory, says.
+    """
+
+    job: JobOptions
+    num_prompts: int = _option(INPUT, "bench", default=64, type=int, metavar="N", help="Rows,")
+    input_len: int = _option(INPUT, "bench", default=512, type=int, metavar="N", help="of this many tokens each,")
+    output_len: int = _option(INPUT, "bench", default=32, type=int, metavar="N", help="and this many generated ones.")
+    load_format: str = _option(
+        MODEL,
+        "bench",
+        default="auto",
+        choices=("auto", "dummy"),
+        help="dummy: random weights for a config.json, or its directory, given as --model.",
+    )
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Everything `batchgen profile` can be told."""
+
+    device: str = _option(
+        RESOURCES,
+        "profile",
+        default="auto",
+        metavar="DEVICE",
+        help="cpu, cuda or emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s.",
+    )
+    dtype: tuple[str, ...] = _option(
+        MODEL,
+        "profile",
+        default=(),
+        choices=_DTYPES,
+        multiple=True,
+        help="Formats to measure, may be repeated [default: the one models run in here].",
+    )
+    offload_dir: str | None = _option(RESOURCES, "profile", metavar="DIR", help=_OFFLOAD_HELP)
+    refresh: bool = _option(
+        RUN, "profile", default=False, type=bool, help="Measure again, although this machine was measured before."
+    )
+    output: str | None = _option(
+        RUN, "profile", "-o", "--output", metavar="FILE", help="Write the profile as JSON; - is stdout."
+    )
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Everything `batchgen convert` can be told."""
+
+    model: str = _option(MODEL, "convert", "-m", "--model", required=True, metavar="MODEL", help=_MODEL_HELP)
+    output: str = _option(
+        RUN, "convert", "-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."
+    )
+    quantization: str = _option(MODEL, "convert", default="none", choices=_QUANTIZATIONS, help=_INT4_HELP)
+    dtype: str = _option(
+        MODEL, "convert", default="auto", choices=_DTYPES, help="Of everything else, and of what is computed."
+    )
+    overwrite: bool = _option(
+        RUN, "convert", default=False, type=bool, help="Replace a store of another model or format."
+    )
+    progress: str = _option(RUN, "convert", default="auto", choices=_STYLES)
 
 
 def seconds(value: str | float) -> float:
@@ -138,7 +410,66 @@ def seconds(value: str | float) -> float:
     return parse_seconds(value) if isinstance(value, str) else float(value)
 
 
-def _check_path(flag: str, path: str | None) -> None:
-    """Raises InputError now rather than after hours of work."""
-    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")
+def _named(name: str, default: Any, declared: dict[str, Any]) -> Option:
+    """An option, by what was said of it."""
+    flags = declared["flags"] or ("--" + name.replace("_", "-"),)
+    return Option(name=name, default=default, **{**declared, "flags": flags})
+
+
+def _sampling(takers: str, name: str, type: Callable[[str], Any], help: str | None = None, **more: Any) -> Option:
+    """An option of SamplingParams, which has its default."""
+    (default,) = (f.default for f in fields(SamplingParams) if f.name == name)
+    declared = {"group": SAMPLING, "takers": frozenset(takers.split()), "flags": (), "type": type, "help": help}
+    return _named(name, default, {**declared, **more})
+
+
+SAMPLING_OPTIONS = (
+    _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
+    _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
+    _sampling(f"{_COMMANDS} map", "top_p", float),
+    _sampling(f"{_COMMANDS} map", "top_k", int, "0 is off."),
+    _sampling(f"{_COMMANDS} map", "min_p", float),
+    _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
+    _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n",)),
+    _sampling(f"{_COMMANDS} map helm", "seed", int),
+    _sampling(f"{_ROWS} map", "stop", str, r"Stop string, may be repeated; \n and \t are understood.", multiple=True,
+              metavar="TEXT"),
+    _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
+    _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
+    _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
+    _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
+              metavar="FILE", reads=FILE),
+    _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
+)  # fmt: skip
+
+
+def declared_in(owner: type) -> tuple[Option, ...]:
+    """The options whose fields a dataclass has, in its order."""
+    return tuple(
+        _named(f.name, None if f.default is MISSING else f.default, dict(f.metadata[_DECLARED]))
+        for f in fields(owner)
+        if _DECLARED in f.metadata
+    )
+
+
+OPTIONS = tuple(
+    option
+    for owner in (JobOptions, PlanOptions, BenchOptions, ProfileOptions, ConvertOptions)
+    for option in (*declared_in(owner), *(SAMPLING_OPTIONS if owner is JobOptions else ()))
+)
+
+
+def options_of(*takers: str) -> tuple[Option, ...]:
+    """The options that any of these takes, group by group."""
+    taken = [option for option in OPTIONS if not option.takers.isdisjoint(takers)]
+    return tuple(option for group in GROUPS for option in taken if option.group == group)
+
+
+def names_of(*takers: str) -> tuple[str, ...]:
+    """Of `options_of`."""
+    return tuple(option.name for option in options_of(*takers))
+
+
+def flag_of(name: str) -> str:
+    """By which messages call an option of a run."""
+    return next(option.flag for option in options_of("run") if option.name == name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.atomic_file import write_atomically
@@ -16,8 +16,9 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.engine.loader import resolve_context, store_bytes
+from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
-from batchgen.job.options import JobOptions, check_options, seconds
+from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of, what_if
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
@@ -31,22 +32,6 @@ from batchgen.profiler.emulated import emulated_profile
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
 _STARTUP_S = 5.0
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """Everything `batchgen plan` can be told: the job, under the names `batchgen run` has for it, and its own flags."""
-
-    job: JobOptions
-    num_prompts: int | None = None
-    input_len: int | None = None
-    output_len: int | None = None
-    max_block_latency: str | None = None
-    what_if: tuple[str, ...] = ()
-    explain: bool = False
-    frontier: bool = False
-    as_json: bool = False
-    plan_file: str | None = None
 
 
 def run_plan(options: PlanOptions) -> list[str]:
@@ -150,25 +135,25 @@ def _write_json(path: str, value: dict, flag: str) -> None:
         raise InputError(f"{flag} {path} cannot be written: {error.strerror}") from error
 
 
-def run_profile(*, device: str, dtype: tuple[str, ...], offload_dir: str | None, refresh: bool, output: str | None):
+def run_profile(options: ProfileOptions) -> list[str]:
     """Measures, or recalls, this machine's profile; returns the lines that show it."""
-
     progress = Progress("plain")
-    where = Device("cuda") if device == "auto" and has_cuda() else parse_device(device)
+    where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
-    formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in dtype or ("auto",))
+    formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))
     profile = None
     for name in formats:
         profile = find_hardware(
-            "", dtype=name, offload_dir=Path(offload_dir or cache_dir()), device=device,
-            refresh=refresh and profile is None, notify=progress.say,
+            "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
+            refresh=options.refresh and profile is None, notify=progress.say,
         )  # fmt: skip
+    assert profile is not None  # there is at least one format
     if where.kind == "emulated":
         profile = emulated_profile(profile, where)
-    if output == "-":
+    if options.output == "-":
         return [json.dumps(profile.to_json(), indent=2)]
-    if output:
-        _write_json(output, profile.to_json(), "-o")
+    if options.output:
+        _write_json(options.output, profile.to_json(), "-o")
     return describe_profile(profile)
 
 

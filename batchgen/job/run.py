@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ from batchgen.core.workload import Workload
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
 from batchgen.job.loading import load_engine, tracing
-from batchgen.job.options import JobOptions, check_options, seconds
+from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import make_report, write_report
@@ -48,7 +49,7 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
     options: the command line's, with underscores, among them those of SamplingParams. Raises BatchgenError.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
-    unknown = set(options) - {f.name for f in fields(JobOptions)}
+    unknown = set(options) - set(names_of("run"))
     if unknown:
         raise TypeError(f"run() has no option {sorted(unknown)[0]!r}")
     options.setdefault("progress", "none")

@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
 from batchgen.core.errors import InputError, one_line
-from batchgen.job.options import JobOptions
+from batchgen.job.options import JobOptions, names_of
 from batchgen.job.resolved import resolve_job
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
@@ -31,12 +31,8 @@ from batchgen.models.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-# Options of a job that decide how it is run, not what it is.
-JOB_OPTIONS = (
-    "dtype", "quantization", "kv_cache_dtype", "device", "gpu_memory", "cpu_memory", "disk_memory", "offload_dir",
-    "hardware", "admission", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "share_prefixes",
-    "expected_output_len", "flush_interval", "progress",
-)  # fmt: skip
+# Options of a job that are given through, beside those that have a name of lm_eval's too.
+JOB_OPTIONS = tuple(name for name in names_of("lm_eval") if name != "max_model_len")
 _Pair = tuple[Any, Sequence[int], Sequence[int]]  # what lm_eval knows a request by, context and continuation
 logger = logging.getLogger(__name__)
 
@@ -86,12 +82,13 @@ class BatchgenLM(TemplateLM):
             raise InputError(f"--model_args has no {unknown[0]!r}; it takes {own}, {', '.join(JOB_OPTIONS)}")
         if max_length is not None and max_model_len is not None:
             raise InputError("--model_args: max_length and max_model_len are the same: give one")
-        options["device"] = "auto" if device in (None, "cuda:0") else device
-        options.setdefault("progress", "auto")
+        if device not in (None, "cuda:0"):
+            options["device"] = device
         files = resolve_model(pretrained, notify=logger.info)
         options["max_model_len"] = max_length if max_length is not None else max_model_len
         job = resolve_job(JobOptions(pretrained, None, None, **options), files)
         self._max_length = options["max_model_len"] = job.context
+        options["progress"] = job.options.progress  # which is shown, unlike that of other jobs from Python
         if max_gen_toks < 1:
             raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
         self.max_gen_toks = max_gen_toks

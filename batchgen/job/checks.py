@@ -1,0 +1,69 @@
+"""What can be refused of a job's options without reading anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
+from batchgen.job.options import JobOptions, flag_of, options_of, seconds
+from batchgen.runtime.grammar import check_grammar
+
+
+def check_options(options: JobOptions) -> None:
+    """Everything that can be refused without reading anything."""
+    for option in options_of("run"):
+        if option.choices and getattr(options, option.name) not in (*option.choices, option.default):
+            known, given = ", ".join(option.choices), getattr(options, option.name)
+            raise InputError(f"{option.flag} must be one of {known}, not {given!r}")
+    _check_task(options)
+    if options.plan is not None:
+        fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
+        given = any(getattr(options, name) is not None for name in fixed)
+        if given or options.admission != "auto" or not options.share_prefixes:
+            raise InputError(
+                "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --num-gpu-batches,"
+                " --max-num-batched-tokens and --no-enable-prefix-caching"
+            )
+    for name in ("max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "expected_output_len", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
+    if options.overwrite and options.retry_failed:
+        raise InputError(
+            "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
+            " keeps the rows that are fine"
+        )
+    if options.retry_failed and not options.resume:
+        raise InputError("--retry-failed needs what was done before: leave out --no-resume")
+    check_grammar(options.sampling)
+    _check_path("--report", options.report)
+    _check_path("--trace", options.trace)
+    if options.max_time is not None:
+        seconds(options.max_time)
+    if seconds(options.flush_interval) <= 0:
+        raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
+
+
+def _check_task(options: JobOptions) -> None:
+    if options.task == "generate":
+        for name in ("continuations_column", "choices", "choices_column"):
+            if getattr(options, name):
+                raise InputError(f"{flag_of(name)} is for scoring: give --task score")
+        return
+    default = SamplingParams()
+    given = [
+        name
+        for name in SamplingParams.names()
+        if name != "logprobs" and getattr(options.sampling, name) != getattr(default, name)
+    ]
+    given += [name for name in ("sampling_column", "expected_output_len") if getattr(options, name) is not None]
+    if given:
+        raise InputError(f"{flag_of(given[0])} has no meaning with --task score, which generates nothing: leave it out")
+
+
+def _check_path(flag: str, path: str | None) -> None:
+    """Raises InputError now rather than after hours of work."""
+    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")
