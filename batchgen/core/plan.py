@@ -169,7 +169,7 @@ _COUNTS = (
 
 
 def policy_from_json(values: Mapping[str, Any]) -> Policy:
-    """The inverse of `Policy.to_json`. Raises InputError for counts that are none."""
+    """The inverse of `Policy.to_json`. Raises InputError for counts and tiers that are none."""
     values = dict(values)
     block_size = values.pop("max_num_seqs")
     for name in _COUNTS:
@@ -180,6 +180,9 @@ def policy_from_json(values: Mapping[str, Any]) -> Policy:
     for tier, count in values["kv_blocks"].items():
         if tier not in TIERS or type(count) is not int or count < 0:
             raise InputError(f"not a plan: kv_blocks must be whole numbers by tier, not {tier!r}: {count!r}")
+    for name in ("head_tier", "embedding_tier"):
+        if values.get(name, "cpu") not in ("gpu", "cpu"):
+            raise InputError(f"not a plan: {name} must be gpu or cpu, not {values[name]!r}")
     values["weight_layers"] = {name: tuple(counts) for name, counts in values["weight_layers"].items()}
     values["activation_batches"] = tuple(values["activation_batches"])
     return Policy(**values)

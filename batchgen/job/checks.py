@@ -65,5 +65,7 @@ def _check_task(options: JobOptions) -> None:
 
 def _check_path(flag: str, path: str | None) -> None:
     """Raises InputError now rather than after hours of work."""
+    if path and Path(path).is_char_device():
+        return
     if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise InputError(f"{flag} {path} cannot be written: give a file in a directory that exists")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths, is_in, same_file
-from batchgen.job.options import JobOptions
+from batchgen.job.options import AT_FILE, JobOptions, options_of
+from batchgen.job.planning import HARDWARE_VARIABLE
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
 # What is read of a model's folder.
@@ -19,12 +22,18 @@ _MODEL_FILES = re.compile(
 
 
 def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: bool = False) -> None:
-    """Raises InputError where something that the command would write is, or lies in, something that it reads; or is written twice.
+    """Check that nothing which a command writes is read by it, and that nothing is written twice.
 
-    plan_file: where `batchgen plan` puts its plan. errors_file: the output has a second file (`errors_path`).
+    Args:
+        job: The job's options.
+        plan_file: Where `batchgen plan` puts its plan.
+        errors_file: Whether the output has a second file (`errors_path`).
+
+    Raises:
+        InputError: A file that is written is, or lies in, something that is read, or in the run directory.
     """
     inputs = InputPaths.of(job.input)
-    written = list(_written(job, plan_file, errors_file))
+    written = [(flag, path) for flag, path in _written(job, plan_file, errors_file) if not path.is_char_device()]
     for i, (flag, path) in enumerate(written):
         if reason := inputs.includes(path):
             raise InputError(f"{flag} {path} {reason}: give a file elsewhere, which no run reads or replaces")
@@ -36,6 +45,27 @@ def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: b
                 raise InputError(f"{flag} {path} is the file of {other} too: give another name")
     if job.output is not None:
         _check_run_directory(job, inputs, written)
+
+
+def write_text(text: str, path: str, flag: str) -> None:
+    """Write a file, whole or not at all; or to a device.
+
+    Args:
+        text: What to write.
+        path: Where to.
+        flag: The option that named the path.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    target, content = Path(path), text.encode()
+    try:
+        if target.is_char_device():  # /dev/null: no file must take its place
+            target.write_bytes(content)
+        else:
+            write_atomically(target, content)
+    except OSError as error:
+        raise InputError(f"{flag} {path} cannot be written: {error.strerror}") from error
 
 
 def _check_run_directory(job: JobOptions, inputs: InputPaths, written: list[tuple[str, Path]]) -> None:
@@ -69,15 +99,23 @@ def _written(job: JobOptions, plan_file: str | None, errors_file: bool) -> Itera
 
 def _read(job: JobOptions) -> Iterator[tuple[str, Path]]:
     """(flag, file) of what is read beside the input."""
-    model = Path(job.model).expanduser()
-    if model.is_file():
-        yield "--model", model
-    elif model.is_dir():
-        for path in model.iterdir():
-            if _MODEL_FILES.fullmatch(path.name):
-                yield "--model", path
-    for flag, path in (("--plan", job.plan), ("--hardware", job.hardware)):
-        if path and Path(path).is_file():
-            yield flag, Path(path)
-    if (job.prompt_template or "").startswith("@"):
-        yield "--prompt-template", Path(job.prompt_template[1:]).expanduser()
+    for option in options_of("run"):
+        value = getattr(job, option.name, None)  # options of SamplingParams have been read before
+        if option.name == "input" or option.reads is None or not value:
+            continue
+        if option.reads != AT_FILE:
+            yield from ((option.flag, path) for path in _files_at(Path(value).expanduser()))
+        elif value.startswith("@"):
+            yield option.flag, Path(value[1:]).expanduser()
+    if job.hardware is None and (profile := os.environ.get(HARDWARE_VARIABLE)):
+        yield f"${HARDWARE_VARIABLE}", Path(profile)
+    for flag, name in job.read_before:
+        yield flag, Path(name)
+
+
+def _files_at(path: Path) -> Iterator[Path]:
+    """A file, or those of a model's directory."""
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (inner for inner in path.iterdir() if _MODEL_FILES.fullmatch(inner.name))

@@ -85,7 +85,14 @@ class JobOptions:
     """
 
     model: str = _option(
-        MODEL, f"{_COMMANDS} helm engine map", "-m", "--model", required=True, metavar="MODEL", help=_MODEL_HELP
+        MODEL,
+        f"{_COMMANDS} helm engine map",
+        "-m",
+        "--model",
+        required=True,
+        metavar="MODEL",
+        reads=FILE_OR_NAME,
+        help=_MODEL_HELP,
     )
     input: Any = _option(INPUT, _ROWS, "-i", "--input", required=True, metavar="PATH", reads=FILE, help=_INPUT_HELP)
     output: str | Path | None = _option(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from batchgen.core.atomic_file import write_atomically
 from batchgen.core.device import Device, has_cuda, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -17,7 +16,7 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.engine.loader import resolve_context, store_bytes
 from batchgen.job.checks import check_options
-from batchgen.job.files import check_files
+from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of, what_if
 from batchgen.job.progress import Progress
@@ -57,7 +56,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     case = _limited(_case_there(job, files, config), options) if job.hardware else here()
     plan, problem = plan_case(case, estimated)
     if options.plan_file:
-        _write_json(options.plan_file, plan.to_json(), "-o")
+        write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
     if options.as_json:
@@ -128,13 +127,6 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
     return changes
 
 
-def _write_json(path: str, value: dict, flag: str) -> None:
-    try:
-        write_atomically(Path(path), (json.dumps(value, indent=2) + "\n").encode())
-    except OSError as error:
-        raise InputError(f"{flag} {path} cannot be written: {error.strerror}") from error
-
-
 def run_profile(options: ProfileOptions) -> list[str]:
     """Measures, or recalls, this machine's profile; returns the lines that show it."""
     progress = Progress("plain")
@@ -153,7 +145,7 @@ def run_profile(options: ProfileOptions) -> list[str]:
     if options.output == "-":
         return [json.dumps(profile.to_json(), indent=2)]
     if options.output:
-        _write_json(options.output, profile.to_json(), "-o")
+        write_text(json.dumps(profile.to_json(), indent=2) + "\n", options.output, "-o")
     return describe_profile(profile)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen._version import __version__
-from batchgen.core.atomic_file import write_atomically
-from batchgen.core.errors import InputError
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.units import format_bytes, format_seconds
+from batchgen.job.files import write_text
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.output.run_directory import Run, errors_path
 
@@ -32,15 +31,12 @@ def versions() -> dict[str, str]:
 
 
 def write_report(report: dict, path: str) -> None:
-    """Writes JSON, whole or not at all; "-" is stdout."""
+    """Write a report as JSON, whole or not at all; "-" is standard output. Raises InputError."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
-        return
-    try:
-        write_atomically(Path(path), text.encode())
-    except OSError as error:
-        raise InputError(f"--report {path} cannot be written: {error.strerror}") from error
+    else:
+        write_text(text, path, "--report")
 
 
 def make_report(

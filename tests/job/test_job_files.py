@@ -1,6 +1,8 @@
 """Nothing that a command writes is, or lies in, what it reads: refused with one line, before anything is written or removed."""
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -14,7 +16,8 @@ from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
 from batchgen.job.files import check_files
-from batchgen.job.options import JobOptions
+from batchgen.job.options import AT_FILE, JobOptions, options_of
+from batchgen.job.report import write_report
 from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert
 from batchgen.models.files import resolve_model
@@ -36,6 +39,9 @@ def here(tmp_path, monkeypatch):
     Path("y.errors.jsonl").write_text(BATCH)
     Path("plan.json").write_text("{}")
     Path("template.txt").write_text("{{ prompt }}")
+    Path("schema.json").write_text("{}")
+    Path("job.toml").write_text("seed = 1")
+    Path("schema.toml").write_text('json_schema = "schema.json"')
     Path("elsewhere").mkdir()
     os.symlink("x.parquet", "link.parquet")
     os.symlink("data", "link-to-data")
@@ -54,6 +60,9 @@ def contents(folder: Path) -> dict:
     for path in sorted(folder.rglob("*")):
         found[str(path)] = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
     return found
+
+
+JOB = ["-i", "x.parquet", "-o", "new.parquet"]
 
 
 def absolute(name):
@@ -99,6 +108,8 @@ REFUSED = {
     "the template": (
         dict(input="x.parquet", output="new.parquet", trace="template.txt", prompt_template="@template.txt"), "--prompt-template"),
     "the model": (dict(input="x.parquet", output="new.parquet", report="model/config.json"), "the file of --model"),
+    "the profile": (
+        dict(input="x.parquet", output="new.parquet", report="plan.json", hardware="plan.json"), "the file of --hardware"),
     "a batch's errors": (dict(input="y.errors.jsonl", output="y.jsonl"), "--output's errors y.errors.jsonl is a file of the input"),
     "a dataset's own file": (
         lambda: dict(input=datasets.load_from_disk("saved"), output="saved/data-00000-of-00001.arrow"), "is a file of the input"),
@@ -144,6 +155,8 @@ ALLOWED = [
     dict(input="nowhere/*.parquet", output="new.parquet"),
     dict(input="org/name", output="new.parquet"),
     dict(input="x.parquet", output="model/new.parquet", report="-", trace="model/trace.json"),
+    dict(input="x.parquet", output="new.parquet", report="/dev/null", trace="/dev/null"),
+    dict(input="x.parquet", output="new.parquet", report="/dev/null", read_before=(("--json-schema", "/dev/null"),)),
 ]
 
 
@@ -170,6 +183,13 @@ def test_the_input_on_the_command_line_stays(here):
         (["plan", "--num-prompts", "1", "--hardware", "plan.json", "-o", "plan.json"], "the file of --hardware"),
         (["bench", "--plan", "plan.json", "--report", "plan.json"], "the file of --plan"),
         (["bench", "--trace", "model/config.json"], "the file of --model"),
+        (["run", *JOB, "--report", "schema.json", "--json-schema", "schema.json"], "the file of --json-schema"),
+        (["run", *JOB, "--trace", "schema.json", "--json-schema", "data/../schema.json"], "the file of --json-schema"),
+        (["run", *JOB, "--report", "job.toml", "--config", "job.toml"], "the file of --config"),
+        (["run", "-i", "x.parquet", "-o", "job.toml", "--config", "job.toml"], "the file of --config"),
+        (["run", *JOB, "--report", "schema.json", "--config", "schema.toml"], "the file of --json-schema"),
+        (["plan", "--num-prompts", "1", "-o", "job.toml", "--config", "job.toml"], "the file of --config"),
+        (["bench", "--trace", "job.toml", "--config", "job.toml"], "the file of --config"),
     ],
 )
 def test_other_commands(here, arguments, message):
@@ -177,6 +197,35 @@ def test_other_commands(here, arguments, message):
     done = CliRunner().invoke(cli, [*arguments, "-m", "model"])
     assert isinstance(done.exception, InputError), done.output
     assert message in str(done.exception) and contents(here) == before
+
+
+def test_the_profile_that_the_environment_names_is_read_too(here, monkeypatch):
+    monkeypatch.setenv("BATCHGEN_HARDWARE", "plan.json")
+    with pytest.raises(InputError, match=r"--report plan.json is the file of \$BATCHGEN_HARDWARE"):
+        batchgen.run("model", "x.parquet", "new.parquet", report="plan.json")
+
+
+def test_a_report_to_a_device_goes_through_it():
+    """And does not take its place, as it would a file's."""
+    reader, device = os.openpty()
+    name = os.ttyname(device)
+    check_files(JobOptions("model", None, None, report=name, trace=name))
+    write_report({"rows": 1}, name)
+    assert json.loads(os.read(reader, 1000)) == {"rows": 1}
+    assert Path(name).is_char_device()
+    os.close(reader)
+    os.close(device)
+
+
+def test_every_option_that_names_a_file_is_known(here):
+    """By what the options say of themselves: one that is read is not written over."""
+    for option in options_of("run"):
+        if option.reads is None or option.name in ("input", "json_schema"):
+            continue
+        Path("read").write_text("{}")
+        job = JobOptions("model", None, None, report="read")
+        with pytest.raises(InputError, match=f"--report read is the file of {option.flag}"):
+            check_files(replace(job, **{option.name: ("@" if option.reads == AT_FILE else "") + "read"}))
 
 
 def test_a_dataset_returned_by_a_job_cannot_be_its_own_output(here):
