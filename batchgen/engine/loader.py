@@ -377,7 +377,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
         request.config,
         WeightResidency.of_policy(policy),
         getattr(torch, request.dtype),
-        checkpoint=None if request.store else open_checkpoint(request.files),
+        checkpoint=None if request.store else open_checkpoint(request.files, request.config),
         store=request.store,
         tiers=tiers,
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,

@@ -167,15 +167,15 @@ class Checkpoint:
         return self.load("head", 0, dtype)
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Checkpoint:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
 
-    Of a weight store, only that its files have their sizes. Raises InputError where the model is not supported, or a
+    Of a weight store, only that its files have their sizes. config: where it has been read already. Raises InputError where the model is not supported, or a
     file is missing, corrupt or of another shape.
     """
     if files.kind == "store":
         return _store_checkpoint(files)
-    config = read_config(files)
+    config = config or read_config(files)
     if files.kind == "dummy":
         return dummy_checkpoint(config)
     tensors = weight_tensors(files)

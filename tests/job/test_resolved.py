@@ -28,7 +28,7 @@ def model(tiny_models):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often a job calls each of `RESOLVING`."""
+    """How often each of `RESOLVING` has been called, from wherever."""
     import batchgen.job.bench
     import batchgen.job.run  # noqa: F401 - all of them are imported by now
 
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
     for function in RESOLVING:
         for name, module in list(sys.modules.items()):
-            if name.startswith("batchgen.job.") and getattr(module, function.__name__, None) is function:
+            if name.startswith("batchgen.") and getattr(module, function.__name__, None) is function:
                 monkeypatch.setattr(module, function.__name__, counting(function))
     return counted
 
