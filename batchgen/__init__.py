@@ -11,7 +11,7 @@
 
 from batchgen._version import __version__
 
-TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is taken care of
+TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is handled
 if TYPE_CHECKING:
     from batchgen.core.errors import BatchgenError, InputError, JobStopped
     from batchgen.core.request import (
@@ -49,9 +49,9 @@ __all__ = [
     "run_dataset",
 ]
 
-# Where names are from. They are imported when first asked for: the command line must be able to take a Ctrl-C before, and --help
+# Where names are from. They are imported at their first use: the command line must be able to take a Ctrl-C before, and --help
 # must not wait for them.
-_HOMES = {
+_MODULES = {
     "batchgen.engine.engine": ("Engine",),
     "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped"),
     "batchgen.job.run": ("run",),
@@ -61,7 +61,7 @@ _HOMES = {
     ),
     "batchgen.hf_datasets": ("MapFunction", "run_dataset"),
 }  # fmt: skip
-_LAZY = {name: home for home, names in _HOMES.items() for name in names}
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str):

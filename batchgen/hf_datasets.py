@@ -1,4 +1,4 @@
-"""The `datasets` library as a front door: a dataset in and a dataset out, and a function for `Dataset.map`."""
+"""The API for the `datasets` library: a dataset in and a dataset out, and a function for `Dataset.map`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,23 @@ def run_dataset(
     output: str | Path | None = None,
     **options: Any,
 ) -> datasets.Dataset:
-    """Runs every row of `dataset` and returns it with the output columns, its features kept.
+    """Run every row of a dataset.
 
-    The result is mapped into memory from its file, however large it is: `output`, an .arrow file, or one in the cache
-    directory, named after all that decides the rows. Either way the same call goes on after an interruption, and
-    returns at once when all is done. A stream needs an `output`, since nothing but its first rows is known beforehand.
+    The result is mapped into memory from its file, however large it is. The same call goes on after an interruption, and
+    returns at once when all is done.
 
-    options: those of `batchgen.run`. Raises BatchgenError, among them JobStopped where `max_time` came first.
+    Args:
+        model: As of `batchgen.run`.
+        dataset: The input.
+        output: An .arrow file; None: one in the cache directory, named after all that decides the rows. A stream needs one,
+            since nothing but its first rows is known beforehand.
+        **options: Those of `batchgen.run`.
+
+    Returns:
+        The dataset with the output columns, its features kept.
+
+    Raises:
+        BatchgenError: The job cannot be run, or not to its end; JobStopped where `max_time` came first.
     """
     import datasets
 

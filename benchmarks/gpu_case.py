@@ -35,7 +35,7 @@ from batchgen.engine.loader import (
     resolve_budgets,
     resolve_dtype,
 )
-from batchgen.job.report import engine_account
+from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
@@ -191,13 +191,13 @@ def made_up_rows(args: argparse.Namespace, config: ModelConfig) -> list[Request]
 def timed(engine: Engine, plan: Plan | None, rows: list[Request]) -> tuple[float, dict]:
     """(seconds, what the engine says of them). Raises InputError where rows fail."""
     list(engine.generate(rows[:2]))  # kernels are compiled, and what is used for the first time is touched
-    before = engine_account(engine, plan, 1.0)
+    before = engine_report(engine, plan, 1.0)
     started = time.perf_counter()
     failed = [c.error for c in engine.generate(rows) if c.error]
     seconds = time.perf_counter() - started
     if failed:
         raise InputError(f"{len(failed)} rows failed: {failed[0]}")
-    account = engine_account(engine, plan, seconds)
+    account = engine_report(engine, plan, seconds)
     for counted in ("busy_s", "bytes_moved"):
         account[counted] = {lane: n - before[counted].get(lane, 0) for lane, n in account[counted].items()}
     account["sweeps"] -= before["sweeps"]

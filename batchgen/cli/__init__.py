@@ -1,4 +1,4 @@
-"""The console script. Interruptions are taken care of before anything is imported that takes long."""
+"""The console script. Interruptions are handled before anything is imported that takes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchgen.core.interrupts import guarded
 
 
 def main() -> None:
-    """One line and an exit code for whatever goes wrong."""
+    """Run the command line: one line and an exit code for whatever goes wrong."""
     with guarded():
         from batchgen.cli.commands import run_cli
 

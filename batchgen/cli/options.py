@@ -19,8 +19,10 @@ _READ = {option.name: option.reads for option in options_of("run") if option.rea
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """The options in a TOML file, under their names with underscores. Files named there that lie beside it are meant,
-    wherever the command is run. Raises InputError."""
+    """The options in a TOML file, under their names with underscores. Raises InputError.
+
+    A file named there that lies beside it is meant, wherever the command is run.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:

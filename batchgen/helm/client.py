@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from helm.common.request import ErrorFlags, GeneratedOutput, Request, RequestRes
 from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from helm.tokenizers.tokenizer import Tokenizer
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError
 from batchgen.helm.jobs import IN_PROCESS, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
@@ -27,8 +26,10 @@ ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
 
 
 class BatchgenClient(CachingClient):
-    """With `BatchgenRunner` all requests of a deployment are answered by jobs beforehand, and looked up here. With any
-    other runner an engine in this process answers what its threads (helm-run -n) ask at the same time.
+    """The client of a deployment.
+
+    With `BatchgenRunner` all requests are answered by jobs beforehand, and looked up here. With any other runner an engine in
+    this process answers what its threads (helm-run -n) ask at the same time.
 
     model: what `batchgen run --model` takes. apply_chat_template: whether prompts go through the model's chat template;
         None: if it has one, as HELM's Hugging Face client decides.
@@ -61,8 +62,17 @@ class BatchgenClient(CachingClient):
         self._live: LiveEngine | None = None
 
     def prefetch(self, requests: Iterable[Request], folder: Path, notify: Callable[[str], None]) -> None:
-        """Has all these requests answered by jobs in `folder`, those that no job there has answered already. Requests that
-        cannot be run are left to `make_request`, which says why. Raises BatchgenError, among them JobStopped."""
+        """Have requests answered by jobs, those that no job has answered already.
+
+        Args:
+            requests: All that the deployment is going to be asked. What cannot be run is left to `make_request`, which says
+                why.
+            folder: Where the jobs are.
+            notify: Told which jobs are run.
+
+        Raises:
+            BatchgenError: A job failed; JobStopped where it has not come to its end.
+        """
         if self._jobs is None:
             self._jobs = Jobs(folder / self._identity(), self._options, self._engine)
         self._jobs.answer((row for want in map(self._wanted_or_none, requests) if want for row in want.rows), notify)
@@ -130,7 +140,7 @@ class BatchgenClient(CachingClient):
         """The folder of jobs that run with these options. Where and how fast they run does not matter to results."""
         deciding = [option.name for option in options_of("helm") if option.decides_results]
         identity = {name: self._options.get(name) for name in deciding}
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        return json_sha256(identity)[:16]
 
 
 def _completions(found: list[Answer]) -> list[GeneratedOutput]:

@@ -1,6 +1,7 @@
-"""The jobs that answer a deployment's rows: `batchgen run` in this process, by a program of another environment, or by
-whoever is handed the files. A job that was stopped in any way goes on where it was, and what any job has answered is
-never run again (`results` has the files).
+"""The jobs that answer a deployment's rows.
+
+They are run by `batchgen run` in this process, by a program of another environment, or by whoever is handed the files. A job
+that was stopped in any way goes on where it was, and what any job has answered is never run again (`results` has the files).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.text import repair_surrogates
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
 from batchgen.helm.rows import GENERATE, SCORE, Row
 from batchgen.job.options import JobOptions
@@ -54,7 +56,7 @@ class Jobs:
         self.found = frozenset(self.results)  # answered before this process began
 
     def answer(self, rows: Iterable[Row], notify: Callable[[str], None] = lambda line: None) -> None:
-        """Runs all rows that have no result yet, a job a kind; what is begun already and asked for still goes on first.
+        """Runs all rows that have no result yet, a job a kind; what is begun already and still wanted goes on first.
 
         Raises JobStopped where jobs wait to be run elsewhere, or a time limit came first; BatchgenError.
         """
@@ -124,7 +126,7 @@ class Jobs:
 
 
 def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
-    """The options that are decided by what is asked for."""
+    """The options that the requests decide."""
     shared = {"task": kind, "logprobs": 0}
     if kind == SCORE:
         return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
@@ -134,8 +136,10 @@ def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
 
 
 def _to_score(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Table rows of the prompts, sorted by their tokens: those that are half the same, as the choices of a question
-    are, go into one row, so that what they share is computed once."""
+    """Table rows of the prompts, which are sorted by their tokens.
+
+    Those that are half the same, as the choices of a question are, go into one row, so that what they share is computed once.
+    """
     together: list[Row] = []
     for row in rows:
         if together and (len(together) == _MOST_TOGETHER or not _alike(together[0].prompt, row.prompt)):
@@ -157,9 +161,7 @@ def _score_columns(rows: list[Row]) -> dict[str, Any]:
 
 def _to_generate(row: Row) -> dict[str, Any]:
     prompt = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)
-    # A lone surrogate, as JSON's "\ud800" gives, has no UTF-8 form.
-    prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return {ID_COLUMN[GENERATE]: row.id, "prompt": prompt, "sampling": json.dumps(row.sampling)}
+    return {ID_COLUMN[GENERATE]: row.id, "prompt": repair_surrogates(prompt), "sampling": json.dumps(row.sampling)}
 
 
 def _instructions(jobs: list[Path]) -> str:

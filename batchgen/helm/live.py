@@ -1,5 +1,6 @@
-"""Rows answered by an engine in this process, for HELM's own runner, which asks for one request at a time from several
-threads: what waits at the same time runs together.
+"""Rows answered by an engine in this process, for HELM's own runner.
+
+It asks for one request at a time from several threads: what waits at the same time runs together.
 """
 
 from __future__ import annotations

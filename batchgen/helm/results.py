@@ -47,46 +47,46 @@ def read_requests(job: Path) -> tuple[dict[str, Any], list[list[str]]]:
 class Results(Mapping[str, dict[str, Any]]):
     """Results by Row id: {"logprobs": positions, "error": text or None}, and "text" and "finish_reason" of Rows that generate.
 
-    They are kept as Arrow tables; a result is made into Python values when it is asked for.
+    They are kept as Arrow tables; a result is made into Python values when it is looked up.
     """
 
     def __init__(self) -> None:
         self._tables: list[tuple[pa.Table, Timing | None]] = []
-        self._places: dict[str, tuple[int, int, int]] = {}  # table, row, place in the row
+        self._positions: dict[str, tuple[int, int, int]] = {}  # table, row, index in the row
 
     def add(self, job: Path) -> None:
         """Takes in the results of a finished job. Raises InputError where they are not those of its requests."""
-        options, asked = read_requests(job)
+        options, requested = read_requests(job)
         task, path = options["task"], job / RESULTS
         try:
             table = pq.read_table(path, columns=[ID_COLUMN[task], *_COLUMNS[task]])
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path} is no output of {job / OPTIONS}: {error}") from error
-        if _ids(table.select([0])) != asked:
+        if _ids(table.select([0])) != requested:
             raise InputError(f"{path} does not answer {job / REQUESTS}: run {job / OPTIONS} again, whole")
-        for row, ids in enumerate(asked):
-            for place, row_id in enumerate(ids):
-                self._places[row_id] = (len(self._tables), row, place)
-        rows_each = sum(map(len, asked)) / len(asked)
+        for row, ids in enumerate(requested):
+            for index, row_id in enumerate(ids):
+                self._positions[row_id] = (len(self._tables), row, index)
+        rows_each = sum(map(len, requested)) / len(requested)
         self._tables.append((table.drop_columns([ID_COLUMN[task]]), _timing(job, rows_each)))
 
     def timing(self, row_id: str) -> Timing | None:
         """Of the job that has the Row; None where its report is not there."""
-        return self._tables[self._places[row_id][0]][1]
+        return self._tables[self._positions[row_id][0]][1]
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:
-        table, row, place = self._places[row_id]
+        table, row, index = self._positions[row_id]
         result = self._tables[table][0].slice(row, 1).to_pylist()[0]
         if "token_logprobs" in result:
             scores = result.pop("token_logprobs")
-            result["logprobs"] = scores[place] if scores else None
+            result["logprobs"] = scores[index] if scores else None
         return result
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._positions)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
 
 def _ids(table: pa.Table) -> list[list[str]]:

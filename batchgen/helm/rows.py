@@ -7,20 +7,23 @@ a request gives the same completions in any run, beside any others.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import RowError
 
 GENERATE, SCORE = "generate", "score"  # the kinds of rows: --task of their jobs
 
 
 class PromptTokenizer(Protocol):
-    """The model's tokenizer: `encode` adds the special tokens that go around a prompt, `encode_chat` renders the chat
-    template up to where the answer begins."""
+    """The model's tokenizer.
+
+    `encode` adds the special tokens that go around a prompt, `encode_chat` renders the chat template up to where the answer
+    begins.
+    """
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -31,8 +34,11 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a job. prompt: text or chat messages to generate from, token ids to score. sampling: fields of
-    SamplingParams, for rows that generate."""
+    """A row of a job.
+
+    prompt: text or chat messages to generate from, token ids to score. sampling: fields of SamplingParams, for rows that
+    generate.
+    """
 
     kind: str
     prompt: str | tuple[dict, ...] | tuple[int, ...]
@@ -42,8 +48,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants: `generated` has a row a completion, the same one again where decoding is greedy, and none
-    where no token is asked for.
+    """What a request wants.
+
+    generated: a row a completion, the same one again where decoding is greedy, and none where no token is wanted.
 
     prompt_text, prompt_ids: the prompt as it comes back where it is echoed, else None; scored: the row that has its
     tokens' log-probabilities, None where there are none to compute.
@@ -66,8 +73,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion: `tokens` are (text, log-probability, natural log), `finish_reason` is one of HELM's "stop" (a stop
-    sequence), "endoftext", "length"."""
+    """A completion.
+
+    tokens: (text, log-probability, natural log) of each. finish_reason: HELM's "stop" (a stop sequence), "endoftext" or
+    "length".
+    """
 
     text: str
     tokens: tuple[tuple[str, float], ...]
@@ -99,8 +109,16 @@ def wanted(request: Any, tokenizer: PromptTokenizer, chat: bool) -> Wanted:
 
 
 def answers(want: Wanted, results: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
-    """The completions. results: by row id {"text", "finish_reason", "logprobs", "error"}, as output columns have them, and
-    of rows that score the last two. Raises RowError for a failed row."""
+    """The completions of a request.
+
+    Args:
+        want: Of `wanted`.
+        results: By row id {"text", "finish_reason", "logprobs", "error"}, as output columns have them; of rows that score the
+            last two.
+
+    Raises:
+        RowError: A row has failed.
+    """
     for row in want.rows:
         if results[row.id]["error"] is not None:
             raise RowError(results[row.id]["error"])
@@ -159,7 +177,7 @@ def _generated(request: Any, prompt: str | tuple[dict, ...]) -> tuple[Row, ...]:
 
 
 def _id(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return json_sha256(parts)[:32]
 
 
 def _completion(result: Mapping[str, Any], stop: Sequence[str]) -> Answer:
@@ -174,15 +192,15 @@ def _before_the_stop(tokens: Sequence[str], text: str, stop: Sequence[str]) -> t
     """How many tokens begin before the end of the text, and whether it was a stop string that ended it.
 
     The last token ended the sample: it is the end of text, or it completes a stop string, which may have begun tokens
-    before. Places are counted in the tokens' texts, not in `text`, where bytes of a character may have become one.
+    before. Offsets are counted in the tokens' texts, not in `text`, where bytes of a character may have become one.
     """
     begins = [0]
     for token in tokens:
         begins.append(begins[-1] + len(token))
     last, whole = begins[-2], "".join(tokens)
-    places = [whole.find(s, max(0, last - len(s) + 1)) for s in stop]
-    place = min((p for p in places if p >= 0), default=None)
+    offsets = [whole.find(s, max(0, last - len(s) + 1)) for s in stop]
+    end = min((o for o in offsets if o >= 0), default=None)
     # A stop string inside the end-of-text token is none: the text before it is whole.
-    if place is None or (place > last and whole[:last].endswith(text)):
+    if end is None or (end > last and whole[:last].endswith(text)):
         return len(tokens) - 1, False
-    return sum(begin < place for begin in begins[:-1]), True
+    return sum(begin < end for begin in begins[:-1]), True

@@ -68,8 +68,10 @@ class BatchExecutor(Executor):
             self._collected = None
 
     def prefetch(self, requests: Iterable[Request]) -> None:
-        """Has jobs answer what batchgen's deployments are asked, and no job has answered yet. Raises BatchgenError, and
-        JobStopped only when the jobs of all deployments are written down."""
+        """Have jobs answer the requests of batchgen's deployments that no job has answered yet.
+
+        Raises BatchgenError; JobStopped only when the jobs of all deployments are written down.
+        """
         by_deployment: dict[str, list[Request]] = {}
         for request in requests:
             by_deployment.setdefault(request.model_deployment, []).append(request)

@@ -1,4 +1,4 @@
-"""`batchgen bench`: rows of equal lengths through a model, real or of made-up weights; what it took beside what was predicted."""
+"""`batchgen bench`: random rows of equal lengths through a model or dummy weights; what it took beside what was predicted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import BenchOptions, JobOptions
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
-from batchgen.job.report import engine_account, write_report
+from batchgen.job.report import engine_report, write_report
 from batchgen.job.resolved import resolve_job
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import ModelFiles, resolve_model, without_weights
@@ -29,7 +29,17 @@ from batchgen.planner.explain import headline
 
 
 def run_bench(options: BenchOptions) -> dict:
-    """Runs the rows and returns an account of it, which is also written to `options.job.report`. Raises BatchgenError."""
+    """Measure a model on random rows.
+
+    Args:
+        options: What to run.
+
+    Returns:
+        The report, which is also written to `options.job.report`.
+
+    Raises:
+        BatchgenError: It cannot be run, or a row failed.
+    """
     started_s = time.monotonic()
     check_options(options.job)
     check_files(options.job)
@@ -104,7 +114,7 @@ def _report(
         "predicted_generation_s": predicted.total_s - predicted.startup_s,
         "generation_tokens_per_s": engine.stats.generated_tokens / generation_s,
         "generation_total_tokens_per_s": tokens / generation_s,
-        **engine_account(engine, plan, wall_s),
+        **engine_report(engine, plan, wall_s),
     }
 
 

@@ -12,7 +12,7 @@ from batchgen.runtime.grammar import check_grammar
 
 
 def check_options(options: JobOptions) -> None:
-    """Everything that can be refused without reading anything."""
+    """Refuse what contradicts itself or means nothing. Raises InputError."""
     for option in options_of("run"):
         if option.choices and getattr(options, option.name) not in (*option.choices, option.default):
             known, given = ", ".join(option.choices), getattr(options, option.name)
@@ -64,7 +64,7 @@ def _check_task(options: JobOptions) -> None:
 
 
 def _check_path(flag: str, path: str | None) -> None:
-    """Raises InputError now rather than after hours of work."""
+    """Raises InputError now rather than after hours of running."""
     if path and Path(path).is_char_device():
         return
     if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):

@@ -1,5 +1,6 @@
-"""Everything the commands can be told. Each option is declared once: where its value has its field, or, for those of
-`SamplingParams`, in the table beside.
+"""Everything the commands can be told.
+
+Each option is declared once: where its value has its field, or, for those of `SamplingParams`, in `SAMPLING_OPTIONS`.
 
 The command line, `batchgen.run`, lm_eval's `--model_args`, HELM's deployments and `MapFunction` take their names, types,
 defaults and help from here. Nothing here takes long to import: `batchgen --help` waits for it.
@@ -156,7 +157,7 @@ class JobOptions:
         default=(),
         multiple=True,
         metavar="TEXT",
-        help="With --task score: a text that may follow every prompt, repeated for each; the likeliest is the choice.",
+        help="With --task score: a text that may follow every prompt, repeated for each; the most likely one is the choice.",
     )
     choices_column: str | None = _option(
         INPUT, _ROWS, metavar="NAME", help="With --task score: column with a list of choices for each row."
@@ -239,7 +240,7 @@ class JobOptions:
         f"{_COMMANDS} lm_eval helm",
         type=int,
         metavar="N",
-        help="GPU batches in a block [default: as planned].",
+        help="Micro-batches in a block [default: as planned].",
     )
     max_num_batched_tokens: int | None = _option(
         RESOURCES,

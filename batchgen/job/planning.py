@@ -40,7 +40,7 @@ from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.
-_KV_ROOM = 1.25
+_KV_HEADROOM = 1.25
 # Layers beyond this are planned with the curves for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
 # Weights that take a smaller part of the memory leave so much for KV that nothing is likely to go to disk.
@@ -60,7 +60,7 @@ _TIERS = {"gpu-memory": "gpu", "cpu-memory": "cpu", "disk-memory": "disk"}
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for, beside hardware, model and workload. Fields as the flags of the same names.
+    """What is given of a plan, beside hardware, model and workload. Fields as the flags of the same names.
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one.
@@ -210,9 +210,22 @@ def find_hardware(
     model: ModelConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
-    """The profile called `name` (a file, or one that ships with the package); "": this machine's for layers like the
-    model's, measured now if it was not before; None: the one that $BATCHGEN_HARDWARE names, or else this machine's.
-    Raises InputError."""
+    """Find the profile of a machine.
+
+    Args:
+        name: A file, or a profile that ships with the package; "": this machine's; None: what $BATCHGEN_HARDWARE names, or
+            else this machine's. The rest is about this machine's, which is measured now if it was not before.
+        dtype: To compute in.
+        offload_dir: Directory of the disk tier, whose disk is measured.
+        device: "cpu" or "cuda".
+        formats: Further ones that weights or KV may be stored in: "int4".
+        refresh: Measure again.
+        model: Whose layers' shapes are measured; None: rates for models of any size.
+        notify: Told what is measured.
+
+    Raises:
+        InputError: There is no such profile, or it cannot be measured.
+    """
     origin = "--hardware"
     if name is None:
         name, origin = os.environ.get(HARDWARE_VARIABLE, ""), f"${HARDWARE_VARIABLE}"
@@ -241,7 +254,17 @@ def find_hardware(
 
 
 def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:
-    """The search's input. Raises InputError for options that contradict the hardware."""
+    """State the planner's problem.
+
+    Args:
+        hardware: The machine.
+        model: The model's configuration.
+        workload: What is to be run.
+        request: Budgets and whatever else of the plan is given.
+
+    Raises:
+        InputError: The request contradicts the hardware.
+    """
     if hardware.gpu is None and request.gpu_memory is not None:
         raise InputError(f"--gpu-memory is given, but {hardware.name} has no GPU: leave it out")
     budgets = {
@@ -277,21 +300,23 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
-    """The profile's rates with the memory there is here, for a job that runs here whatever its rates came from."""
+    """The profile's rates with this machine's memory, for a job that runs here wherever its rates came from."""
     here = available_memory_bytes() + resident_bytes()
     return replace(hardware, cpu_memory_bytes=max(here, 1))
 
 
 def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
-    """Seconds to read the weights, which may have to come from disk. kind: "hf", "gguf" or "store"."""
+    """Seconds to read the weights, which may have to come from disk. kind: of `ModelFiles`."""
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         return model.num_params * 2 / hardware.gguf_load_bytes_per_s  # unpacked alike for any dtype
     return model.num_params * FORMAT_BYTES[dtype] / min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
-    """Seconds until the first sweep, if reading all weights takes `whole_s`: what stays on disk is not read, but where
-    there is no store yet it is written first."""
+    """Seconds until the first sweep, if reading all weights takes `whole_s`.
+
+    What stays on disk is not read, but where there is no store yet it is written first.
+    """
     s, at = best.setting, best.counts.shares(best.setting)
     layers = s.model.num_layers * s.model.params_per_layer / s.model.num_params
     seconds = whole_s * (1 - at.w_disk * layers)
@@ -320,12 +345,12 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             if on_gpu
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
-    for flag, asked, planned in (
+    for flag, wanted, planned in (
         ("--quantization", options.quantization, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, policy.kv_format),
     ):
-        if (planned == INT4) != (asked == INT4):
-            raise InputError(f"--plan has {planned} where {flag} is {asked}: {flag} must be as in `batchgen plan`")
+        if (planned == INT4) != (wanted == INT4):
+            raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")
     return plan
 
 
@@ -335,8 +360,11 @@ def longest_tokens(plan: Plan) -> int:
 
 
 def most_kv_tokens(plan: Plan) -> int:
-    """Tokens of KV a job makes use of: every sequence in flight at the longest length seen, and some for prefixes that
-    later rows may share. Memory beyond that would only be touched for the first time, which is slow."""
+    """Tokens of KV a job makes use of.
+
+    They are those of every sequence in flight at the longest length seen, and some for prefixes that later rows may share.
+    Memory beyond that would only be touched for the first time, which is slow.
+    """
     return _most_kv_tokens(plan.workload, plan.policy.max_num_seqs)
 
 
@@ -347,7 +375,7 @@ def process_share(plan: Plan) -> int:
 
 def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
     blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
-    return int(_KV_ROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
+    return int(_KV_HEADROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
 
 
 def _first_touch_s(best: Candidate) -> float:
@@ -365,7 +393,18 @@ def _first_touch_s(best: Candidate) -> float:
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
-    """The fastest plan. startup_s: from the start of the job to where weights are loaded; loading_s: to load all."""
+    """Search for the fastest plan.
+
+    Args:
+        problem: Of `problem_of`.
+        request: What it was made from.
+        startup_s: Seconds from the start of the job to where weights are loaded.
+        loading_s: Seconds to load all weights.
+        output_len_known: Whether the workload's output lengths are more than a bound.
+
+    Raises:
+        InputError: No plan fits.
+    """
     try:
         best = search(problem)
     except InputError as error:

@@ -33,8 +33,10 @@ class Counts:
 
 
 class TokenClock:
-    """Token rates over the recent past, and the time left from tokens rather than rows: long rows tend to end
-    last, so rows alone promise too little."""
+    """Token rates over the recent past, and the time left.
+
+    The time left is told from tokens rather than rows: long rows tend to end last, so rows alone promise too little.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -42,7 +44,7 @@ class TokenClock:
         self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
 
     def restart(self) -> None:
-        """The work begins now: what came before was loading."""
+        """Count from now on: what came before was loading."""
         self.__init__(self._now)
 
     def update(self, prompt_tokens: int, generated_tokens: int) -> None:
@@ -58,8 +60,11 @@ class TokenClock:
         return ((p1 - p0) / elapsed, (g1 - g0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     def remaining_s(self, counts: Counts) -> float | None:
-        """Seconds to go: tokens the rows left will take, if they are like those finished, at this run's rate (a
-        sweep may take seconds: over the recent past the rate jumps too much for a promise)."""
+        """Seconds to go; None where nobody knows.
+
+        The rows that are left take as many tokens as those that are finished, at the rate of the whole run: a sweep may
+        take seconds, so the rate of the recent past jumps too much for a promise.
+        """
         tokens = counts.prompt_tokens + counts.generated_tokens
         rate = tokens / max(self._past[-1][0] - self._started_s, 1e-9)
         if counts.total_rows is None or counts.done == 0 or rate <= 0:

@@ -1,4 +1,4 @@
-"""The account of a finished job: JSON for programs, a few lines for people."""
+"""The report of a job: JSON for programs, a few lines for people."""
 
 from __future__ import annotations
 
@@ -48,9 +48,19 @@ def make_report(
     started_s: float,
     outcome: str,
 ) -> dict:
-    """The report as JSON values; outcome is "complete", "already complete" or "stopped".
+    """Report how a run ended. Rows are those of the whole output; tokens, times and bytes are this run's.
 
-    Rows are those of the whole output; tokens, times and bytes are this run's.
+    Args:
+        options: The job's.
+        source: Its input.
+        state: Its run directory.
+        engine: None where no row was left to run.
+        plan: How they were run.
+        started_s: When the command started, of time.monotonic.
+        outcome: "complete", "already complete" or "stopped".
+
+    Returns:
+        JSON values.
     """
     totals = state.totals or {"rows_ok": state.done_rows.ok, "rows_failed": state.done_rows.failed}
     rows = totals["rows_ok"] + totals["rows_failed"]
@@ -64,12 +74,21 @@ def make_report(
         "rows_failed": totals["rows_failed"],
         "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
         "rows_left": None if total_rows is None else total_rows - rows,
-        **engine_account(engine, plan, time.monotonic() - started_s),
+        **engine_report(engine, plan, time.monotonic() - started_s),
     }
 
 
-def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
-    """What an engine did, was planned to do and ran on, as JSON values. None: there was nothing to run."""
+def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
+    """Report what an engine did, was planned to do and ran on.
+
+    Args:
+        engine: None where there was nothing to run.
+        plan: How it was to run, if there was a plan.
+        wall_s: Seconds since the command started.
+
+    Returns:
+        JSON values. Times are in seconds, sizes in bytes.
+    """
     from batchgen.engine.parts import EngineStats
 
     stats = engine.stats if engine else EngineStats()
@@ -108,7 +127,7 @@ def engine_account(engine: Engine | None, plan: Plan | None, wall_s: float) -> d
 
 
 def summary(report: dict) -> list[str]:
-    """The closing lines for a person."""
+    """The closing lines of a run, for a person."""
     lines = []
     ok, failed, resumed = report["rows_ok"], report["rows_failed"], report["rows_resumed"]
     rows = f"{ok:,} rows ok, {failed:,} failed" + (f", {resumed:,} of them from before" if resumed else "")
@@ -123,7 +142,7 @@ def summary(report: dict) -> list[str]:
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
-        share = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
+        shared = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
         made, rate = (
             f"{report['generated_tokens']:,} generated",
             f" ({report['generated_tokens_per_s']:,.1f} generated/s)",
@@ -131,7 +150,7 @@ def summary(report: dict) -> list[str]:
         if report["scored_tokens"]:
             made, rate = f"{report['scored_tokens']:,} of them scored", ""
         lines.append(
-            f"{report['prompt_tokens']:,} prompt tokens{share}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
+            f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
     if failed and report["state"] != "stopped":

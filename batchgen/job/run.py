@@ -5,8 +5,6 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -43,10 +42,22 @@ if TYPE_CHECKING:
 
 
 def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict:
-    """Runs a job and returns its report, as `--report` writes it.
+    """Run a job.
 
-    output: None puts it into the cache directory, where the same job finds it again; the report says where.
-    options: the command line's, with underscores, among them those of SamplingParams. Raises BatchgenError.
+    Args:
+        model: A Hugging Face directory or hub id, a .gguf file, a weight store, or "demo".
+        input: A file, glob, directory or dataset as of `batchgen run --input`, or a `datasets.Dataset` or `IterableDataset`.
+        output: A .parquet, .jsonl, .csv or .arrow file. None: one in the cache directory, where the same job finds it again;
+            the report says where.
+        **options: Those of the command line, with underscores, among them the fields of `SamplingParams`. Nothing is shown
+            unless `progress` says so.
+
+    Returns:
+        The report, as `--report` writes it.
+
+    Raises:
+        BatchgenError: The job cannot be run, or not to its end.
+        TypeError: There is no such option.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
     unknown = set(options) - set(names_of("run"))
@@ -192,8 +203,7 @@ def _cached_output(fingerprint: dict[str, Any]) -> Path:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
     folder.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
-    return folder / f"{key[:32]}.arrow"
+    return folder / f"{json_sha256(fingerprint)[:32]}.arrow"
 
 
 def _load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -259,8 +269,8 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> bool:
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
     if isinstance(result, Completion):
         return RowResult.from_completion(result)
-    asked = options.sampling.logprobs is not None
-    return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=asked)
+    token_logprobs = options.sampling.logprobs is not None
+    return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 
 
 def _on_failed_row(options: JobOptions, row: int, error: str) -> None:

@@ -1,5 +1,8 @@
-"""A plan's job on paper: the real scheduler and the real Steps, over made-up rows of the plan's workload, in the seconds
-that a machine's profile gives for them. No torch."""
+"""A plan's job, simulated.
+
+The real scheduler and the real Steps run over rows with the lengths of the plan's workload, in the seconds that a machine's
+profile gives for them. No torch.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ from batchgen.runtime.steps.trace import TraceWriter
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """total_s: seconds of all the job's sweeps. timeline: of its first `sweeps`, those that were simulated, in which
-    `tokens` of the job's `job_tokens` went through the layers."""
+    """What a simulated job took.
+
+    total_s: seconds of all the job's sweeps. timeline: of its first `sweeps`, those that were simulated, in which `tokens` of
+    the job's `job_tokens` went through the layers.
+    """
 
     total_s: float
     sweeps: int
@@ -60,11 +66,19 @@ def simulate_job(
     expected_output_len: int | None = None,
     on_step: OnStep | None = None,
 ) -> SimulatedRun:
-    """What the plan's job does on a machine like the one it was made for.
+    """Simulate a plan's job.
 
-    max_sweeps: after which the rest is taken to go on as the second half of them went, by tokens; None: all are simulated.
-    expected_output_len: as the engine's. on_step: of every Step, with its start and end in seconds from the first sweep.
-    Raises InputError where the budgets of the plan do not hold what it places.
+    Args:
+        plan: How it is run.
+        config: The model's configuration.
+        hardware: The machine.
+        max_sweeps: After how many the simulation ends: the rest of the job is extrapolated from the second half of them, by
+            tokens. None: all are simulated.
+        expected_output_len: As the engine's, in tokens.
+        on_step: Called for every Step, with its start and end in seconds from the first sweep.
+
+    Raises:
+        InputError: The budgets of the plan do not hold what it places.
     """
     job = _Job(plan, config, expected_output_len)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
@@ -87,7 +101,7 @@ def simulate_job(
 def trace_plan(
     plan: Plan, config: ModelConfig, hardware: HardwareProfile, path: str | Path, max_sweeps: int = 64
 ) -> SimulatedRun:
-    """Writes the timeline of the job's first sweeps in the Chrome trace format. Raises InputError, BatchgenError."""
+    """Write the timeline of a simulated job's first sweeps in the Chrome trace format. Raises InputError, BatchgenError."""
     trace = TraceWriter(path, f"{plan.model}: plan")
     try:
         return simulate_job(plan, config, hardware, max_sweeps=max_sweeps, on_step=trace.add)
@@ -95,9 +109,11 @@ def trace_plan(
         trace.close()
 
 
-def made_up_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """(prompt tokens, generated tokens) of every sequence. Each quantile of the lengths comes once before any comes again,
-    so that short jobs have the workload's mean lengths too."""
+def simulated_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """Lengths of a workload's sequences: (prompt tokens, generated tokens) of each.
+
+    Each quantile of the lengths comes once before any comes again, so that short jobs have the workload's mean lengths too.
+    """
     draw = random.Random(seed)
 
     def endless(lengths: Lengths) -> Iterator[int]:
@@ -110,7 +126,7 @@ def made_up_rows(workload: Workload, seed: int = 0) -> Iterator[tuple[int, int]]
 
 
 def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
-    """Where a run of the plan puts things. Raises InputError."""
+    """The memory plan of a run. Raises InputError where the plan's budgets do not hold it."""
     workload, context = plan.workload, plan.policy.max_model_len
     return plan_memory(
         config,
@@ -131,15 +147,15 @@ class _Job:
     def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None) -> None:
         policy, memory = plan.policy, memory_of(plan, config)
         self._plan = plan
-        self._home = "gpu" if "gpu" in plan.budgets else "cpu"
+        self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._windows = any(window is not None for window in config.windows)
-        self._rows = enumerate(made_up_rows(plan.workload))
+        self._rows = enumerate(simulated_rows(plan.workload))
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
-        self._longest = longest_sequence(policy, memory, self._home)
-        limits = scheduler_limits(policy, memory, self._home)
+        self._longest = longest_sequence(policy, memory, self._compute_tier)
+        limits = scheduler_limits(policy, memory, self._compute_tier)
         expected = expected_output_len
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
-        self._split = splitter(policy, memory, self._home)
+        self._split = splitter(policy, memory, self._compute_tier)
 
     @property
     def has_work(self) -> bool:
@@ -147,19 +163,19 @@ class _Job:
         return self._scheduler.has_work
 
     def next_sweep(self) -> list[BatchLoad]:
-        """The GPU batches of the next sweep, which has run when this returns; none when all rows are done."""
+        """The micro-batches of the next sweep, which has run when this returns; none when all rows are done."""
         if not self.has_work:
             return []
         sweep = self._scheduler.schedule()
         batches = self._split(sweep)
         first_on_host = len(batches)
-        if self._home == "gpu":
+        if self._compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
         loads = [
             load_of(
                 batch,
                 block_size=self._plan.policy.kv_block_size,
-                compute_tier=self._home,
+                compute_tier=self._compute_tier,
                 windows=self._windows,
                 hidden_on_host=k >= first_on_host,
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DoneRows(Protocol):
-    """Which rows need no more work."""
+    """Which rows are done."""
 
     def __contains__(self, row: int) -> bool: ...
 
@@ -30,8 +30,12 @@ class DoneRows(Protocol):
 
 @dataclass(frozen=True)
 class RequestSource:
-    """The input and how its rows become requests. columns: what the output adds. format_row: OpenAI batches are answered in
-    their own format. scores_prompts: what is scored are the prompts themselves."""
+    """The input, and how its rows become requests.
+
+    requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. columns:
+    what the output adds. scores_prompts: whether the prompts themselves are scored. format_row: OpenAI batches are answered in
+    their own format.
+    """
 
     dataset: Dataset
     requests_of: Callable[[Any, int], Iterator[Request | ScoreRequest]]  # (record batch, first row)
@@ -57,7 +61,7 @@ class RequestSource:
 
 
 def open_source(options: JobOptions) -> RequestSource:
-    """Opens the input and checks all that can be checked about it, its prompts and the columns of the output."""
+    """Open a job's input, and check what can be checked of it, its prompts and the columns of the output. Raises InputError."""
     dataset = open_dataset(
         options.input,
         input_format=options.input_format,
@@ -109,19 +113,19 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
     from batchgen.dataset.continuations import ContinuationSpec, compile_continuations
     from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
 
-    asked = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
-    continuations = compile_continuations(asked, dataset.schema)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not asked.whole)
-    if asked.whole and compiled.uses_chat:
+    wanted = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
+    continuations = compile_continuations(wanted, dataset.schema)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
     return RequestSource(
         dataset,
         lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
-        spec.identity() | {"continuations": asked.identity()},
+        spec.identity() | {"continuations": wanted.identity()},
         compiled.uses_chat,
-        ScoreColumns(asked.whole, asked.choices, asked.choices_column, logprobs is not None),
-        scores_prompts=asked.whole,
+        ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs is not None),
+        scores_prompts=wanted.whole,
     )
 
 

@@ -1,5 +1,7 @@
-"""Seconds of each Step on a machine, from what its GPU batch computes and moves: the planner's cost terms, split over
-the Steps that they cover."""
+"""Seconds of each Step on a machine, from what its micro-batch computes and moves.
+
+They are the planner's cost terms, split over the Steps that these cover.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,11 @@ _NOTHING_PLACED = Shares(*[0] * 13)
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention of some sequences. contexts: keys that each one with a single new token sees, itself included. chunks: (new
-    tokens, tokens before them) of each other one. shared: (new tokens, tokens of a prefix that all of these see), which
-    the others do not count."""
+    """Attention of some sequences.
+
+    contexts: keys that each one with a single new token sees, itself included. chunks: (new tokens, tokens before them) of
+    each other one. shared: (new tokens, tokens of a prefix that all of these see), which the others do not count.
+    """
 
     contexts: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
@@ -47,17 +51,17 @@ class Attended:
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """What one GPU batch of a sweep computes and moves, in each layer.
+    """What one micro-batch of a sweep computes and moves, in each layer.
 
     attended: by residency (`micro_batches.residency_of`); in layers with a sliding window, where no prefix is shared, `windowed`.
-    sampled: sequences that reach their last token; asked: rows of logits. host_blocks: KV blocks that come from the host's
+    sampled: sequences that reach their last token; logits_rows: rows of logits. host_blocks: KV blocks that come from the host's
     pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
     """
 
     tokens: int
     sampled: int
-    asked: int
+    logits_rows: int
     attended: dict[str, Attended]
     windowed: dict[str, Attended]
     host_blocks: int = 0
@@ -78,7 +82,7 @@ class BatchLoad:
             disk_write=self.disk_writes[0] > 0,
             delegated="delegated" in self.attended,
             hidden_on_host=self.hidden_on_host,
-            samples=self.asked > 0,
+            samples=self.logits_rows > 0,
         )
 
 
@@ -90,7 +94,7 @@ def load_of(
     windows: bool = False,
     hidden_on_host: bool = False,
 ) -> BatchLoad:
-    """Of a scheduled batch, before its sweep is committed. windows: whether any layer has a sliding window."""
+    """The load of a scheduled micro-batch, before its sweep is committed. windows: whether any layer has a sliding window."""
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
@@ -111,7 +115,7 @@ def load_of(
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
         sampled=sum(s.samples for s in batch),
-        asked=sum(len(s.logits_positions) for s in batch),
+        logits_rows=sum(len(s.logits_positions) for s in batch),
         attended=attended,
         windowed=windowed,
         host_blocks=len(host_blocks),
@@ -162,7 +166,7 @@ def streams_of(plan: Plan) -> Streams:
 
 
 class StepCosts:
-    """Seconds of the Steps of a plan on a machine. Formulas are the planner's, for one GPU batch at a time."""
+    """Seconds of the Steps of a plan on a machine. Formulas are the planner's, for one micro-batch at a time."""
 
     def __init__(self, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> None:
         policy = plan.policy
@@ -199,8 +203,11 @@ class StepCosts:
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
-        """seconds(step), to be asked once for each Step of a sweep over these GPU batches, in order: what copies take of
-        the cores of an emulated accelerator is added to the next computation."""
+        """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
+
+        It is to be called in their order: what copies take of the cores of an emulated accelerator is added to the next
+        computation.
+        """
         hardware = self.hardware
         computing = [self._computing(load) for load in loads]
         owed_s = 0.0
@@ -233,7 +240,7 @@ class StepCosts:
         return sweep_overhead_s(self._setting, Stage(1, 0, sum(load.sampled for load in loads), 0, 0))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Of one layer, for sequences of one residency."""
+        """Attention in one layer, for sequences of one residency."""
         s, total = self._by_window[window], 0.0
         if attended.contexts:
             seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
@@ -263,11 +270,13 @@ class StepCosts:
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = matrices_s(load.tokens)
-        head_s = head_lanes(s, Stage(1, 0, load.asked, 0, 0), _NOTHING_PLACED)["compute"] if load.asked else 0.0
+        head_s = (
+            head_lanes(s, Stage(1, 0, load.logits_rows, 0, 0), _NOTHING_PLACED)["compute"] if load.logits_rows else 0.0
+        )
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
             post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=matrices_s(load.asked) * (1 - self._pre_frac) if load.asked else 0.0,
+            last_post_s=matrices_s(load.logits_rows) * (1 - self._pre_frac) if load.logits_rows else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=head_s / max(1, self._vocabulary_chunks),
@@ -300,7 +309,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class _Computing:
-    """Seconds of one GPU batch's computations. attention_s, cpu_attention_s: by layer."""
+    """Seconds of one micro-batch's computations. attention_s, cpu_attention_s: by layer."""
 
     pre_s: float
     post_s: float

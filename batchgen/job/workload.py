@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.core.errors import InputError, RowError
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.encode import encode_all, encode_prompt
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 # Neighbouring rows often share a prefix, far ones differ in length: several stretches of rows are read.
 _STRETCHES, _STRETCH_ROWS = 8, 32
-_SHARING_BLOCK = 16  # tokens; as prefixes are shared
 # An input that is read as a stream has no number of rows; it is planned as if it had many.
 UNKNOWN_ROWS = 100_000
 # Finished rows needed before their output lengths say more than --max-tokens does.
@@ -112,8 +112,11 @@ def _sampled_rows(
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A sequence of a sampled row. limit: most tokens generated. copies: how many there are of it. scored: positions whose
-    logits are asked for, the last ones; None: it generates."""
+    """A sequence of a sampled row.
+
+    limit: most tokens generated. copies: how many there are of it. scored: positions whose logits are needed, the last ones;
+    None: it generates.
+    """
 
     tokens: Sequence[int]
     limit: int = 1
@@ -173,13 +176,14 @@ def _shared_part(sequences: list[_Sampled], copies: float) -> float:
 
     Further copies of a sequence take over all of its prompt but the last block.
     """
+    block = DEFAULT_KV_BLOCK_SIZE  # by which prefixes are shared
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
     shared = []
     for sequence in sequences:
         tokens, matched, matching, node = sequence.tokens, 0, True, 0
-        whole = sequence.shareable // _SHARING_BLOCK * _SHARING_BLOCK
-        for end in range(_SHARING_BLOCK, len(tokens) + 1, _SHARING_BLOCK):
-            key = node, tuple(tokens[end - _SHARING_BLOCK : end])
+        whole = sequence.shareable // block * block
+        for end in range(block, len(tokens) + 1, block):
+            key = node, tuple(tokens[end - block : end])
             matching = matching and end <= whole and key in nodes
             matched = end if matching else matched
             node = nodes.setdefault(key, len(nodes) + 1)

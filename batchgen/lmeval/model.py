@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from array import array
@@ -19,6 +18,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchgen._version import __version__
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, one_line
 from batchgen.job.options import JobOptions, names_of
 from batchgen.job.resolved import resolve_job
@@ -54,7 +54,7 @@ class BatchgenLM(TemplateLM):
     Raises InputError for all that can be refused before weights are read.
     """
 
-    def __init__(
+    def __init__(  # a parameter for each keyword of --model_args, as lm_eval calls it
         self,
         pretrained: str = "demo",
         *,
@@ -110,7 +110,7 @@ class BatchgenLM(TemplateLM):
             "max_model_len": self._max_length,
             "formats": [job.options.quantization, job.options.kv_cache_dtype],
         }
-        digest = hashlib.sha256(json.dumps(identity["model"], sort_keys=True).encode()).hexdigest()
+        digest = json_sha256(identity["model"])
         self._info = {"model_dtype": job.dtype, "model_sha": digest, "batchgen_version": __version__}
         directory = cache_dir() / "lmeval" if work_dir is None else Path(work_dir).expanduser()
         self._work = Workplace(pretrained, options, identity, directory, resume)
@@ -210,22 +210,22 @@ class BatchgenLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each request's context, up to what its keywords say ends it."""
         rows: dict[tuple, int] = {}  # prompt, parameters and, where draws are to differ, the request -> row
-        places, untils, limits, cut = [], [], [1], 0
+        row_of, untils, limits, cut = [], [], [1], 0
         for request, prompt in zip(
             requests, self._texts.encode([request.args[0] for request in requests]), strict=True
         ):
             try:
                 how = generation(request.args[1], self.max_gen_toks, self._special_ids, self._think_end is not None)
-                room = self.max_length - how.fields["max_tokens"]
-                if room < 1:
+                capacity = self.max_length - how.fields["max_tokens"]
+                if capacity < 1:
                     raise InputError(f"max_gen_toks must be below the context of {self.max_length}")
             except InputError as error:
                 raise InputError(f"task {request.task_name}: {error}") from error
-            own = len(places) if how.fields.get("temperature") else None
-            key = _key(prompt[-room:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), own
-            places.append(rows.setdefault(key, len(rows)))
+            own = len(row_of) if how.fields.get("temperature") else None
+            key = _key(prompt[-capacity:] or [self.prefix_token_id]), json.dumps(how.fields, sort_keys=True), own
+            row_of.append(rows.setdefault(key, len(rows)))
             untils.append(list(how.until))
-            cut += len(prompt) > room
+            cut += len(prompt) > capacity
             limits.append(how.fields["max_tokens"])
         self._warn_of_cuts("generate_until", cut)
         if not rows:
@@ -242,8 +242,8 @@ class BatchgenLM(TemplateLM):
             seed=self._seed,
         )["text"].to_pylist()
         answers = []
-        for request, place, until in zip(requests, places, untils, strict=True):
-            answers.append(postprocess_generated_text(texts[place], until, self._think_end))
+        for request, row, until in zip(requests, row_of, untils, strict=True):
+            answers.append(postprocess_generated_text(texts[row], until, self._think_end))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
@@ -255,22 +255,25 @@ class BatchgenLM(TemplateLM):
         return answers
 
     def _score(self, kind: str, requests: Iterable[_Pair]) -> list[tuple[float, bool]]:
-        """What lm_eval asks of each pair. Continuations of one context are one row, which computes it once; where that is a
-        single token each has a row of its own, as there is nothing to gain and a row is done or not as a whole."""
-        rows: dict[tuple, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> place in it
-        places, cut = [], 0
+        """(log-probability, is greedy) of each pair.
+
+        Continuations of one context are one row, which computes it once. Where the context is a single token each has a row
+        of its own: there is nothing to gain, and a row is done or not as a whole.
+        """
+        rows: dict[tuple, tuple[int, dict[bytes, int]]] = {}  # context -> row, and continuation -> index in it
+        found_at, cut = [], 0
         for texts, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 what = "adds no token to its context" if not continuation else f"has {len(continuation):,} tokens"
                 text = one_line(repr(texts[1] if texts else self._tokens.decode(continuation)))
                 raise InputError(f"the continuation {text} {what}: it must have 1 to {self.max_length:,}")
             # The last token is not fed to the model, so that the two may have one more than the context holds.
-            room = self.max_length + 1 - len(continuation)
-            cut += len(context) > room
-            context = context[-room:]
+            capacity = self.max_length + 1 - len(continuation)
+            cut += len(context) > capacity
+            context = context[-capacity:]
             key = _key(context), (_key(continuation) if len(context) == 1 else None)
             row, continuations = rows.setdefault(key, (len(rows), {}))
-            places.append((row, continuations.setdefault(_key(continuation), len(continuations))))
+            found_at.append((row, continuations.setdefault(_key(continuation), len(continuations))))
         self._warn_of_cuts(kind, cut)
         if not rows:
             return []
@@ -288,7 +291,7 @@ class BatchgenLM(TemplateLM):
             continuations_column="continuations",
         )
         logprobs, greedy = (scores[name].to_pylist() for name in ("logprobs", "is_greedy"))
-        return [(logprobs[row][place], greedy[row][place]) for row, place in places]
+        return [(logprobs[row][index], greedy[row][index]) for row, index in found_at]
 
     def _warn_of_cuts(self, kind: str, count: int) -> None:
         if count:

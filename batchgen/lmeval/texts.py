@@ -34,8 +34,10 @@ class Texts:
         self._prefix_text = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
 
     def encode(self, texts: Iterable[str], add_special_tokens: bool | None = None) -> Iterator[array]:
-        """The tokens of each text. A text that begins with the prefix token's own text gets nothing before it, unless
-        add_special_tokens says so."""
+        """The tokens of each text.
+
+        A text that begins with the prefix token's own text gets nothing before it, unless add_special_tokens says so.
+        """
         texts = iter(texts)
         while chunk := list(itertools.islice(texts, _CHUNK)):
             if add_special_tokens is not None:

@@ -1,4 +1,4 @@
-"""`batchgen bench`: made-up rows and, where asked for, made-up weights."""
+"""`batchgen bench`: random rows and, where wanted, dummy weights."""
 
 import json
 from pathlib import Path

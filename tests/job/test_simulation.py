@@ -1,5 +1,5 @@
 """The simulator against hand-made cases, against the lanes' rules tried out tick by tick, and against the lanes themselves;
-a plan's job on paper against the planner's terms, and against what the engine packs and moves."""
+a plan's job, simulated, against the planner's terms, and against what the engine packs and moves."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
 from batchgen.job.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
-from batchgen.job.simulation import made_up_rows, simulate_job, trace_plan
+from batchgen.job.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.job.step_costs import StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
@@ -353,15 +353,15 @@ def test_prompts_cost_what_their_tokens_attend_to():
     assert shared_s == pytest.approx(attention_s(*[(32, 128)] * 8)[0])
 
 
-def test_made_up_rows_have_the_workloads_lengths():
+def test_simulated_rows_have_the_workloads_lengths():
     workload = Workload(100, Lengths((3, 5, 10, 22)), Lengths((1, 2, 6)), 8)
-    rows = list(made_up_rows(workload))
+    rows = list(simulated_rows(workload))
     assert len(rows) == 100
     assert sum(p for p, _ in rows) == 100 * workload.prompt_len.mean
     assert sum(o for _, o in rows[:99]) == 99 * workload.output_len.mean
     assert len(set(rows)) == 12, "in all combinations"
-    assert rows == list(made_up_rows(workload))
-    assert rows != list(made_up_rows(workload, seed=1))
+    assert rows == list(simulated_rows(workload))
+    assert rows != list(simulated_rows(workload, seed=1))
 
 
 WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range(4, 65, 4))), 64)
@@ -374,7 +374,7 @@ def test_a_job_in_memory_takes_as_long_as_the_planner_says():
         run = simulate_job(plan, model, hardware)
         assert run.total_s == pytest.approx(plan.prediction.total_s, rel=0.08), admission
         assert run.sweeps == pytest.approx(plan.prediction.sweeps, rel=0.08)
-        assert run.tokens == run.job_tokens == sum(prompt + output - 1 for prompt, output in made_up_rows(WORKLOAD))
+        assert run.tokens == run.job_tokens == sum(prompt + output - 1 for prompt, output in simulated_rows(WORKLOAD))
         assert run.busy_s["compute"] + run.timeline.between_s == pytest.approx(run.total_s)
 
 
@@ -501,7 +501,7 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
     draw = random.Random(0)
     requests = [
         Request([draw.randrange(5, 500) for _ in range(prompt)], SamplingParams(max_tokens=output, ignore_eos=True))
-        for prompt, output in made_up_rows(workload)
+        for prompt, output in simulated_rows(workload)
     ]
     with Engine.from_parts(replace(parts, pack=pack_and_compare)) as engine:
         assert all(c.error is None for c in engine.generate(requests))
