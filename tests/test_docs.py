@@ -1,0 +1,205 @@
+"""The pages say what is so: links lead somewhere, files and functions they name exist, generated parts are up to date."""
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "csrc" / "README.md"],
+    key=str,
+)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*(?:\]\([^)\n]*\)[^\]\n]*)?\]\(([^)\s]+)\)")
+TREE = ("batchgen", "benchmarks", "csrc", "docs", "examples", "recipes", "tests")
+
+
+def load(path):
+    """A script that is no part of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_of(page):
+    """What is left of a page without its code."""
+    return CODE.sub("", page.read_text())
+
+
+def anchors_of(page):
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ +(.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def defined_in(path):
+    """The functions and classes of a file; methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(text_of(page)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{link}: there is no {there}"
+        if DOCS in page.parents:
+            assert DOCS in there.parents, f"{link} leads out of docs/, where the site has nothing"
+        if anchor:
+            assert anchor in anchors_of(there), f"{link}: {there.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page):
+    for name in re.findall(r"`([\w./-]+/[\w./-]*)`", page.read_text()):
+        if name.split("/")[0] in TREE:
+            assert (ROOT / name).exists(), f"{name} is not in the tree"
+
+
+def test_pages_that_code_names_exist():
+    code = [path for folder in TREE for end in ("*.py", "*.h", "*.cpp") for path in (ROOT / folder).rglob(end)]
+    for path in code:
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text()):
+            assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"([\w/]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_where_is_what():
+    table = (DOCS / "index.md").read_text().partition("## Where is what")[2]
+    rows = re.findall(r"^\| ([^|]+\?) \| `([^`]+)` \| `([^`]+)`", table, re.MULTILINE)
+    assert len(rows) >= 15
+    for question, path, function in rows:
+        assert function in defined_in(ROOT / path), f"{question} {path} does not define {function}"
+
+
+def test_package_pages_name_every_module():
+    named = set()
+    for page in (DOCS / "packages").glob("*.md"):
+        prefix = "" if page.stem == "clients" else f"{page.stem}/"
+        modules = page.read_text().partition("| module |")[2].partition("**Main values.**")[0]
+        named |= {prefix + name for name in re.findall(r"^\| `([\w/]+\.py)` \|", modules, re.MULTILINE)}
+    package = ROOT / "batchgen"
+    there = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    there = {name for name in there if not Path(name).stem.startswith("_")}
+    assert named == there, f"missing: {sorted(there - named)}; gone: {sorted(named - there)}"
+
+
+def test_the_command_line_page_is_up_to_date():
+    from batchgen.cli.commands import cli
+
+    page = (DOCS / "command_line.md").read_text()
+    made = load(DOCS / "describe_commands.py").describe(cli)
+    assert page == made, "run python docs/describe_commands.py"
+    for name, command in cli.commands.items():
+        section = made.partition(f"## batchgen {name}\n")[2].partition("\n## ")[0]
+        for option in command.params:
+            assert f"`{option.opts[-1]}`" in section, f"batchgen {name} {option.opts[-1]}"
+
+
+def test_the_drawing_is_up_to_date():
+    assert (DOCS / "sweep.svg").read_text() == load(DOCS / "draw_sweep.py").draw(), "run python docs/draw_sweep.py"
+
+
+def test_the_api_page_has_every_public_name():
+    import batchgen
+
+    shown = re.findall(r"^::: ([\w.]+)$", (DOCS / "python_api.md").read_text(), re.MULTILINE)
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(batchgen, attribute)
+    assert {name.rpartition(".")[2] for name in shown} == set(batchgen.__all__) - {"__version__"}
+
+
+def test_benchmarks_name_every_result_and_their_commands_exist():
+    page = (DOCS / "benchmarks.md").read_text()
+    assert set(re.findall(r"`(\w+\.json)`", page)) == {p.name for p in (ROOT / "benchmarks" / "results").glob("*.json")}
+    for script in re.findall(r"`python (benchmarks/\w+\.py)", page):
+        assert (ROOT / script).exists()
+
+
+def test_the_import_graph_is_as_the_architecture_page_says():
+    graph = load(ROOT / "benchmarks" / "import_graph.py")
+    now = graph.count()
+    assert now["cycles"] == [] and now["cycles_inside"] == {} and now["against_the_order"] == []
+    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 18
+    table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
+    numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
+    assert numbers == [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
+
+
+def test_cycles_are_found():
+    graph = load(ROOT / "benchmarks" / "import_graph.py")
+    assert graph.cycles_of({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert graph.cycles_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    modules = {"core": "", "core.a": "from batchgen.job import b", "job": "", "job.b": "import batchgen.core.a"}
+    arrows = graph.collapse(graph.imports_of(modules), 1)
+    assert graph.cycles_of(arrows) == [["core", "job"]]
+    assert graph.against_the_order(graph.imports_of(modules), {n: n.split(".")[0] for n in modules}) == [
+        "core.a -> job.b"
+    ]
+
+
+def test_the_readme_is_short_and_its_example_runs(tiny_models, capsys):
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 5
+    path, _ = tiny_models("llama")
+    assert '"demo"' in example
+    exec(example.replace('"demo"', repr(str(path))), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in printed} >= {"0", "1"}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_models):
+    return str(tiny_models("llama")[0])
+
+
+def test_example_generate(tiny_model):
+    texts = load(ROOT / "examples" / "generate.py").main(tiny_model)
+    assert len(texts) == 3 and all(texts)
+
+
+def test_example_structured_output(tiny_model):
+    pytest.importorskip("llguidance")
+    example = load(ROOT / "examples" / "structured_output.py")
+    records = example.main(tiny_model)
+    assert len(records) == len(example.LISTINGS)
+    assert all(set(record) == set(example.SCHEMA["required"]) for record in records)
+
+
+def test_example_scoring(tiny_model):
+    example = load(ROOT / "examples" / "scoring.py")
+    answers = example.main(tiny_model)
+    assert all(answers[question] in choices for question, choices in example.QUESTIONS.items())
+
+
+def test_example_datasets_map(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    answers, mapped = load(ROOT / "examples" / "datasets_map.py").main(tiny_model, str(tmp_path / "answers.arrow"))
+    assert answers["text"] == mapped["text"] and answers["topic"] == ["maps", "sums"]
+
+
+def test_every_example_has_a_test():
+    tested = {name.removeprefix("test_example_") for name in dir(sys.modules[__name__]) if "test_example_" in name}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
