@@ -3,7 +3,9 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -136,6 +138,75 @@ def test_benchmarks_name_every_result_and_their_commands_exist():
         assert (ROOT / script).exists()
 
 
+def figures():
+    """(file, words of docs/benchmarks.md) for the figures there, made from the files they are in."""
+
+    def read(name):
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    def times(ratios, digits):
+        shown = [f"{ratio:.{d}f}" for ratio, d in zip(ratios, digits, strict=True)]
+        return f"{', '.join(shown[:-1])} and {shown[-1]} times"
+
+    for work in read("cpu_engines")["workloads"].values():
+        rate, share = work["total_tokens_per_s"]["batchgen"], work["bound"]["share_of_wall"]
+        if work["rows"] == 64:
+            yield (
+                "cpu_engines",
+                f"{statistics.mean(work['wall_s']['batchgen']):.1f} s, {rate:,.0f} tokens/s; {share:.0%} of",
+            )
+        over = [work["batchgen_over"][name] for name in ("openvino", "vllm", "llama.cpp", "transformers")]
+        yield "cpu_engines", times(over, (2, 2, 1, 1))
+    against = read("azure_vs_transformers")
+    rates = against["total_tokens_per_s"]
+    yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"
+    yield "azure_vs_transformers", f"{against['ratio']:.2f} times"
+    large = read("larger_than_memory")["summary"]
+    made = large["generated_tokens_per_s"]
+    yield "larger_than_memory", f"{made['batchgen']:.1f} generated tokens/s; {large['share_of_bound'][0]:.0%} of"
+    yield "larger_than_memory", f"{made['accelerate']:.1f} and {made['llama.cpp']:.1f} tokens/s"
+    yield (
+        "larger_than_memory",
+        (f"{large['batchgen_over_accelerate']:.1f} and {large['batchgen_over_llama.cpp']:.1f} times as fast"),
+    )
+    overlap = read("tier_overlap")
+    yield "tier_overlap", f"{statistics.median(overlap['gains']):.2f} times as fast"
+    yield "tier_overlap", f"{overlap['measured_over_simulated']:.2f} times the simulator's time"
+    yield "continuous_vs_static", f"{statistics.mean(read('continuous_vs_static')['ratios']):.2f} times"
+    ratios = [result["ratio_to_fp32"] for result in read("int4_perplexity")["results"].values()][1:]
+    yield "int4_perplexity", times(ratios, (2, 2, 2))
+    errors = sorted(abs(job["error"]) for job in read("plan_accuracy")["jobs"])
+    yield "plan_accuracy", f"six within {errors[5]:.0%}"
+    yield "plan_accuracy", f"two predicted {100 * errors[6]:.0f} and {errors[7]:.0%} too long"
+    plans = read("tier_plans")["planned_error"]
+    yield "tier_plans", f"median error {plans['median']:.0%}, worst {plans['worst']:.0%}"
+    sharing = read("prefix_sharing")
+    on, off = sharing["wall_s"]["on"][0], sharing["wall_s"]["off"][0]
+    yield "prefix_sharing", f"{on:.0f} s against {off:.0f} s: {sharing['ratio_wall']:.1f} times, same answers"
+    evaluation = read("lm_eval")
+    ours, theirs = evaluation["batchgen"][0]["wall_s"], evaluation["hf"][0]["wall_s"]
+    yield "lm_eval", f"{ours:.0f} s against {theirs:.0f} s: {evaluation['ratio']:.2f} times"
+    helm = read("helm")
+    ours, theirs = helm["wall_s"]["batchgen"][0], helm["wall_s"]["transformers"][0]
+    yield "helm", f"{ours:.0f} s against {theirs:.0f} s: {helm['ratio']:.2f} times"
+    structured = read("structured_output")
+    yield "structured_output", f"{structured['rows_valid']} of {structured['rows']} valid"
+    yield "structured_output", f"{structured['ratio']:.0%} of the throughput"
+    yield "kernels", f"{read('kernels')['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate"
+    few, many = (run["peak_bytes"] / 1e6 for run in read("memory_flat")["runs"])
+    yield "memory_flat", f"{many:.0f} MB against {few:.0f} MB"
+    kills = read("kills")
+    assert kills["mismatches"] == 0
+    yield "kills", f"{sum(kills['hits'].values())} kills and interrupts"
+
+
+def test_figures_are_those_of_their_files():
+    rows = [line for line in (DOCS / "benchmarks.md").read_text().splitlines() if line.startswith("| ")]
+    for name, words in figures():
+        words = re.sub(r"(\d)%", r"\1 %", words)
+        assert any(f"`{name}.json`" in row and words in row for row in rows), f"{name}.json says {words!r}"
+
+
 def test_the_import_graph_is_as_the_architecture_page_says():
     graph = load(ROOT / "benchmarks" / "import_graph.py")
     now = graph.count()
@@ -143,7 +214,8 @@ def test_the_import_graph_is_as_the_architecture_page_says():
     assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 18
     table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
     numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
-    assert numbers == [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
+    counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
+    assert numbers == counted, "put what benchmarks/import_graph.py counts into docs/architecture.md"
 
 
 def test_cycles_are_found():
