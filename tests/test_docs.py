@@ -100,9 +100,11 @@ def test_package_pages_name_every_module():
         modules = page.read_text().partition("| module |")[2].partition("**Main values.**")[0]
         named |= {prefix + name for name in re.findall(r"^\| `([\w/]+\.py)` \|", modules, re.MULTILINE)}
     package = ROOT / "batchgen"
-    there = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    there = {name for name in there if not Path(name).stem.startswith("_")}
-    assert named == there, f"missing: {sorted(there - named)}; gone: {sorted(named - there)}"
+    there = {str(path.relative_to(package)): path for path in package.rglob("*.py") if not path.stem.startswith("_")}
+    summaries = {name: (ast.get_docstring(ast.parse(path.read_text())) or "") for name, path in there.items()}
+    missing = [f"| `{name}` | {summaries[name].splitlines()[0]} |" for name in sorted(there.keys() - named)]
+    assert not missing, "docs/packages/ has no line for\n" + "\n".join(missing)
+    assert not named - there.keys(), "docs/packages/ has lines for modules that are gone"
 
 
 def test_the_command_line_page_is_up_to_date():
