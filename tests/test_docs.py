@@ -107,6 +107,12 @@ def test_package_pages_name_every_module():
     assert not named - there.keys(), "docs/packages/ has lines for modules that are gone"
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "packages").glob("*.md")), ids=lambda page: page.stem)
+def test_package_pages_have_their_parts(page):
+    for part in ("**Purpose.**", "| module | what it has |", "**Main values.**", "**Must not ", "**Tests** are in"):
+        assert part in page.read_text(), part
+
+
 def test_the_command_line_page_is_up_to_date():
     from batchgen.cli.commands import cli
 
