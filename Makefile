@@ -5,7 +5,7 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon clean
+.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -102,6 +102,16 @@ gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
 		--dest $(GPU_WHEELS) 'pulp<4' highspy xxhash gguf
+
+# The pages as a site, in build/site: the generated ones are made anew, links are checked.
+docs: install $(VENV)/.docs-installed
+	$(BIN)/python docs/describe_commands.py
+	$(BIN)/python docs/draw_sweep.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info

@@ -1,4 +1,4 @@
-"""Imports lead one way, as docs/design.md says."""
+"""Imports lead one way, as docs/architecture.md says."""
 
 import ast
 import subprocess

@@ -10,7 +10,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
-# Where a sequence's KV lives, and where its decode attention runs (docs/design.md). "deferred" (APEX: the CPU's
+# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's
 # result is collected one sweep later) has its place here; no runtime carries it out yet, so no plan uses it.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.

@@ -183,7 +183,7 @@ class Setting:
 @dataclass(frozen=True)
 class Shares:
     """Where things live, each group adding up to 1: FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of
-    docs/design.md. Members are numbers, or PuLP expressions. The others are what buffers are made for.
+    docs/packages/runtime.md. Members are numbers, or PuLP expressions. The others are what buffers are made for.
 
     streamed_peak, disk_peak: the largest share of any one layer that is not on the GPU, or is on disk.
     staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere; disk_blocks: of one

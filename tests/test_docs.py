@@ -1,0 +1,285 @@
+"""The pages say what is so: links lead somewhere, files and functions they name exist, generated parts are up to date."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "csrc" / "README.md"],
+    key=str,
+)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*(?:\]\([^)\n]*\)[^\]\n]*)?\]\(([^)\s]+)\)")
+TREE = ("batchgen", "benchmarks", "csrc", "docs", "examples", "recipes", "tests")
+
+
+def load(path):
+    """A script that is no part of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_of(page):
+    """What is left of a page without its code."""
+    return CODE.sub("", page.read_text())
+
+
+def anchors_of(page):
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ +(.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def defined_in(path):
+    """The functions and classes of a file; methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(text_of(page)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{link}: there is no {there}"
+        if DOCS in page.parents:
+            assert DOCS in there.parents, f"{link} leads out of docs/, where the site has nothing"
+        if anchor:
+            assert anchor in anchors_of(there), f"{link}: {there.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page):
+    for name in re.findall(r"`([\w./-]+/[\w./-]*)`", page.read_text()):
+        if name.split("/")[0] in TREE:
+            assert (ROOT / name).exists(), f"{name} is not in the tree"
+
+
+def test_pages_that_code_names_exist():
+    code = [path for folder in TREE for end in ("*.py", "*.h", "*.cpp") for path in (ROOT / folder).rglob(end)]
+    for path in code:
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text()):
+            assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"([\w/]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_where_is_what():
+    table = (DOCS / "index.md").read_text().partition("## Where is what")[2]
+    rows = re.findall(r"^\| ([^|]+\?) \| `([^`]+)` \| `([^`]+)`", table, re.MULTILINE)
+    assert len(rows) >= 15
+    for question, path, function in rows:
+        assert function in defined_in(ROOT / path), f"{question} {path} does not define {function}"
+
+
+def test_package_pages_name_every_module():
+    named = set()
+    for page in (DOCS / "packages").glob("*.md"):
+        prefix = "" if page.stem == "clients" else f"{page.stem}/"
+        modules = page.read_text().partition("| module |")[2].partition("**Main values.**")[0]
+        named |= {prefix + name for name in re.findall(r"^\| `([\w/]+\.py)` \|", modules, re.MULTILINE)}
+    package = ROOT / "batchgen"
+    there = {str(path.relative_to(package)): path for path in package.rglob("*.py") if not path.stem.startswith("_")}
+    summaries = {name: (ast.get_docstring(ast.parse(path.read_text())) or "") for name, path in there.items()}
+    missing = [f"| `{name}` | {summaries[name].splitlines()[0]} |" for name in sorted(there.keys() - named)]
+    assert not missing, "docs/packages/ has no line for\n" + "\n".join(missing)
+    assert not named - there.keys(), "docs/packages/ has lines for modules that are gone"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "packages").glob("*.md")), ids=lambda page: page.stem)
+def test_package_pages_have_their_parts(page):
+    for part in ("**Purpose.**", "| module | what it has |", "**Main values.**", "**Must not ", "**Tests** are in"):
+        assert part in page.read_text(), part
+
+
+def test_the_command_line_page_is_up_to_date():
+    from batchgen.cli.commands import cli
+
+    page = (DOCS / "command_line.md").read_text()
+    made = load(DOCS / "describe_commands.py").describe(cli)
+    assert page == made, "run python docs/describe_commands.py"
+    for name, command in cli.commands.items():
+        section = made.partition(f"## batchgen {name}\n")[2].partition("\n## ")[0]
+        for option in command.params:
+            assert f"`{option.opts[-1]}`" in section, f"batchgen {name} {option.opts[-1]}"
+
+
+def test_the_drawing_is_up_to_date():
+    assert (DOCS / "sweep.svg").read_text() == load(DOCS / "draw_sweep.py").draw(), "run python docs/draw_sweep.py"
+
+
+def test_the_api_page_has_every_public_name():
+    import batchgen
+
+    shown = re.findall(r"^::: ([\w.]+)$", (DOCS / "python_api.md").read_text(), re.MULTILINE)
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(batchgen, attribute)
+    assert {name.rpartition(".")[2] for name in shown} == set(batchgen.__all__) - {"__version__"}
+
+
+def test_benchmarks_name_every_result_and_their_commands_exist():
+    page = (DOCS / "benchmarks.md").read_text()
+    assert set(re.findall(r"`(\w+\.json)`", page)) == {p.name for p in (ROOT / "benchmarks" / "results").glob("*.json")}
+    for script in re.findall(r"`python (benchmarks/\w+\.py)", page):
+        assert (ROOT / script).exists()
+
+
+def figures():
+    """(file, words of docs/benchmarks.md) for the figures there, made from the files they are in."""
+
+    def read(name):
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    def times(ratios, digits):
+        shown = [f"{ratio:.{d}f}" for ratio, d in zip(ratios, digits, strict=True)]
+        return f"{', '.join(shown[:-1])} and {shown[-1]} times"
+
+    for work in read("cpu_engines")["workloads"].values():
+        rate, share = work["total_tokens_per_s"]["batchgen"], work["bound"]["share_of_wall"]
+        if work["rows"] == 64:
+            yield (
+                "cpu_engines",
+                f"{statistics.mean(work['wall_s']['batchgen']):.1f} s, {rate:,.0f} tokens/s; {share:.0%} of",
+            )
+        over = [work["batchgen_over"][name] for name in ("openvino", "vllm", "llama.cpp", "transformers")]
+        yield "cpu_engines", times(over, (2, 2, 1, 1))
+    against = read("azure_vs_transformers")
+    rates = against["total_tokens_per_s"]
+    yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"
+    yield "azure_vs_transformers", f"{against['ratio']:.2f} times"
+    large = read("larger_than_memory")["summary"]
+    made = large["generated_tokens_per_s"]
+    yield "larger_than_memory", f"{made['batchgen']:.1f} generated tokens/s; {large['share_of_bound'][0]:.0%} of"
+    yield "larger_than_memory", f"{made['accelerate']:.1f} and {made['llama.cpp']:.1f} tokens/s"
+    yield (
+        "larger_than_memory",
+        (f"{large['batchgen_over_accelerate']:.1f} and {large['batchgen_over_llama.cpp']:.1f} times as fast"),
+    )
+    overlap = read("tier_overlap")
+    yield "tier_overlap", f"{statistics.median(overlap['gains']):.2f} times as fast"
+    yield "tier_overlap", f"{overlap['measured_over_simulated']:.2f} times the simulator's time"
+    yield "continuous_vs_static", f"{statistics.mean(read('continuous_vs_static')['ratios']):.2f} times"
+    ratios = [result["ratio_to_fp32"] for result in read("int4_perplexity")["results"].values()][1:]
+    yield "int4_perplexity", times(ratios, (2, 2, 2))
+    errors = sorted(abs(job["error"]) for job in read("plan_accuracy")["jobs"])
+    yield "plan_accuracy", f"six within {errors[5]:.0%}"
+    yield "plan_accuracy", f"two predicted {100 * errors[6]:.0f} and {errors[7]:.0%} too long"
+    plans = read("tier_plans")["planned_error"]
+    yield "tier_plans", f"median error {plans['median']:.0%}, worst {plans['worst']:.0%}"
+    sharing = read("prefix_sharing")
+    on, off = sharing["wall_s"]["on"][0], sharing["wall_s"]["off"][0]
+    yield "prefix_sharing", f"{on:.0f} s against {off:.0f} s: {sharing['ratio_wall']:.1f} times, same answers"
+    evaluation = read("lm_eval")
+    ours, theirs = evaluation["batchgen"][0]["wall_s"], evaluation["hf"][0]["wall_s"]
+    yield "lm_eval", f"{ours:.0f} s against {theirs:.0f} s: {evaluation['ratio']:.2f} times"
+    helm = read("helm")
+    ours, theirs = helm["wall_s"]["batchgen"][0], helm["wall_s"]["transformers"][0]
+    yield "helm", f"{ours:.0f} s against {theirs:.0f} s: {helm['ratio']:.2f} times"
+    structured = read("structured_output")
+    yield "structured_output", f"{structured['rows_valid']} of {structured['rows']} valid"
+    yield "structured_output", f"{structured['ratio']:.0%} of the throughput"
+    yield "kernels", f"{read('kernels')['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate"
+    few, many = (run["peak_bytes"] / 1e6 for run in read("memory_flat")["runs"])
+    yield "memory_flat", f"{many:.0f} MB against {few:.0f} MB"
+    kills = read("kills")
+    assert kills["mismatches"] == 0
+    yield "kills", f"{sum(kills['hits'].values())} kills and interrupts"
+
+
+def test_figures_are_those_of_their_files():
+    rows = [line for line in (DOCS / "benchmarks.md").read_text().splitlines() if line.startswith("| ")]
+    for name, words in figures():
+        words = re.sub(r"(\d)%", r"\1 %", words)
+        assert any(f"`{name}.json`" in row and words in row for row in rows), f"{name}.json says {words!r}"
+
+
+def test_the_import_graph_is_as_the_architecture_page_says():
+    graph = load(ROOT / "benchmarks" / "import_graph.py")
+    now = graph.count()
+    assert now["cycles"] == [] and now["cycles_inside"] == {} and now["against_the_order"] == []
+    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 18
+    table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
+    numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
+    counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]
+    assert numbers == counted, "put what benchmarks/import_graph.py counts into docs/architecture.md"
+
+
+def test_cycles_are_found():
+    graph = load(ROOT / "benchmarks" / "import_graph.py")
+    assert graph.cycles_of({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert graph.cycles_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    modules = {"core": "", "core.a": "from batchgen.job import b", "job": "", "job.b": "import batchgen.core.a"}
+    arrows = graph.collapse(graph.imports_of(modules), 1)
+    assert graph.cycles_of(arrows) == [["core", "job"]]
+    assert graph.against_the_order(graph.imports_of(modules), {n: n.split(".")[0] for n in modules}) == [
+        "core.a -> job.b"
+    ]
+
+
+def test_the_readme_is_short_and_its_example_runs(tiny_models, capsys):
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 5
+    path, _ = tiny_models("llama")
+    assert '"demo"' in example
+    exec(example.replace('"demo"', repr(str(path))), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in printed} >= {"0", "1"}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_models):
+    return str(tiny_models("llama")[0])
+
+
+def test_example_generate(tiny_model):
+    texts = load(ROOT / "examples" / "generate.py").main(tiny_model)
+    assert len(texts) == 3 and all(texts)
+
+
+def test_example_structured_output(tiny_model):
+    pytest.importorskip("llguidance")
+    example = load(ROOT / "examples" / "structured_output.py")
+    records = example.main(tiny_model)
+    assert len(records) == len(example.LISTINGS)
+    assert all(set(record) == set(example.SCHEMA["required"]) for record in records)
+
+
+def test_example_scoring(tiny_model):
+    example = load(ROOT / "examples" / "scoring.py")
+    answers = example.main(tiny_model)
+    assert all(answers[question] in choices for question, choices in example.QUESTIONS.items())
+
+
+def test_example_datasets_map(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    answers, mapped = load(ROOT / "examples" / "datasets_map.py").main(tiny_model, str(tmp_path / "answers.arrow"))
+    assert answers["text"] == mapped["text"] and answers["topic"] == ["maps", "sums"]
+
+
+def test_every_example_has_a_test():
+    tested = {name.removeprefix("test_example_") for name in dir(sys.modules[__name__]) if "test_example_" in name}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
