@@ -211,10 +211,10 @@ def test_kept_hardware_profile_is_not_measured_again(folder, monkeypatch):
     (kept,) = (HERE / "hardware_profile" / "profiles").iterdir()
     assert profile_cache.profile_path(HERE / "hardware_profile", "cpu", Path("/"), config, ["float32"]) == kept
     before = kept.read_bytes()
+    wanted = profile_cache.Wanted("cpu", ("float32",), ("int4",), config)
     profile = profile_cache.load_or_measure(
-        HERE / "hardware_profile", device="cpu", offload_dir=Path("/"), dtypes=("float32",), formats=("int4",),
-        refresh=False, measure_overheads=pytest.fail, notify=pytest.fail, model=config,
-    )  # fmt: skip
+        wanted, cache_dir=HERE / "hardware_profile", offload_dir=Path("/"), refresh=False, notify=pytest.fail
+    )
     assert kept.read_bytes() == before
     assert set(profile.measured["sweep_factors"]["float32"]) >= {"gemm", "elementwise", "decode_attention"}
     assert profile.measured["pulse_s"]["float32"] > 0 and profile.compute.expand_bytes_per_s > 0
