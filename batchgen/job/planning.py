@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ from batchgen.models.files import cache_dir
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
-from batchgen.profiler.cache import load_or_measure
-from batchgen.profiler.calibration import at_this_moment, calibrated, disk_at_this_moment
+from batchgen.profiler.cache import Wanted, load_or_measure
+from batchgen.profiler.calibration import at_this_moment, disk_at_this_moment
 from batchgen.profiler.emulated import emulated_profile
-from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
@@ -238,18 +236,8 @@ def find_hardware(
         return read_profile(name)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         model = None  # large products reach the same rates whatever their shape, and take long to measure
-    profile = load_or_measure(
-        cache_dir(),
-        device=device,
-        offload_dir=offload_dir,
-        dtypes=(dtype,),
-        formats=formats,
-        refresh=refresh,
-        measure_overheads=measure_overheads,
-        model=model,
-        calibrate=None if model is None or device != "cpu" else partial(calibrated, model=model, dtype=dtype),
-        notify=notify,
-    )
+    wanted = Wanted(device, (dtype,), formats, model)
+    profile = load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh, notify=notify)
     return at_this_moment(profile, dtype)
 
 

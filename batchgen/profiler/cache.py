@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.atomic_file import write_atomically
@@ -14,57 +14,70 @@ from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.models.config import ModelConfig
-from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, check_measurable, identity, measure, sizes
+from batchgen.profiler.calibration import calibrated
+from batchgen.profiler.measure import add_dtypes, add_int4, check_measurable, identity, measure, sizes
+from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
 
 # What makes two models' layers take the same time.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
 
-def load_or_measure(
-    cache_dir: Path,
-    *,
-    device: str,
-    offload_dir: Path,
-    dtypes: Sequence[str],
-    formats: Sequence[str] = (),
-    refresh: bool,
-    measure_overheads: Callable[[str], Overheads],
-    notify: Callable[[str], None],
-    model: ModelConfig | None = None,
-    calibrate: Callable[[HardwareProfile], HardwareProfile] | None = None,
-    effort: Effort = FULL,
-) -> HardwareProfile:
-    """This machine's profile, with these dtypes: rates from the cache as far as it has them, sizes as they are now.
+@dataclass(frozen=True)
+class Wanted:
+    """The rates that jobs need.
 
-    formats: further ones that weights or KV may be stored in: "int4". model: a profile for its layers, kept by itself;
-    None: one for models of any size. calibrate: has the last word on a profile just measured. refresh: measure even so. measure_overheads: called with the device where the whole profile is measured.
-    notify: told what is measured, and of a cache that cannot be used. Raises InputError as `measure` does.
+    Attributes:
+        device: that of the matrix products, "cpu" or "cuda".
+        dtypes: those that models run in; the first one is what further formats are measured beside.
+        formats: others that weights or KV may be stored in: "int4".
+        model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
+        effort: how long to measure.
     """
+
+    device: str
+    dtypes: tuple[str, ...]
+    formats: tuple[str, ...] = ()
+    model: ModelConfig | None = None
+    effort: Effort = FULL
+
+
+def load_or_measure(
+    wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool, notify: Callable[[str], None]
+) -> HardwareProfile:
+    """Return this machine's profile: rates from the cache as far as it has them, sizes as they are now.
+
+    Args:
+        wanted: the rates; those that are missing are measured and kept.
+        cache_dir: where profiles are kept.
+        offload_dir: the directory of the disk tier, made where it does not exist; its disk is measured.
+        refresh: measure even what the cache has.
+        notify: told what is measured, and of a cache that cannot be used.
+
+    Raises:
+        InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
+    """
+    device, dtypes, how = (
+        wanted.device,
+        wanted.dtypes,
+        {"notify": notify, "model": wanted.model, "effort": wanted.effort},
+    )
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    path = profile_path(cache_dir, device, offload_dir, model, dtypes)
+    path = profile_path(cache_dir, device, offload_dir, wanted.model, dtypes)
     profile = None if refresh else _cached(path, notify)
     if profile is None:
         overheads = measure_overheads(device)
-        profile = measure(
-            device=device,
-            offload_dir=offload_dir,
-            dtypes=dtypes,
-            overheads=overheads,
-            notify=notify,
-            model=model,
-            effort=effort,
-        )
-        if calibrate is not None:
+        profile = measure(device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, **how)
+        if wanted.model is not None and device == "cpu":
             notify("measuring whole sweeps")
-            profile = calibrate(profile)
+            profile = calibrated(profile, wanted.model, dtypes[0])
         _keep(profile, path, notify)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
-        profile = add_dtypes(profile, missing, notify=notify, model=model, effort=effort)
+        profile = add_dtypes(profile, missing, **how)
         _keep(profile, path, notify)
-    if INT4 in formats and profile.compute.expand_bytes_per_s is None:
-        profile = add_int4(profile, dtypes[0], notify=notify, model=model, effort=effort)
+    if INT4 in wanted.formats and profile.compute.expand_bytes_per_s is None:
+        profile = add_int4(profile, dtypes[0], **how)
         _keep(profile, path, notify)
     return replace(profile, **sizes(device, offload_dir))
 

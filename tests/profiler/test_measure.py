@@ -27,7 +27,7 @@ from batchgen.profiler import compute as profile_compute
 from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
-from batchgen.profiler.cache import load_or_measure, profile_path
+from batchgen.profiler.cache import Wanted, load_or_measure, profile_path
 from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
@@ -415,17 +415,16 @@ class TestCache:
         whole, further = profile_module.measure, profile_module.add_dtypes
 
         def load(dtypes=("float32",), **changes):
+            names = {field.name for field in dataclasses.fields(Wanted)}
+            wanted = {name: changes.pop(name) for name in names & set(changes)}
+            wanted = Wanted(**({"device": "cpu", "dtypes": dtypes, "effort": TINY} | wanted))
             arguments = {
                 "cache_dir": tmp_path / "cache",
-                "device": "cpu",
                 "offload_dir": tmp_path / "offload",
-                "dtypes": dtypes,
                 "refresh": False,
-                "measure_overheads": lambda device: load.overheads.append(1) or OVERHEADS,
                 "notify": load.notes.append,
-                "effort": TINY,
             }
-            return load_or_measure(**(arguments | changes))
+            return load_or_measure(wanted, **(arguments | changes))
 
         def counted(function):
             def call(*args, **kwargs):
@@ -437,6 +436,9 @@ class TestCache:
         load.measured, load.overheads, load.notes = [], [], []
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
+        monkeypatch.setattr(
+            "batchgen.profiler.cache.measure_overheads", lambda device: load.overheads.append(1) or OVERHEADS
+        )
         return load
 
     def kept(self, tmp_path):
