@@ -5,7 +5,7 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-thorough lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
+.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
 
 # torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
@@ -39,12 +39,13 @@ recipe-throughput: install
 recipe-helm: $(HELM_VENV)/.installed
 	$(HELM_VENV)/bin/python recipes/helm/run.py --priority 1 $(RECIPE_OPTIONS)
 
+# What passes before every change: six minutes on two cores. PYTEST_OPTIONS adds to it (--durations=40).
 test: install
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 
-# More examples of everything that is drawn, whole datasets, every GPU target: an hour or so.
-test-thorough: export BATCHGEN_TEST_THOROUGH = 1
-test-thorough: test
+# All there is: also the tests marked thorough, whole tables and more draws (tests/BUDGET.md). An hour or so.
+test-all: install
+	$(BIN)/python -m pytest -n auto --dist worksteal --all $(PYTEST_OPTIONS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,53 @@ if "BATCHGEN_KERNELS" in os.environ:  # kernels built otherwise than those insta
     spec.loader.exec_module(sys.modules["batchgen.ops._kernels"])
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="tests marked thorough too, and larger draws (make test-all); see tests/BUDGET.md",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
 def pytest_configure(config):
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): has no effect without pytest-timeout")
+    if getattr(config.option, "all", False):
+        os.environ["BATCHGEN_TEST_ALL"] = "1"
+    from thorough import SEED
+
+    if getattr(config.option, "hypothesis_seed", "") is None:
+        config.option.hypothesis_seed = str(SEED)
+
+
+def pytest_collection_modifyitems(config, items):
+    from budget import longest_first, read_budget
+    from thorough import THOROUGH
+
+    if not THOROUGH:
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="make test-all runs it"))
+    longest_first(items, read_budget())
+
+
+_seconds = Counter()
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    from budget import LIMIT_S, not_listed, read_budget
+    from thorough import SEED
+
+    if lines := not_listed(_seconds, read_budget()):
+        terminalreporter.section(f"over {LIMIT_S:g} s and not in tests/BUDGET.md")
+        terminalreporter.write_line("\n".join(lines))
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"Drawn from seed {SEED}: BATCHGEN_TEST_SEED={SEED} in the environment repeats it.")
 
 
 def pytest_ignore_collect(collection_path, config):

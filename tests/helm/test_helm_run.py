@@ -34,7 +34,7 @@ from peers.helm_side import (  # noqa: E402
     write_questions,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = pytest.mark.slow
 WORDS = [
     "ferry",
     "harbour",
@@ -200,14 +200,12 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(side, expected, how):
     process = subprocess.Popen(
         ours.command(*arguments), env=ENVIRONMENT, cwd=ours.output, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 200
     while process.poll() is None and not list(
         ours.output.glob("batchgen/*/*/*/results.parquet.batchgen/parts/part-*.parquet")
     ):
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    process.wait(timeout=100)
+    process.wait()
     before = saved(ours)
     job, _ = ours.jobs()  # of generation; scoring had not begun
     assert 0 < before < pq.read_metadata(job / "requests.parquet").num_rows, "killed too late: nothing was left to run"

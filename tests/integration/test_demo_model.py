@@ -1,59 +1,48 @@
 """The real model: SmolLM2-135M-Instruct from its GGUF, in fp32, against transformers on the same file."""
 
-from pathlib import Path
+import json
 
-import pyarrow.parquet as pq
+import demo_answers
 import pytest
-import torch
-from thorough import quick_or
+from demo_answers import MAX_TOKENS, ROWS_STORED, TIE, demo_prompts, encode, greedy_choices
 
 import batchgen
 from batchgen.core.request import Request, SamplingParams
-from batchgen.models.files import resolve_model
 
-ROWS = Path(__file__).parents[2] / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
-TIE = 1e-4  # a difference does not count where the reference's two best logits lie this close
+
+def generated(prompts):
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    with batchgen.Engine("demo", dtype="float32", cpu_memory="6GiB", sampling=sampling) as engine:
+        found = sorted(engine.generate(map(Request, prompts)), key=lambda c: c.index)
+        assert engine.stats.cached_prompt_tokens > 0, "the chat prompts share their system message"
+    return [(completion.prompt_tokens, list(completion.samples[0].token_ids)) for completion in found]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_greedy_tokens_equal_those_of_transformers():
-    """64 prompts, or some of them, 64 tokens each. Each token is compared with the reference's choice after the same tokens."""
-    from transformers import AutoModelForCausalLM
+    """As stored. A row is compared up to its first tie that went the other way."""
+    stored, ties = json.loads(demo_answers.TOKENS.read_text()), 0
+    for (prompt_tokens, tokens), row in zip(generated(demo_prompts(ROWS_STORED)), stored, strict=True):
+        assert prompt_tokens == row["prompt_tokens"] and len(tokens) == MAX_TOKENS
+        differs = next((at for at in range(MAX_TOKENS) if tokens[at] != row["tokens"][at]), None)
+        assert differs is None or differs in row["ties"], (prompt_tokens, differs)
+        ties += differs is not None
+    assert ties <= 2
 
-    rows = pq.read_table(ROWS).slice(0, quick_or(12, 64)).to_pylist()
-    requests = [
-        Request(
-            [
-                {
-                    "role": "user",
-                    "content": "Describe this restaurant: {left_name}, {left_addr}, {left_city}.".format(**row),
-                }
-            ]
-        )
-        if i % 2
-        else Request("{left_name} is a {left_type} restaurant in {left_city}. Its".format(**row))
-        for i, row in enumerate(rows)
-    ]
-    files = resolve_model("demo")
-    sampling = SamplingParams(max_tokens=64, ignore_eos=True)
-    engine = batchgen.Engine("demo", dtype="float32", cpu_memory="6GiB", sampling=sampling)
-    found = sorted(engine.generate(requests), key=lambda c: c.index)
-    assert engine.stats.cached_prompt_tokens > 0, "the chat prompts share their system message"
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(files.path.parent), gguf_file=files.path.name, dtype=torch.float32
-    ).eval()
-    tokenizer, ties = engine.parts.tokenizer, 0
-    for completion, request in zip(found, requests, strict=True):
-        is_text = isinstance(request.prompt, str)
-        prompt = tokenizer.encode_batch([request.prompt])[0] if is_text else tokenizer.encode_chat(request.prompt)
-        tokens = list(completion.samples[0].token_ids)
-        assert completion.prompt_tokens == len(prompt) and len(tokens) == 64
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        best, second = logits.topk(2).values.unbind(-1)
-        differs = logits.argmax(-1) != torch.tensor(tokens)
-        assert not (differs & (best - second > TIE)).any(), f"row {completion.index} differs"
-        ties += int(differs.sum())
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_ours_and_the_stored_tokens_are_those_of_transformers_itself():
+    """64 prompts, 64 tokens each. Each token is compared with the reference's choice after the same tokens."""
+    model, tokenizer = demo_answers.load_hf()
+    stored = json.loads(demo_answers.TOKENS.read_text())
+    prompts, ties = demo_prompts(64), 0
+    rows = [*generated(prompts), *((row["prompt_tokens"], row["tokens"]) for row in stored)]
+    for i, (prompt, (prompt_tokens, tokens)) in enumerate(zip([*prompts, *prompts[:ROWS_STORED]], rows, strict=True)):
+        ids = encode(tokenizer, prompt)
+        assert prompt_tokens == len(ids) and len(tokens) == MAX_TOKENS
+        choices, ahead = greedy_choices(model, ids, tokens)
+        differs = [at for at in range(MAX_TOKENS) if choices[at] != tokens[at]]
+        assert all(ahead[at] <= TIE for at in differs), f"row {i} differs"
+        ties += len(differs)
     assert ties <= 4

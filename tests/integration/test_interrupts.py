@@ -20,7 +20,7 @@ import pytest
 from processes import start_in_process
 
 ROOT = Path(__file__).parents[2]
-LONG_S = 60  # until then everything may take its time; what hangs would take for ever
+LONG_S = 600  # until then everything may take its time; what hangs would take for ever
 ROWS = 40
 
 
@@ -33,9 +33,8 @@ def hang(sign: Path) -> None:
 
 
 def wait_for(sign: Path, alive) -> None:
-    deadline_s = time.monotonic() + 2 * LONG_S
     while not sign.exists():
-        assert alive() and time.monotonic() < deadline_s, f"it never came to {sign.name}"
+        assert alive(), f"it never came to {sign.name}"
         time.sleep(0.01)
 
 

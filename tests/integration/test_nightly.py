@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NIGHTLY = ROOT / "recipes" / "nightly"
-ROWS = 150
+NAMES = ["2024-05-01.parquet", "2024-05-02.parquet"]
+ROWS = 60
 
 
 def unit(name, home):
@@ -36,10 +37,10 @@ def home(tmp_path):
     (home / "batchgen" / "recipes").symlink_to(ROOT / "recipes")
     inbox = home / "nightly" / "inbox"
     inbox.mkdir(parents=True)
-    for name, rows in (("2024-05-01", 2), ("2024-05-02", ROWS)):
+    for name, rows in zip(NAMES, (2, ROWS), strict=True):
         columns = {"name": "kokomo", "addr": "6333 w. third st.", "phone": "213/933-0773", "type": "american"}
         table = pa.table({k: [v] * rows for k, v in columns.items()} | {"n": range(rows)})
-        pq.write_table(table, inbox / f"{name}.parquet")
+        pq.write_table(table, inbox / name)
     return home
 
 
@@ -64,7 +65,7 @@ def start(home, tiny_models):
 
 def finish(process):
     """(exit code, what was printed)."""
-    printed, _ = process.communicate(timeout=200)
+    printed, _ = process.communicate()
     return process.returncode, printed
 
 
@@ -72,29 +73,98 @@ def report(home, name):
     return json.loads((home / "nightly" / "outbox" / f"{name}.report.json").read_text())
 
 
-@pytest.mark.slow
-def test_stopped_by_the_deadline_then_complete(home, start):
-    code, printed = finish(start(1))
-    assert code == 3, printed
-    outbox = home / "nightly" / "outbox"
-    assert not list(outbox.glob("*.parquet"))
-    code, printed = finish(start(600, "--max-tokens", "4"))
-    assert code == 0, printed
-    assert [pq.read_metadata(outbox / f"2024-05-0{i}.parquet").num_rows for i in (1, 2)] == [2, ROWS]
-    assert "city_text" in pq.read_schema(outbox / "2024-05-02.parquet").names
-    written = {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
-    started = time.monotonic()
-    assert finish(start(600, "--max-tokens", "4"))[0] == 0  # nothing to do, found without starting batchgen
-    assert time.monotonic() - started < 5
-    assert written == {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
+# What the script does with what becomes of a file, told by a stand-in for batchgen.
+
+STAND_IN = """#!/bin/sh
+all=$*
+while [ $# -gt 0 ]; do
+    case $1 in --input) input=$2 ;; --output) output=$2 ;; --max-time) left=$2 ;; esac
+    shift
+done
+echo "$(basename "$input") ${left%s} $all" >>"$HOME/calls"
+. "$HOME/acts/$(basename "$input")"
+"""
+DONE = 'touch "$output"'
+UNTIL_TOLD = """trap 'kill $!; sleep 0.2; {then}' TERM; sleep 300 & touch "$HOME/begun"; wait"""
+
+
+@pytest.fixture
+def script(home):
+    """script(acts, seconds) -> the started script, with a stand-in that does for each file what its act (shell code) says."""
+    program = home / "batchgen" / ".venv" / "bin" / "batchgen"
+    program.unlink()
+    program.write_text(STAND_IN)
+    program.chmod(0o755)
+    service = unit("batchgen-nightly.service", home)["Service"]
+    *command, _ = shlex.split(service["ExecStart"])
+    name, _, value = service["Environment"].partition("=")
+    environment = {**os.environ, "HOME": str(home), name: value}
+    (home / "acts").mkdir()
+
+    def script(acts, seconds=600):
+        (home / "calls").write_text("")
+        for name, act in zip(NAMES, acts, strict=True):
+            (home / "acts" / name).write_text(act)
+        return subprocess.Popen(
+            [*command, str(seconds), "--more", "options"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    return script
+
+
+def called(home):
+    """The files that batchgen was started for, in order."""
+    return [line.split()[0] for line in (home / "calls").read_text().splitlines()]
+
+
+def test_every_file_in_order_with_the_time_that_is_left(home, script):
+    assert finish(script([f"sleep 1.1; {DONE}", DONE], 500)) == (0, "")
+    assert called(home) == NAMES
+    lines = [line.split() for line in (home / "calls").read_text().splitlines()]
+    assert 500 >= int(lines[0][1]) > int(lines[1][1]) > 0
+    outbox, recipe = home / "nightly" / "outbox", home / "batchgen" / "recipes" / "nightly"
+    assert lines[0][2:] == shlex.split(
+        f"run --config {recipe.resolve()}/job.toml --input {home}/nightly/inbox/{NAMES[0]} --output {outbox}/{NAMES[0]} "
+        f"--max-time {lines[0][1]}s --report {outbox}/2024-05-01.report.json --progress plain --more options"
+    )
+    assert finish(script(["exit 1", "exit 1"])) == (0, "") and called(home) == [], "nothing was left to do"
+
+
+def test_the_time_is_over(home, script):
+    assert finish(script([DONE, DONE], 0))[0] == 3 and called(home) == []
+    assert finish(script(["exit 3", DONE]))[0] == 3 and called(home) == NAMES[:1]
+    assert finish(script([DONE, DONE]))[0] == 0 and called(home) == NAMES
+
+
+@pytest.mark.parametrize(("then", "code"), [("exit 130", 130), ("exit 1", 130), (f"{DONE}; exit 0", 130)])
+def test_asked_to_stop_the_job_is_asked_and_waited_for(home, script, then, code):
+    process = script([UNTIL_TOLD.format(then=f"touch {home}/saved; {then}"), DONE])
+    while not (home / "begun").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.terminate()
+    assert finish(process)[0] == code
+    assert (home / "saved").exists() and called(home) == NAMES[:1]
+
+
+@pytest.mark.parametrize(("codes", "code"), [((2, 0), 2), ((1, 0), 1), ((2, 1), 1), ((1, 2), 1), ((130, 0), 130)])
+def test_a_file_that_fails_does_not_stop_the_others(home, script, codes, code):
+    """But one that was interrupted does."""
+    assert finish(script([f"exit {c}" if c else DONE for c in codes]))[0] == code
+    assert called(home) == NAMES[: 1 if 130 in codes else 2]
+
+
+# The same with real jobs.
 
 
 @pytest.mark.slow
 def test_stopped_by_systemd_then_resumed(home, start):
-    """SIGTERM goes to the script alone (KillMode=mixed)."""
+    """SIGTERM goes to the script alone (KillMode=mixed). Done, there is nothing to do."""
     assert unit("batchgen-nightly.service", home)["Service"]["KillMode"] == "mixed"
     process = start(600, "--max-tokens", "60")
-    parts = home / "nightly" / "outbox" / "2024-05-02.parquet.batchgen" / "parts"
+    outbox = home / "nightly" / "outbox"
+    parts = outbox / "2024-05-02.parquet.batchgen" / "parts"
     while not list(parts.glob("part-*.parquet")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
@@ -106,14 +176,35 @@ def test_stopped_by_systemd_then_resumed(home, start):
     code, printed = finish(start(600, "--max-tokens", "60"))
     assert code == 0, printed
     assert report(home, "2024-05-02")["rows_resumed"] == safe and report(home, "2024-05-02")["rows_ok"] == ROWS
+    assert [pq.read_metadata(outbox / name).num_rows for name in NAMES] == [2, ROWS]
+    assert "city_text" in pq.read_schema(outbox / "2024-05-02.parquet").names
+    written = {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
+    assert finish(start(600, "--max-tokens", "60"))[0] == 0
+    assert written == {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
+def test_stopped_by_the_deadline_then_complete(home, start):
+    code, printed = finish(start(1))
+    assert code == 3, printed
+    outbox = home / "nightly" / "outbox"
+    assert not list(outbox.glob("*.parquet"))
+    code, printed = finish(start(600, "--max-tokens", "4"))
+    assert code == 0, printed
+    assert [pq.read_metadata(outbox / name).num_rows for name in NAMES] == [2, ROWS]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wrong_file_does_not_stop_the_others(home, start):
-    (home / "nightly" / "inbox" / "2024-05-01.parquet").write_text("not a table")
+    (home / "nightly" / "inbox" / NAMES[0]).write_text("not a table")
     code, printed = finish(start(600, "--max-tokens", "2"))
-    assert code == 2 and "2024-05-01.parquet" in printed
-    assert pq.read_metadata(home / "nightly" / "outbox" / "2024-05-02.parquet").num_rows == ROWS
+    assert code == 2 and NAMES[0] in printed
+    assert pq.read_metadata(home / "nightly" / "outbox" / NAMES[1]).num_rows == ROWS
+
+
+# The units.
 
 
 def test_wrong_arguments(home, start):

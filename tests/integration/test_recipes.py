@@ -4,18 +4,19 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from processes import start_in_process
 from thorough import quick_or
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,13 +164,44 @@ def tiny(tiny_models):
     return ["--model", str(model), "--dtype", "float32", "--cpu-memory", "3GiB", "--progress", "none"]
 
 
+def recipe(arguments, cwd):
+    """The command in this process, which runs its jobs itself: a new process would mostly import. What it ends with."""
+
+    def run_job(job):
+        from batchgen import cli
+
+        sys.argv = ["batchgen", *job[3:]]
+        try:
+            cli.main()
+        except SystemExit as end:
+            return SimpleNamespace(returncode=int(end.code or 0))
+        return SimpleNamespace(returncode=0)
+
+    os.chdir(cwd)
+    runner.subprocess = SimpleNamespace(run=run_job)
+    sys.argv = ["run.py", *arguments]
+    sys.exit(runner.main())
+
+
+@pytest.fixture
+def run_recipes(tmp_path):
+    """(arguments) -> (exit code, what was printed)."""
+
+    def run(*arguments):
+        process = start_in_process(recipe, [[*map(str, arguments)], str(tmp_path)], tmp_path / "log")
+        process.join()
+        return process.exitcode, (tmp_path / "log").read_text()
+
+    return run
+
+
 @pytest.mark.slow
-def test_every_recipe_runs_by_name_from_anywhere(tiny, tmp_path):
+def test_every_recipe_runs_by_name_from_anywhere(tiny, run_recipes, tmp_path):
     names = quick_or(["beer", "imputation"], list(runner.TASKS))
     what = quick_or(names, ["all"])
-    done = subprocess.run(command(*what, "--limit", "12", *tiny), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = parsed(done.stdout)
+    code, printed = run_recipes(*what, "--limit", "12", *tiny)
+    assert code == 0, printed
+    rows = parsed(printed)
     assert [row["Task"] for row in rows] == [runner.TASKS[name] for name in names]
     for name, row in zip(names, rows, strict=True):
         report = json.loads((tmp_path / "out" / f"{name}.report.json").read_text())
@@ -178,59 +210,63 @@ def test_every_recipe_runs_by_name_from_anywhere(tiny, tmp_path):
         assert float(row["Total throughput (token/s)"]) == pytest.approx(speed, rel=1e-3)
         has = "accuracy" if name == "imputation" else "f1"
         assert re.fullmatch(r"[01]\.\d{3}", row[{"f1": "F1", "accuracy": "Accuracy"}[has]])
-    again = subprocess.run(command("beer", "--limit", "12", *tiny), cwd=tmp_path, capture_output=True, text=True)
-    (row,) = parsed(again.stdout)
-    assert "already complete" in again.stdout and row["Total throughput (token/s)"] == "-"
+    _, printed = run_recipes("beer", "--limit", "12", *tiny)
+    (row,) = parsed(printed)
+    assert "already complete" in printed and row["Total throughput (token/s)"] == "-"
     assert row["F1"] == rows[names.index("beer")]["F1"]
+    code, printed = run_recipes("beer", "--limit", "12", *tiny, "--overwrite", "--max-time", "0.001s")
+    assert code == 3 and "| " not in printed
 
 
-def test_exit_codes_are_those_of_the_job(tiny, tmp_path):
-    stopped = subprocess.run(
-        command("beer", *tiny, "--max-time", "0.001s"), cwd=tmp_path, capture_output=True, text=True
-    )
-    assert stopped.returncode == 3 and parsed_nothing(stopped.stdout)
+def test_the_command_itself(tiny, tmp_path):
+    done = subprocess.run(command("beer", "--limit", "4", *tiny), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(parsed(done.stdout)) == 1, done.stderr
     wrong = subprocess.run(command("beer", "--model", "/nowhere"), cwd=tmp_path, capture_output=True, text=True)
     assert wrong.returncode == 2 and "/nowhere" in wrong.stderr
 
 
-def parsed_nothing(printed):
-    return not any(line.startswith("| ") for line in printed.splitlines())
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, tmp_path):
-    slow = [*tiny, "--ignore-eos", "--max-tokens", "40", "--max-num-seqs", "4", "--flush-interval", "0.2s"]
-    whole = subprocess.run(command("error_detection", "--output-dir", tmp_path / "whole", *slow), capture_output=True)
-    assert whole.returncode == 0
-    job = command("error_detection", "--output-dir", tmp_path / "killed", *slow)
-    process = subprocess.Popen(job, start_new_session=True, stdout=subprocess.DEVNULL)
+def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, run_recipes, tmp_path):
+    rows = quick_or(64, 192)
+    slow = [
+        *tiny,
+        "--ignore-eos",
+        "--max-tokens",
+        quick_or("16", "40"),
+        "--max-num-seqs",
+        "4",
+        "--flush-interval",
+        "0.05s",
+    ]
+    slow += ["--limit", str(rows)]
+    assert run_recipes("error_detection", "--output-dir", tmp_path / "whole", *slow)[0] == 0
+    job = ["error_detection", "--output-dir", str(tmp_path / "killed"), *slow]
+    process = start_in_process(recipe, [job, str(tmp_path)], tmp_path / "log")
     parts = tmp_path / "killed" / "error_detection.parquet.batchgen" / "parts"
     while len(list(parts.glob("part-*.parquet"))) < 3:
-        assert process.poll() is None, "done before it was killed"
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        assert process.is_alive(), "done before it was killed"
+        time.sleep(0.005)
+    process.kill()
+    process.join()
     saved = [pq.read_table(path) for path in parts.glob("part-*.parquet")]
     safe = sum(part.num_rows for part in saved)
     kept = sum(pc.sum(pc.list_flatten(part["generated_tokens"])).as_py() for part in saved)
-    done = subprocess.run(job, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, printed = run_recipes(*job)
+    assert code == 0, printed
     report = json.loads((tmp_path / "killed" / "error_detection.report.json").read_text())
-    assert report["rows_resumed"] == safe and 0 < safe < report["rows_ok"] == 192
+    assert report["rows_resumed"] == safe and 0 < safe < report["rows_ok"] == rows
     # Tokens of this run are those of the rows that were missing, and of no other.
     table = pq.read_table(tmp_path / "killed" / "error_detection.parquet")
     assert kept + report["generated_tokens"] == pc.sum(table["generated_tokens"]).as_py()
     assert table.equals(pq.read_table(tmp_path / "whole" / "error_detection.parquet"))
-    assert len(parsed(done.stdout)) == 1
+    assert len(parsed(printed)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", quick_or(["beer"], list(REACHED)))
-def test_the_demo_model_reaches_what_the_readme_says(name, tmp_path):
+def test_the_demo_model_reaches_what_the_readme_says(name, run_recipes, tmp_path):
     """Within what a few near-ties can move: another instruction set rounds otherwise."""
-    done = subprocess.run(command(name, "--progress", "none"), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, printed = run_recipes(name, "--progress", "none")
+    assert code == 0, printed
     metric, value = REACHED[name]
     assert score.score_file(str(tmp_path / "out" / f"{name}.parquet"))[metric] == pytest.approx(value, abs=0.06)

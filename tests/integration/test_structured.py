@@ -186,7 +186,7 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
     make = Grammars._advance
 
     def make_while_computing(self, steps):
-        if not computing.wait(timeout=20):
+        if not computing.wait(timeout=60):
             too_late.append(steps)
         make(self, steps)
 

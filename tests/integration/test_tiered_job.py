@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from processes import batchgen
+from processes import batchgen, start_in_process
 from tiny_models import make_tiny_model
 
 from batchgen.models.convert import find_or_convert
@@ -103,16 +103,6 @@ def test_a_disk_without_room_for_the_weights(job, whole, small_disk, tmp_path):
     assert pq.read_table(output).equals(whole)
 
 
-PEAK = """
-from pathlib import Path
-from batchgen import cli
-try:
-    cli.main()
-finally:
-    print("peak", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-"""
-
-
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory):
     """A model of 380 MB, in fp32."""
@@ -121,12 +111,23 @@ def heavy(tmp_path_factory):
     return path
 
 
-def peak_of(arguments) -> int:
-    """The most memory that a `batchgen run` of its own takes, in bytes."""
-    command = [sys.executable, "-c", PEAK, "run", *map(str, arguments), "--progress", "none", "--overwrite"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1]) * 1024
+def run_and_tell_the_peak(arguments: list[str]) -> None:
+    from batchgen import cli
+
+    sys.argv = ["batchgen", *arguments]
+    try:
+        cli.main()
+    finally:
+        print("peak", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+
+def peak_of(arguments, log: Path) -> int:
+    """The most memory that a `batchgen run` in a process of its own takes, in bytes."""
+    arguments = ["run", *map(str, arguments), "--progress", "none", "--overwrite"]
+    process = start_in_process(run_and_tell_the_peak, [arguments], log)
+    process.join()
+    assert process.exitcode == 0, read(log)
+    return int(read(log).split()[-1]) * 1024
 
 
 @pytest.mark.slow
@@ -139,10 +140,10 @@ def test_the_peak_is_within_the_budget(heavy, job, tiny_models, folder, tmp_path
         "-i", folder / "in.parquet", "-o", tmp_path / "out.parquet", "--max-tokens", 16, "--limit", 32, "--dtype", "float32",
         "--offload-dir", folder / "offload", "--report", report,
     ]  # fmt: skip
-    process_bytes = peak_of(["-m", tiny_models("llama")[0], *common])
+    process_bytes = peak_of(["-m", tiny_models("llama")[0], *common], tmp_path / "log")
     for models, streams in ((0.5, True), (2.0, False)):
         budget = process_bytes + WORKSPACE_BYTES + int(models * model_bytes)
-        peak = peak_of(["-m", heavy, *common, "--cpu-memory", budget])
+        peak = peak_of(["-m", heavy, *common, "--cpu-memory", budget], tmp_path / "log")
         values = json.loads(report.read_text())
         assert peak <= budget
         # What is held of the model really is a part of what was measured.

@@ -227,7 +227,6 @@ def test_sampling_parameters_of_a_rows_own(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_killed_job_goes_on(model, tmp_path):
     """kill -9 at three moments: the output is that of a job nobody disturbed, and finished rows are not run again."""
     rng = random.Random(5)
@@ -249,9 +248,8 @@ def test_a_killed_job_goes_on(model, tmp_path):
     safe = 0
     for _ in range(3):
         process = start_batchgen(job(killed), log)
-        deadline = time.monotonic() + 60
         parts = tmp_path / "killed.parquet.batchgen" / "parts"
-        while process.is_alive() and time.monotonic() < deadline:
+        while process.is_alive():
             if parts.exists() and len(list(parts.glob("part-*.parquet"))) > safe:
                 break
             time.sleep(0.01)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import budgets, constant, cpu_box, gpu_box, opt
 from tiered import BUDGETS, make_parts, make_policy
+from timing import undisturbed
 from tiny_models import make_tiny_model
 
 from batchgen.core.device import Device
@@ -169,7 +170,7 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
     raise AssertionError("never ends")
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None)
 @given(timed_steps(), st.booleans())
 def test_the_same_as_tick_by_tick(job, shared_cores):
     steps, seconds, between_s = job
@@ -209,6 +210,7 @@ def test_many_sweeps_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("shared_cores", [False, True])
+@undisturbed
 def test_the_lanes_take_as_long(shared_cores):
     """Real threads whose Steps sleep."""
     rng = random.Random(1)

@@ -1,8 +1,8 @@
 """The model `batchgen` of lm-evaluation-harness against the harness's own `hf`, in fp32."""
 
+import functools
 import importlib.metadata
 import json
-import os
 import random
 import signal
 import subprocess
@@ -19,13 +19,15 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-from lm_eval import simple_evaluate
+import demo_answers
+from demo_answers import evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM, TemplateLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from thorough import quick_or
+from processes import start_in_process
+from thorough import THOROUGH, quick_or
 from tiny_models import TEXT, make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 from batchgen.core.errors import BatchgenError, InputError
@@ -138,9 +140,10 @@ def test_bad_model_args_are_refused(llama, model_args, named):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow  # lm_eval looks through all the tasks it has
 def test_the_launcher_prints_one_line_for_bad_input(monkeypatch, capsys):
-    args = (
+    if not THOROUGH:
+        without_default_tasks(monkeypatch)
+    arguments = [
         "--model",
         "batchgen",
         "--model_args",
@@ -149,8 +152,8 @@ def test_the_launcher_prints_one_line_for_bad_input(monkeypatch, capsys):
         "listings_address",
         "--include_path",
         TASKS,
-    )
-    assert launch(monkeypatch, *args) == 2
+    ]
+    assert launch(monkeypatch, *arguments) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("batchgen: dtype 'float8' is not supported")
 
 
@@ -388,11 +391,6 @@ def test_templates_that_refuse(tmp_path):
 # Whole evaluations
 
 
-def evaluate(model, tasks=("listings_match", "listings_address", "listings_perplexity"), limit=4, **options):
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
-    return simple_evaluate(model, tasks=list(tasks), limit=limit, bootstrap_iters=0, task_manager=manager, **options)
-
-
 def same_evaluation(ours, theirs):
     for task, samples in theirs["samples"].items():
         for mine, reference in zip(ours["samples"][task], samples, strict=True):
@@ -450,43 +448,41 @@ def test_lm_evals_cache_is_filled_and_used(llama, tmp_path):
         assert [tuple(a) if isinstance(a, list) else a for a in found] == answers[kind]
 
 
-def launch_process(arguments, log):
-    command = [sys.executable, "-m", "batchgen.lmeval", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+def without_default_tasks(patch):
+    """Has the launcher not look through the hundreds of tasks that lm_eval has, which takes longer than all the rest."""
+    patch.setattr(TaskManager, "__init__", functools.partialmethod(TaskManager.__init__, include_defaults=False))
+
+
+def launched(arguments):
+    """The launcher, in this process."""
+    without_default_tasks(pytest.MonkeyPatch())
+    sys.argv = ["lm_eval", *arguments]
+    main()
 
 
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on(wide, tmp_path, monkeypatch):
     """Killed while it generates: scores are not computed again, nor texts that were finished."""
-    work = tmp_path / "work"
-    options = f"pretrained={wide[0]},dtype=float32,cpu_memory=2GiB,progress=none,flush_interval=0.02,max_num_seqs=4"
+    work, limit, tasks = tmp_path / "work", 12, ("listings_match", "listings_address")
+    options = f"pretrained={wide[0]},dtype=float32,cpu_memory=2GiB,progress=none,flush_interval=0.001,max_num_seqs=1"
     arguments = ["--model", "batchgen", "--model_args", f"{options},work_dir={work}", "--include_path", TASKS]
-    arguments += [
-        "--tasks",
-        "listings_match,listings_address",
-        "--limit",
-        "60",
-        "--output_path",
-        tmp_path / "results.json",
-    ]
-    with open(tmp_path / "log", "w") as log:
-        process = launch_process(arguments, log)
-        try:
-            until = time.monotonic() + 120
-            while not list(work.glob("generate_until-*/results.parquet.batchgen/parts/*.parquet")):
-                assert process.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()[-2000:]
-                time.sleep(0.005)
-        finally:
-            process.kill()
-            process.wait()
-        assert not list(work.glob("generate_until-*/results.parquet"))
+    arguments += ["--tasks", ",".join(tasks), "--limit", limit, "--output_path", tmp_path / "results.json"]
+    process = start_in_process(launched, [[str(a) for a in arguments]], tmp_path / "log")
+    try:
+        while not list(work.glob("generate_until-*/results.parquet.batchgen/parts/*.parquet")):
+            assert process.is_alive(), (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.join()
+    assert not list(work.glob("generate_until-*/results.parquet"))
+    without_default_tasks(monkeypatch)
     assert launch(monkeypatch, *arguments) == 0
     found = reports(work)
     assert found["loglikelihood"]["state"] == "already complete"
     assert 0 < found["generate_until"]["rows_resumed"] < found["generate_until"]["rows"]
     written = json.loads(next(tmp_path.glob("**/results*.json")).read_text())["results"]
-    undisturbed = evaluate(batchgen_model(wide[0], tmp_path / "again"), ("listings_match", "listings_address"), 60)
+    undisturbed = evaluate(batchgen_model(wide[0], tmp_path / "again"), tasks, limit)
     for task, values in undisturbed["results"].items():
         for name in ("acc,none", "acc_norm,none", "exact_match,stripped"):
             assert written[task].get(name) == values.get(name)
@@ -502,19 +498,34 @@ def test_resume_false_runs_all_of_it_again(llama, tmp_path):
     assert report["state"] == "complete" and report["rows_resumed"] == 0
 
 
+def same_answers(found, expected):
+    assert found.keys() == expected.keys()
+    for task, documents in expected.items():
+        for ours, theirs in zip(found[task], documents, strict=True):
+            assert (ours["prompts"], ours["metrics"]) == (theirs["prompts"], theirs["metrics"]), task
+            for a, b in zip(ours["answers"], theirs["answers"], strict=True):
+                if isinstance(b, list):
+                    near([a], [b])
+                else:
+                    assert a == (b if isinstance(b, str) else pytest.approx(b, abs=NEAR))
+
+
+def demo_model(tmp_path):
+    return batchgen_model("demo", tmp_path, cpu_memory="6GiB", max_length=1024)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_demo_model_gives_the_same_scores_as_hf(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_the_demo_model_gives_the_answers_of_hf(tmp_path):
+    stored = json.loads(demo_answers.ANSWERS.read_text())
+    limit = quick_or(1, demo_answers.LIMIT)
+    found = demo_answers.answers(evaluate(demo_model(tmp_path), limit=limit))
+    same_answers(found, {task: documents[:limit] for task, documents in stored.items()})
 
-    from batchgen.models.files import resolve_model
 
-    file = resolve_model("demo").path
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    hf = AutoModelForCausalLM.from_pretrained(**where, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    # Over a large vocabulary torch's own softmax in fp32 is off by 1e-5 a token, always in the same direction.
-    theirs = HFLM(hf, tokenizer=tokenizer, batch_size=4, max_length=1024, softmax_dtype="float64")
-    ours = batchgen_model("demo", tmp_path, cpu_memory="6GiB", max_length=1024)
-    limit = quick_or(1, 8)
-    same_evaluation(evaluate(ours, limit=limit), evaluate(theirs, limit=limit))
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_stored_answers_are_those_of_hf(tmp_path):
+    """And the scores made of them are ours."""
+    theirs = demo_answers.evaluate_hf(demo_answers.LIMIT)
+    same_answers(json.loads(demo_answers.ANSWERS.read_text()), demo_answers.answers(theirs))
+    same_evaluation(evaluate(demo_model(tmp_path), limit=demo_answers.LIMIT), theirs)

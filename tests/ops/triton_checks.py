@@ -35,7 +35,7 @@ from batchgen.ops.triton import rows as row_copies
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # On a card, compiling is what takes the time.
-MORE = quick_or(0.5, 1) if DEVICE.type == "cpu" else 2
+MORE = quick_or(0.3, 1) if DEVICE.type == "cpu" else 2
 
 
 # What kernels are compiled for. On a card that takes seconds for each: a few, and the same ones every time.

@@ -28,7 +28,7 @@ def rows_on_disk(parts_dir) -> list[int]:
     return [row for path in part_paths(parts_dir) for group in scan_part(path) for row in group.rows.tolist()]
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 300.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "did not happen in time"

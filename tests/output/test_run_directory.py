@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from fake_rows import FakeDataset, expected_rows, result_of
+from thorough import rotating
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output.parts import part_paths
@@ -509,7 +509,7 @@ def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path):
     num_rows = 600
-    rng = random.Random(4)
+    rng = rotating("kill -9")
     output = tmp_path / "out.parquet"
 
     def start(path: Path, seed: int) -> subprocess.Popen:

@@ -253,7 +253,7 @@ SCALABLE = (
 )  # fmt: skip
 
 
-@settings(max_examples=quick_or(8, 25), deadline=None)
+@settings(max_examples=quick_or(3, 25), deadline=None)
 @given(
     st.sampled_from(SCALABLE),
     st.floats(1.02, 4.0),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import GIB, cpu_box
 from tiered import CPU, make_parts, make_policy, make_requests
+from timing import undisturbed
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import INT4
@@ -46,6 +47,7 @@ def emulated_box(**changes):
 
 
 class TestProfile:
+    @undisturbed
     def test_the_cpus_rates_behind_throttled_links(self):
         cpu = box(cpu_memory_bytes=8 * GIB)
         started = time.perf_counter()
@@ -60,9 +62,11 @@ class TestProfile:
         assert profile.shared_cores and "emulated" in profile.name
         assert HardwareProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
+    @undisturbed
     def test_links_that_are_not_throttled_are_as_fast_as_copies(self):
         assert min(piece_times(None)) < min(piece_times(1e8)) == pytest.approx(1e-8, rel=0.3)
 
+    @undisturbed
     def test_handing_steps_from_lane_to_lane_takes_time(self):
         profile = emulated_profile(box(), EMULATED)
         assert 1e-6 < profile.gpu.step_overhead_s - box().cpu.step_overhead_s < 0.1

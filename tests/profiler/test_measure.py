@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from timing import undisturbed
 
 from batchgen.core import direct_io
 from batchgen.core.errors import InputError
@@ -248,6 +249,7 @@ def simulated(monkeypatch):
 
 
 class TestTiming:
+    @undisturbed
     def test_rate_is_work_over_the_time_of_one_run(self):
         rate = Device("cpu").rate(Trial(10.0, lambda i: time.sleep(0.005)), TINY)
         assert 10 / 0.02 < rate <= 10 / 0.005
@@ -258,6 +260,7 @@ class TestTiming:
         assert seen == list(range(len(seen)))
         assert len(seen) > 4
 
+    @undisturbed
     def test_points_that_would_take_too_long_carry_the_last_rate_on(self):
         runs = []
 
@@ -363,6 +366,7 @@ class TestTransfers:
         assert synced
         assert list(tmp_path.iterdir()) == []
 
+    @undisturbed
     def test_small_requests_show_what_one_takes_beside_its_bytes(self, tmp_path, monkeypatch):
         whole = profile_transfer._File.write
 
@@ -375,6 +379,7 @@ class TestTransfers:
         # Four at a time, so that each takes a quarter of its wait.
         assert 0.0008 < disk.write_overhead_s < 0.004 and disk.read_overhead_s < disk.write_overhead_s
 
+    @undisturbed
     def test_stops_when_its_time_is_up(self):
         runs = []
 

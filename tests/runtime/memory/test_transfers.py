@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from timing import undisturbed
 
 from batchgen.core.errors import BatchgenError
 from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer, untouched
@@ -56,8 +57,9 @@ def test_threads_cannot_overdraw_an_arena():
 
 
 @pytest.mark.parametrize("how", ["copy", "bring", "gather", "scatter"])
+@undisturbed
 def test_a_throttled_link_keeps_its_rate(how):
-    """Within 15 %, for pieces of tens of MiB; the best of a few, as others use the machine too."""
+    """Within 15 %, for pieces of tens of MiB."""
     link = Link(250e6)
     source, target = torch.rand(1024, 1 << 13), torch.zeros(1024, 1 << 13)  # 32 MiB
     index = torch.arange(1023, -1, -1)
@@ -67,15 +69,13 @@ def test_a_throttled_link_keeps_its_rate(how):
         "gather": lambda: link.gather(target, source, index),
         "scatter": lambda: link.scatter(target, index, source),
     }
-    num_bytes, seconds = source.numel() * 4, []
-    for _ in range(4):
-        before = link.moved_bytes
-        started = time.perf_counter()
-        moves[how]()
-        seconds.append(time.perf_counter() - started)
-        assert link.moved_bytes - before == num_bytes
-    assert min(seconds) >= 0.99 * num_bytes / 250e6, "faster than the link is"
-    assert min(seconds) <= 1.15 * num_bytes / 250e6
+    num_bytes = source.numel() * 4
+    started = time.perf_counter()
+    moves[how]()
+    seconds = time.perf_counter() - started
+    assert link.moved_bytes == num_bytes
+    assert seconds >= 0.99 * num_bytes / 250e6, "faster than the link is"
+    assert seconds <= 1.15 * num_bytes / 250e6
 
 
 def test_what_comes_over_a_link_is_what_was_sent():
@@ -113,7 +113,7 @@ def test_pages_are_provided_before_their_first_use():
     pools = [untouched((9 << 20,), torch.uint8) for _ in range(3)]
     pools[1][5 << 20] = 7
     prefault = Prefault(pools, most_bytes=18 << 20)
-    prefault._thread.join(timeout=60)
+    prefault._thread.join(timeout=600)
     prefault.close()
     assert [resident_bytes(pool) >= 6 << 20 for pool in pools] == [True] * 3
     assert resident_bytes(pools[0]) <= 8 << 20  # a huge page may reach beyond

@@ -20,7 +20,7 @@ def free_blocks(extents):
     return {b for start, length in free_runs(extents) for b in range(start, start + length)}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 40), OPS)
 def test_blocks_are_in_one_place_at_any_time(num_blocks, operations):
     extents = ExtentManager(num_blocks, 16)

@@ -86,7 +86,7 @@ SWEEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None)
 @given(
     SWEEPS,
     st.integers(1, 5),

@@ -140,7 +140,7 @@ class FakeExecutor:
         self.content |= behind
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
     pools = make_pools(load.pools, load.share)

@@ -235,7 +235,7 @@ def jobs(draw):
     return streams, sweeps
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None)
 @given(jobs())
 def test_no_step_comes_too_early(job):
     streams, sweeps = job
