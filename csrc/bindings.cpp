@@ -245,6 +245,14 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.dequantize(args, row, stop); });
     });
 
+    m.def("unpack_gguf", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int packing, int64_t interleaved,
+                            int type, Address out) {
+        const Gguf args{at<uint8_t>(packed), at(out), columns, row_bytes, interleaved, GgufType(packing), Type(type)};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.unpack_gguf(args, row, stop); });
+    });
+
     m.def("argmax",
           [](Address logits, int64_t stride, int64_t rows, int64_t columns, Address index, Address maximum, Address lse) {
               const Argmax args{at<float>(logits), stride, columns, at<int64_t>(index), at<float>(maximum), at<float>(lse)};

@@ -125,6 +125,22 @@ struct Quant {
     Type type;
 };
 
+// As files number them.
+enum class GgufType : int {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+};
+
+// Rows of a GGUF's tensor to be unpacked.
+struct Gguf {
+    const uint8_t* packed;  // [rows, row_bytes]
+    void* out;              // [rows, columns]
+    int64_t columns, row_bytes;
+    int64_t interleaved;  // so many rows at a time are those of two halves in turn, and are put apart; 0: none are
+    GgufType packing;
+    Type type;
+};
+
 struct Argmax {
     const float* logits;
     int64_t stride, columns;
@@ -152,6 +168,7 @@ struct Kernels {
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);
+    void (*unpack_gguf)(const Gguf&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);
     void (*softmax_weights)(const float* logits, int64_t columns, float temperature, float* out);
 };

@@ -24,6 +24,7 @@ namespace {
 #include "linear.h"
 #include "norm.h"
 #include "quant.h"
+#include "gguf.h"
 #include "attention_tiles.h"
 #include "attention_few.h"
 #include "attention.h"
@@ -54,6 +55,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         rotary_store,
         quantize,
         dequantize,
+        unpack_gguf,
         argmax,
         softmax_weights,
     };

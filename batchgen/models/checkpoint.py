@@ -20,6 +20,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, weight_tensors
 from batchgen.models.headers import TensorInfo
 from batchgen.models.weight_store import load_extent, open_store
+from batchgen.ops import cpp as kernels
 
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
@@ -333,28 +334,37 @@ def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
 
 
 def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
-    """Dequantises whole rows; of a permuted tensor, whole heads.
+    """Dequantize whole rows; of a permuted tensor, whole heads.
 
     A permuted head holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ...
     """
-    import numpy as np
+    unit = permuted_head_dim or 1
+    rows = out.view(-1, info.shape[-1] if len(info.shape) > 1 or not permuted_head_dim else 1)
+    row_bytes = info.num_bytes // len(rows)
+    count = max(1, _CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
+    buffer = torch.empty(min(count, len(rows)), row_bytes, dtype=torch.uint8)
+    start = 0
+    for piece in rows.split(count):
+        packed = buffer[: len(piece)]
+        _read_into(name, info, start, memoryview(packed.view(-1).numpy()))
+        if info.dtype in kernels.GGUF_TYPES:
+            kernels.unpack_gguf(info.dtype, packed, piece, permuted_head_dim or 0)
+        else:
+            _unpack_by_gguf(name, info, packed, permuted_head_dim, piece)
+        start += packed.nbytes
+
+
+def _unpack_by_gguf(name: str, info: TensorInfo, packed: Tensor, permuted_head_dim: int | None, out: Tensor) -> None:
+    """What the kernels do not know, by the gguf package, if that does."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    unit = permuted_head_dim or 1
-    row_bytes = info.num_bytes // info.shape[0]
-    rows = max(1, _CHUNK_VALUES // max(1, out[0].numel()) // unit) * unit
-    start = 0
-    for piece in out.split(rows):
-        raw = np.empty((len(piece), row_bytes), dtype=np.uint8)
-        _read_into(name, info, start, memoryview(raw.reshape(-1)))
-        try:
-            values = torch.from_numpy(dequantize(raw, GGMLQuantizationType[info.dtype])).view(piece.shape)
-        except NotImplementedError as error:
-            raise InputError(f"tensor {name} in {info.path} has the unsupported type {info.dtype}") from error
-        if permuted_head_dim:
-            halves = values.view(-1, permuted_head_dim // 2, 2, *values.shape[1:]).transpose(1, 2)
-            piece.view(halves.shape).copy_(halves)
-        else:
-            piece.copy_(values)
-        start += raw.size
+    try:
+        values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[info.dtype])).view(out.shape)
+    except NotImplementedError as error:
+        raise InputError(f"tensor {name} in {info.path} has the unsupported type {info.dtype}") from error
+    if permuted_head_dim:
+        halves = values.view(-1, permuted_head_dim // 2, 2, values.shape[1]).transpose(1, 2)
+        out.view(halves.shape).copy_(halves)
+    else:
+        out.copy_(values)

@@ -23,6 +23,11 @@ from batchgen.ops.sampling import Draws
 AttentionPlan = _kernels.AttentionPlan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+# Those that `unpack_gguf` knows, as files number them.
+GGUF_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
+}  # fmt: skip
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4}
 MAX_HEAD_DIM = 256
 
@@ -276,6 +281,32 @@ def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
     """As `quant.dequantize`. packed and out: contiguous."""
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
+    return out
+
+
+def unpack_gguf(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
+    """Dequantize rows of a GGUF's tensor.
+
+    Args:
+        packing: one of `GGUF_TYPES`.
+        packed: uint8 [rows, bytes of a row], as in the file.
+        out: [rows, columns], contiguous.
+        interleaved: so many rows at a time are two halves' rows in turn, 0, n/2, 1, n/2 + 1, ..., and are put into order;
+            0: all are in order.
+    """
+    rows, columns = out.shape
+    assert packed.is_contiguous() and out.is_contiguous() and len(packed) == rows
+    assert interleaved == 0 or (interleaved % 2 == 0 and rows % interleaved == 0)
+    _kernels.unpack_gguf(
+        packed.data_ptr(),
+        packed.shape[1],
+        rows,
+        columns,
+        GGUF_TYPES[packing],
+        interleaved,
+        TYPES[out.dtype],
+        out.data_ptr(),
+    )
     return out
 
 

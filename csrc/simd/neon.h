@@ -23,6 +23,8 @@ inline float largest(vf a) { return vmaxvq_f32(a); }
 inline vf load(const float* p) { return vld1q_f32(p); }
 inline vf load(const bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
 inline vf load(const f16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline vf load(const int8_t* p) { return vcvtq_f32_s32(int32x4_t{p[0], p[1], p[2], p[3]}); }
+inline float to_float(f16 a) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(a.bits))), 0); }
 inline void store(float* p, vf a) { vst1q_f32(p, a); }
 inline void store(f16* p, vf a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 inline void store(bf16* p, vf a) {

@@ -78,6 +78,7 @@ inline vf load(const float* p) {
 }
 inline vf load(const bf16* p) { return as_float(vi{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16); }
 inline vf load(const f16* p) { return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}; }
+inline vf load(const int8_t* p) { return vf{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void store(float* p, vf a) { memcpy(p, &a, sizeof a); }
 inline void store(f16* p, vf a) {
     for (int i = 0; i < W; i++) p[i] = to_f16(a[i]);

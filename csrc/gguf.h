@@ -1,0 +1,253 @@
+// Rows of a GGUF as they lie in the file, to rows of floats.
+//
+// Every packed format comes down to the same thing: a block of integers of at most 8 bits (codes), and for each run of 16 or 32
+// of them a scale and a minimum; a value is code * scale + minimum. A format is a struct that takes a block apart in this way.
+// Codes and scales are so short that the product is exact, and a minimum of -0 adds nothing, not even a sign: the results are
+// those of any other order of computing.
+
+template <int Values, int Bytes, int Run>
+struct GgufBlock {
+    static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
+};
+
+inline float half_at(const uint8_t* p) {
+    f16 half;
+    memcpy(&half, p, sizeof half);
+    return to_float(half);
+}
+
+// 32 values, the first half of them in the low nibbles.
+inline void nibble_halves(const uint8_t* p, int8_t* codes) {
+    for (int i = 0; i < 16; i++) codes[i] = int8_t(p[i] & 15), codes[16 + i] = int8_t(p[i] >> 4);
+}
+
+// Ors bit i of the 32 bits at p into code i, as a fifth bit.
+inline void add_fifth_bits(const uint8_t* p, int8_t* codes) {
+    for (int i = 0; i < 32; i++) codes[i] = int8_t(codes[i] | (p[i / 8] >> i % 8 & 1) << 4);
+}
+
+template <int N>
+inline void subtract(int offset, int8_t* codes) {
+    for (int i = 0; i < N; i++) codes[i] = int8_t(codes[i] - offset);
+}
+
+// The 4-bit floats of OCP's microscaling formats, times two; and the values of the IQ4 formats.
+constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
+    for (int i = 0; i < 16; i++) codes[i] = table[p[i] & 15], codes[16 + i] = table[p[i] >> 4];
+}
+
+struct Q4_0 : GgufBlock<32, 18, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        scales[0] = half_at(block);
+        nibble_halves(block + 2, codes);
+        subtract<32>(8, codes);
+    }
+};
+
+struct Q4_1 : GgufBlock<32, 20, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+        scales[0] = half_at(block), minimums[0] = half_at(block + 2);
+        nibble_halves(block + 4, codes);
+    }
+};
+
+struct Q5_0 : GgufBlock<32, 22, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        scales[0] = half_at(block);
+        nibble_halves(block + 6, codes);
+        add_fifth_bits(block + 2, codes);
+        subtract<32>(16, codes);
+    }
+};
+
+struct Q5_1 : GgufBlock<32, 24, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+        scales[0] = half_at(block), minimums[0] = half_at(block + 2);
+        nibble_halves(block + 8, codes);
+        add_fifth_bits(block + 4, codes);
+    }
+};
+
+struct Q8_0 : GgufBlock<32, 34, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        scales[0] = half_at(block);
+        memcpy(codes, block + 2, 32);
+    }
+};
+
+struct IQ4_NL : GgufBlock<32, 18, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        scales[0] = half_at(block);
+        table_halves(kIq4Values, block + 2, codes);
+    }
+};
+
+struct MXFP4 : GgufBlock<32, 17, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        // 2^(e - 127), halved as the table is doubled.
+        const uint32_t e = block[0], bits = e < 2 ? 0x200000u << e : (e - 1) << 23;
+        memcpy(scales, &bits, 4);
+        table_halves(kFp4Values, block + 1, codes);
+    }
+};
+
+// Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied with.
+
+// Two bits of each of 32 bytes for every 32 values: 128 values of 32 bytes, twice.
+inline void two_bits(const uint8_t* p, int8_t* codes) {
+    for (int half = 0; half < 2; half++)
+        for (int part = 0; part < 4; part++)
+            for (int i = 0; i < 32; i++) codes[128 * half + 32 * part + i] = int8_t(p[32 * half + i] >> 2 * part & 3);
+}
+
+// The low nibbles of each 32 bytes, then the high ones.
+inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
+    for (int part = 0; part < 4; part++)
+        for (int i = 0; i < 32; i++) {
+            codes[64 * part + i] = int8_t(p[32 * part + i] & 15);
+            codes[64 * part + 32 + i] = int8_t(p[32 * part + i] >> 4);
+        }
+}
+
+// Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
+inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums) {
+    const float scale = half_at(block), minimum = half_at(block + 2);
+    const uint8_t* p = block + 4;
+    for (int i = 0; i < 4; i++) {
+        scales[i] = scale * float(p[i] & 63);
+        minimums[i] = -(minimum * float(p[4 + i] & 63));
+        scales[4 + i] = scale * float((p[8 + i] & 15) | p[i] >> 6 << 4);
+        minimums[4 + i] = -(minimum * float(p[8 + i] >> 4 | p[4 + i] >> 6 << 4));
+    }
+}
+
+struct Q2_K : GgufBlock<256, 84, 16> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+        const float scale = half_at(block + 80), minimum = half_at(block + 82);
+        for (int i = 0; i < 16; i++) {
+            scales[i] = scale * float(block[i] & 15);
+            minimums[i] = -(minimum * float(block[i] >> 4));
+        }
+        two_bits(block + 16, codes);
+    }
+};
+
+struct Q3_K : GgufBlock<256, 110, 16> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        const uint8_t* p = block + 96;
+        const float scale = half_at(block + 108);
+        for (int i = 0; i < 16; i++) {
+            const int low = p[i % 8] >> i / 8 * 4 & 15, high = p[8 + i % 4] >> i / 4 * 2 & 3;
+            scales[i] = scale * float((low | high << 4) - 32);
+        }
+        two_bits(block + 32, codes);
+        for (int part = 0; part < 8; part++)  // the third bit counts 4 where it is not set
+            for (int i = 0; i < 32; i++) {
+                int8_t& code = codes[32 * part + i];
+                code = int8_t(code + (block[i] >> part & 1) * 4 - 4);
+            }
+    }
+};
+
+struct Q4_K : GgufBlock<256, 144, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+        six_bit_scales(block, scales, minimums);
+        nibbles_by_32(block + 16, codes);
+    }
+};
+
+struct Q5_K : GgufBlock<256, 176, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+        six_bit_scales(block, scales, minimums);
+        nibbles_by_32(block + 48, codes);
+        const uint8_t* p = block + 16;
+        for (int part = 0; part < 8; part++)
+            for (int i = 0; i < 32; i++) codes[32 * part + i] = int8_t(codes[32 * part + i] | (p[i] >> part & 1) << 4);
+    }
+};
+
+struct Q6_K : GgufBlock<256, 210, 16> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        const float scale = half_at(block + 208);
+        for (int i = 0; i < 16; i++) scales[i] = scale * float(int8_t(block[192 + i]));
+        const uint8_t* low = block;
+        int8_t high[256];
+        two_bits(block + 128, high);
+        for (int part = 0; part < 4; part++)
+            for (int i = 0; i < 64; i++) {
+                const int nibble = low[part / 2 * 64 + i] >> part % 2 * 4 & 15, at = 64 * part + i;
+                codes[at] = int8_t((nibble | high[at] << 4) - 32);
+            }
+    }
+};
+
+struct IQ4_XS : GgufBlock<256, 136, 32> {
+    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+        const float scale = half_at(block);
+        for (int i = 0; i < 8; i++) {
+            const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
+            scales[i] = scale * float((low | high << 4) - 32);
+            table_halves(kIq4Values, block + 8 + 16 * i, codes + 32 * i);
+        }
+    }
+};
+
+template <class Block, class T>
+inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
+    constexpr int kRuns = Block::kValues / Block::kRun;
+    float scales[kRuns], minimums[kRuns];
+    for (float& minimum : minimums) minimum = -0.0f;  // of formats that have none
+    for (int64_t done = 0; done < n; done += Block::kValues, packed += Block::kBytes) {
+        alignas(64) int8_t codes[Block::kValues];
+        Block::take_apart(packed, codes, scales, minimums);
+        for (int run = 0; run < kRuns; run++) {
+            const vf scale = set1(scales[run]), minimum = set1(minimums[run]);
+            for (int i = 0; i < Block::kRun; i += W, out += W)
+                store(out, fma(load(codes + run * Block::kRun + i), scale, minimum));
+        }
+    }
+}
+
+template <class From, class T>
+inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
+    const From* from = (const From*)packed;
+    if constexpr (__is_same(From, T)) memcpy(out, from, n * sizeof(T));
+    else
+        for (int64_t i = 0; i < n; i += W) store_part(out + i, load_part(from + i, int(smaller(W, n - i))), int(smaller(W, n - i)));
+}
+
+template <class T>
+inline void unpack_gguf_row(GgufType type, const uint8_t* packed, int64_t n, T* out) {
+    switch (type) {
+        case GgufType::F32: return convert_row<float>(packed, n, out);
+        case GgufType::F16: return convert_row<f16>(packed, n, out);
+        case GgufType::BF16: return convert_row<bf16>(packed, n, out);
+        case GgufType::Q4_0: return unpack_row<Q4_0>(packed, n, out);
+        case GgufType::Q4_1: return unpack_row<Q4_1>(packed, n, out);
+        case GgufType::Q5_0: return unpack_row<Q5_0>(packed, n, out);
+        case GgufType::Q5_1: return unpack_row<Q5_1>(packed, n, out);
+        case GgufType::Q8_0: return unpack_row<Q8_0>(packed, n, out);
+        case GgufType::Q2_K: return unpack_row<Q2_K>(packed, n, out);
+        case GgufType::Q3_K: return unpack_row<Q3_K>(packed, n, out);
+        case GgufType::Q4_K: return unpack_row<Q4_K>(packed, n, out);
+        case GgufType::Q5_K: return unpack_row<Q5_K>(packed, n, out);
+        case GgufType::Q6_K: return unpack_row<Q6_K>(packed, n, out);
+        case GgufType::IQ4_NL: return unpack_row<IQ4_NL>(packed, n, out);
+        case GgufType::IQ4_XS: return unpack_row<IQ4_XS>(packed, n, out);
+        case GgufType::MXFP4: return unpack_row<MXFP4>(packed, n, out);
+    }
+}
+
+inline void unpack_gguf(const Gguf& args, int64_t row, int64_t stop) {
+    with_type(args.type, [&](auto* type) {
+        using T = __typeof__(*type);
+        for (; row < stop; row++) {
+            const int64_t head = args.interleaved ? row / args.interleaved * args.interleaved : row, i = row - head;
+            const int64_t target = head + i / 2 + i % 2 * (args.interleaved / 2);
+            unpack_gguf_row(args.packing, args.packed + row * args.row_bytes, args.columns, (T*)args.out + target * args.columns);
+        }
+    });
+}
