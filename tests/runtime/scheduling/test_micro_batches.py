@@ -143,7 +143,7 @@ def test_batches_above_a_limit_are_cut_into_even_pieces():
 
 
 def test_a_sequence_longer_than_the_staging_buffer_is_refused():
-    with pytest.raises(AssertionError, match="room for 4"):
+    with pytest.raises(AssertionError, match="capacity for 4"):
         split([scheduled("disk", 1, 16)], 1, max_staged_blocks=4)
 
 
