@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import Plan
@@ -28,7 +29,7 @@ from batchgen.models.tokenizer import NoText, load_tokenizer
 from batchgen.planner.explain import headline
 
 
-def run_bench(options: BenchOptions) -> dict:
+def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Measure a model on random rows.
 
     Args:
@@ -48,7 +49,7 @@ def run_bench(options: BenchOptions) -> dict:
         workload = uniform_workload(
             options.num_prompts, options.input_len, options.output_len, job.options.sampling.n, job.context
         )
-        tokenizer = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
+        tokenizer: Any = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
         plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s, notify=progress.say)
         for line in headline(plan):
             progress.say(line)
@@ -101,7 +102,7 @@ def _generate(engine: Engine, requests: list[Request], progress: Progress) -> No
 
 def _report(
     options: BenchOptions, files: ModelFiles, engine: Engine, plan: Plan, wall_s: float, generation_s: float
-) -> dict:
+) -> dict[str, Any]:
     predicted = plan.prediction
     tokens = engine.stats.prompt_tokens + engine.stats.generated_tokens
     return {
@@ -118,7 +119,7 @@ def _report(
     }
 
 
-def summary(report: dict) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """The closing lines for a person."""
     measured, predicted = report["generation_s"], report["predicted_generation_s"]
     return [

@@ -44,7 +44,7 @@ def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: b
             if same_file(path, earlier):
                 raise InputError(f"{flag} {path} is the file of {other} too: give another name")
     if job.output is not None:
-        _check_run_directory(job, inputs, written)
+        _check_run_directory(job, Path(job.output), inputs, written)
 
 
 def write_text(text: str, path: str, flag: str) -> None:
@@ -68,10 +68,12 @@ def write_text(text: str, path: str, flag: str) -> None:
         raise InputError(f"{flag} {path} cannot be written: {error.strerror}") from error
 
 
-def _check_run_directory(job: JobOptions, inputs: InputPaths, written: list[tuple[str, Path]]) -> None:
-    directory = run_directory(target_path(Path(job.output)))
-    own = [*inputs.files, *([inputs.folder] if inputs.folder else [])]
-    for flag, path in [*(("--input", path) for path in own), *_read(job), *written]:
+def _check_run_directory(job: JobOptions, output: Path, inputs: InputPaths, written: list[tuple[str, Path]]) -> None:
+    directory = run_directory(target_path(output))
+    own: list[tuple[str, str | Path]] = [("--input", path) for path in inputs.files]
+    if inputs.folder is not None:
+        own.append(("--input", inputs.folder))
+    for flag, path in [*own, *_read(job), *written]:
         if is_in(path, directory):
             raise InputError(
                 f"{flag} {path} lies in {directory}, where --output keeps its progress: give a file elsewhere"

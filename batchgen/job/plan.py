@@ -166,13 +166,15 @@ def describe_profile(profile: HardwareProfile) -> list[str]:
     ]
     lines.append(", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size))
     for device, rates in (("GPU", profile.gpu), ("CPU", profile.cpu)):
-        for dtype in rates.gemm_flops_per_s if rates else ():
+        if rates is None:
+            continue
+        for dtype in rates.gemm_flops_per_s:
             curve = [
                 f"{rates.rates('gemm_flops_per_s', dtype).at(width=2048, tokens=t) / 1e9:,.0f}"
                 for t in (1, 16, 256, 1024)
             ]
             lines.append(f"{device} {dtype} GEMM, GFLOP/s at 1, 16, 256, 1024 tokens: {', '.join(curve)}")
-        for dtype in rates.decode_attention_bytes_per_s if rates else ():
+        for dtype in rates.decode_attention_bytes_per_s:
             table = rates.rates("decode_attention_bytes_per_s", dtype)
             curve = [f"{table.at(group=g, batch=32, context=1024) / 1e9:,.1f}" for g in (1, 4, 8)]
             lines.append(f"{device} {dtype} decode attention, GB/s of KV at groups of 1, 4, 8: {', '.join(curve)}")

@@ -261,9 +261,9 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         if request.disk_memory is None
         else request.disk_memory,
     }
-    if hardware.gpu is not None:
+    if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
-    tiers = TIERS
+    tiers: tuple[str, ...] = TIERS
     if budgets["disk"] < request.store_bytes:
         tiers = ("gpu", "cpu")
     else:
@@ -310,7 +310,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     seconds = whole_s * (1 - at.w_disk * layers)
     if at.w_disk or s.weight_format == INT4:
         seconds += whole_s * bool(request.store_bytes) + request.store_bytes / s.hardware.disk_write_bytes_per_s
-    return seconds
+    return float(seconds)
 
 
 def runnable(plan: Plan, job: ResolvedJob) -> Plan:
@@ -375,7 +375,7 @@ def _first_touch_s(best: Candidate) -> float:
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, _most_kv_tokens(workload, s.block_size))
     on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
-    return on_host / s.hardware.first_touch_bytes_per_s
+    return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 
 def plan_job(
@@ -435,9 +435,11 @@ def what_if(
         field = (_SIZES | _RATES)[name]
         if getattr(hardware, field) is None:
             raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
-        hardware = replace(hardware, **{field: value})
+        changed: dict[str, Any] = {field: value}
+        hardware = replace(hardware, **changed)
         if name in _TIERS:
-            request = replace(request, **{f"{_TIERS[name]}_memory": value})
+            budget: dict[str, Any] = {f"{_TIERS[name]}_memory": value}
+            request = replace(request, **budget)
     return hardware, request
 
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from batchgen.core.errors import InputError
 from batchgen.core.units import format_seconds
@@ -40,12 +40,12 @@ class TokenClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._started_s = now()
-        self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
+        self.restart()
 
     def restart(self) -> None:
         """Count from now on: what came before was loading."""
-        self.__init__(self._now)
+        self._started_s = self._now()
+        self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
 
     def update(self, prompt_tokens: int, generated_tokens: int) -> None:
         now = self._now()
@@ -97,7 +97,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._terminal = style == "auto" and self._stream.isatty()
         self._silent = style == "none"
-        self._bar = None
+        self._bar: Any = None  # tqdm's
         self._now = now
         self._clock = TokenClock(now)
         self._shown_s = now()
@@ -178,5 +178,5 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

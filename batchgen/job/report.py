@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen._version import __version__
 from batchgen.core.machine import peak_resident_bytes
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
     return {"batchgen": __version__, "python": platform.python_version(), "kernels": instruction_set(), **packages}
 
 
-def write_report(report: dict, path: str) -> None:
+def write_report(report: dict[str, Any], path: str) -> None:
     """Write a report as JSON, whole or not at all; "-" is standard output. Raises InputError."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     if path == "-":
@@ -47,7 +47,7 @@ def make_report(
     plan: Plan | None,
     started_s: float,
     outcome: str,
-) -> dict:
+) -> dict[str, Any]:
     """Report how a run ended. Rows are those of the whole output; tokens, times and bytes are this run's.
 
     Args:
@@ -68,7 +68,7 @@ def make_report(
     return {
         "state": outcome,
         "output": str(options.output),
-        "errors_output": str(errors_path(Path(options.output))) if source.is_openai else None,
+        "errors_output": str(errors_path(Path(str(options.output)))) if source.is_openai else None,
         "rows": total_rows,
         "rows_ok": totals["rows_ok"],
         "rows_failed": totals["rows_failed"],
@@ -78,7 +78,7 @@ def make_report(
     }
 
 
-def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict:
+def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict[str, Any]:
     """Report what an engine did, was planned to do and ran on.
 
     Args:
@@ -111,7 +111,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "predicted_wall_s": plan.prediction.total_s if plan else None,
         "predicted": plan.prediction.to_json() if plan else None,
         "hardware": plan.hardware if plan else None,
-        "bottleneck": max(lanes, key=lanes.get) if engine else None,
+        "bottleneck": max(lanes, key=lambda lane: lanes[lane]) if engine else None,
         "peak_bytes": peaks | {"cpu": peak_resident_bytes()},  # an emulated accelerator's memory is a part of it
         "bytes_moved": executor.bytes_moved if executor else {},
         "busy_s": dict(stats.busy_s) | {lane: s for lane, s in lanes.items() if lane not in ("input", "compute")},
@@ -126,7 +126,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
     }
 
 
-def summary(report: dict) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """The closing lines of a run, for a person."""
     lines = []
     ok, failed, resumed = report["rows_ok"], report["rows_failed"], report["rows_resumed"]

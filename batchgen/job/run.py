@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
 
 
-def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict:
+def run(model: str, input: Any, output: str | Path | None = None, **options: Any) -> dict[str, Any]:
     """Run a job.
 
     Args:
@@ -82,7 +82,7 @@ class _Job:
     def options(self) -> JobOptions:
         return self.resolved.options
 
-    def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict:
+    def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
         if self.options.report:
@@ -90,7 +90,7 @@ class _Job:
         return report
 
 
-def run_job(options: JobOptions) -> dict:
+def run_job(options: JobOptions) -> dict[str, Any]:
     """Run, resume or finish a job.
 
     Args:
@@ -120,12 +120,14 @@ def run_job(options: JobOptions) -> dict:
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
-        if options.output is None:
-            options = replace(options, output=_cached_output(fingerprint))
+        output = options.output
+        if output is None:
+            output = _cached_output(fingerprint)
+            options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=options))
         with open_run(
-            options.output,
+            output,
             fingerprint,
             resume=options.resume,
             overwrite=options.overwrite,
@@ -135,7 +137,7 @@ def run_job(options: JobOptions) -> dict:
             return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run) -> dict:
+def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
     """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
@@ -169,7 +171,7 @@ def _carry_on(job: _Job, state: Run) -> dict:
 def _fingerprint(job: _Job) -> dict[str, Any]:
     """All that decides the output's rows, as JSON values."""
     options, resolved = job.options, job.resolved
-    fingerprint = {
+    fingerprint: dict[str, Any] = {
         "input": job.source.dataset.identity(),
         "rows": {"limit": options.limit, "shard": options.shard, "id_column": options.id_column},
         "model": model_identity(resolved.files),
@@ -251,7 +253,7 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> bool:
         )
 
     job.progress.start()
-    run = engine.score if options.task == "score" else engine.generate
+    run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     results = run(job.source.requests(state.done_rows), should_stop=expired, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
@@ -278,7 +280,7 @@ def _on_failed_row(options: JobOptions, row: int, error: str) -> None:
         raise BatchgenError(f"row {row}: {error} (--on-error record notes it in the row and goes on)")
 
 
-def _dry_run(job: _Job, plan: Plan) -> dict:
+def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
     first, batch = next(job.source.dataset.batches(0, 1))

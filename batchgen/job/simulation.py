@@ -197,11 +197,10 @@ class _Job:
         """As many as the engine holds ready. Rows that fit no pool would fail there, and are left out."""
         workload, policy = self._plan.workload, self._plan.policy
         while len(self._scheduler.waiting) < policy.max_num_seqs:
-            row, lengths = next(self._rows, (None, None))
-            if row is None:
+            if (found := next(self._rows, None)) is None:
                 return
-            prompt, output = lengths
-            scored = min(prompt, round(workload.scored_len)) if workload.task == "score" else 0
+            row, (prompt, output) = found
+            scored = 0 if workload.scored_len is None else min(prompt, round(workload.scored_len))
             most = 1 if scored else min(workload.max_output_len, policy.max_model_len - prompt)
             if most < 1 or prompt + most - 1 > self._longest:
                 continue

@@ -39,11 +39,11 @@ class RequestSource:
 
     dataset: Dataset
     requests_of: Callable[[Any, int], Iterator[Request | ScoreRequest]]  # (record batch, first row)
-    identity: dict
+    identity: dict[str, Any]
     needs_chat_template: bool
     columns: Columns
     scores_prompts: bool = False
-    format_row: Callable | None = None
+    format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
 
     @property
     def is_openai(self) -> bool:
@@ -151,7 +151,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         if value:
             raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
 
-    def format_row(row: dict, result: dict) -> tuple[str, dict]:
+    def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:
             return "errors", format_error(row["custom_id"], result["error"], result["row"])
         logprobs = result["logprobs"] or [None] * len(result["text"])

@@ -103,10 +103,12 @@ def load_of(
         for sharing in (True, not windows)
     )
     staged = by_residency.get("staged", ())
-    on_disk = [s for s in staged if tier_of(s.sequence.kv_class) == "disk"]
-    on_host = [s for s in staged if tier_of(s.sequence.kv_class) != "disk"]
+    on_disk = [s for s in staged if _on_disk(s)]
+    on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = {b for s in on_host for b in s.sequence.block_table[: _blocks(s.sequence.num_computed, block_size)]}
-    reads, writes, blocks = [], [], 0
+    reads: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
+    blocks = 0
     for s in on_disk:
         table, used = s.sequence.block_table, _blocks(s.num_keys, block_size)
         reads += runs_of(table[: _blocks(s.sequence.num_computed, block_size)])
@@ -127,6 +129,11 @@ def load_of(
     )
 
 
+def _on_disk(scheduled: ScheduledSequence) -> bool:
+    kv_class = scheduled.sequence.kv_class
+    return kv_class is not None and tier_of(kv_class) == "disk"
+
+
 def _blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
@@ -139,7 +146,7 @@ def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing:
             SequenceSlice(
                 s.num_tokens,
                 s.sequence.num_computed,
-                () if tier_of(s.sequence.kv_class) == "disk" else s.sequence.block_table,
+                () if _on_disk(s) else s.sequence.block_table,
             )
             for s in members
         ]
@@ -217,7 +224,8 @@ class StepCosts:
             load, batch = loads[step.batch], computing[step.batch]
             if step.lane == "compute":
                 if step.kind in ("embed", "load_attention"):  # copies that compute makes itself
-                    return self._link_bytes(step, load) / hardware.h2d_bytes_per_s if hardware.gpu else 0.0
+                    h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
+                    return self._link_bytes(step, load) / h2d if h2d else 0.0
                 own_s, also_s, owed_s = batch.seconds(step), owed_s, 0.0
                 return own_s + also_s
             if step.lane == "cpu_attention":
@@ -231,7 +239,9 @@ class StepCosts:
             moved = self._link_bytes(step, load)
             if hardware.shared_cores and hardware.copy_bytes_per_s:
                 owed_s += moved / hardware.copy_bytes_per_s
-            return moved / (hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s)
+            rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
+            assert rate is not None  # there are such Steps with an accelerator alone
+            return moved / rate
 
         return seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -78,14 +78,14 @@ def measure_workload(
     else:
         outputs = Lengths.of(limits)
     prompt_len = Lengths.of(len(sequence.tokens) for sequence in sequences)
-    scored = [sequence.scored for sequence in sequences]
+    scored = [sequence.scored for sequence in sequences if sequence.scored is not None]
     workload = Workload(
         num_seqs=max(1, round(rows_to_run * seqs_per_row)),
         prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
         shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if options.share_prefixes else 0.0,
-        scored_len=None if None in scored else sum(scored) / len(scored),
+        scored_len=sum(scored) / len(scored) if len(scored) == len(sequences) else None,
     )
     return EstimatedWorkload(workload, known)
 
@@ -136,8 +136,8 @@ def _sequences(
     if request.error is not None:
         raise RowError(request.error)
     if isinstance(request, ScoreRequest):
-        tokens = tokens_of(tokenizer, request, encode_all(tokenizer, [request]), context, on_overlong)
-        paths, _ = paths_to_run(tokens, context)
+        pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request]), context, on_overlong)
+        paths, _ = paths_to_run(pair, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
     own = request.sampling or sampling
     tokens = cut_overlong(encode_prompt(tokenizer, request), own.max_tokens, context, on_overlong)
@@ -151,7 +151,7 @@ def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]
         yield source.requests_of(batch, first)
 
 
-def _sampled_batches(dataset: Dataset) -> Iterator:
+def _sampled_batches(dataset: Dataset) -> Iterator[tuple[int, Any]]:
     """Stretches spread over a Parquet file, which can be read from anywhere; the first rows of anything else."""
     rows = dataset.num_rows
     if dataset.format != "parquet" or rows is None or rows <= _STRETCHES * _STRETCH_ROWS:
@@ -163,7 +163,7 @@ def _sampled_batches(dataset: Dataset) -> Iterator:
         yield from _first_rows(dataset.batches(start + offset, _STRETCH_ROWS), _STRETCH_ROWS)
 
 
-def _first_rows(batches: Iterator, count: int) -> Iterator:
+def _first_rows(batches: Iterator[tuple[int, Any]], count: int) -> Iterator[tuple[int, Any]]:
     for first, batch in batches:
         yield first, batch.slice(0, count)
         count -= batch.num_rows

@@ -88,7 +88,8 @@ class BatchgenLM(TemplateLM):
         options["max_model_len"] = max_length if max_length is not None else max_model_len
         job = resolve_job(JobOptions(pretrained, None, None, **options), files)
         self._max_length = options["max_model_len"] = job.context
-        options["progress"] = job.options.progress  # which is shown, unlike that of other jobs from Python
+        # Said, as batchgen.run shows no progress unless told.
+        options |= {name: getattr(job.options, name) for name in ("device", "progress")}
         if max_gen_toks < 1:
             raise InputError(f"max_gen_toks must be at least 1, not {max_gen_toks}")
         self.max_gen_toks = max_gen_toks
