@@ -17,7 +17,22 @@ KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
+# Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with the engine.
+PINNED_BYTES = 16 << 20
+# Memory of the accelerator beside a link, through which rows go that do not lie as they are copied.
+PASSING_BYTES = 4 << 20
 KV_TIERS = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
+
+
+def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
+    """Bytes of the accelerator's memory beside one link: those of two blocks of KV, as they are on disk, at least.
+
+    Args:
+        block_bytes: Of a block of one layer as it is on disk.
+        staging_blocks: Blocks of a staging buffer, more than which never pass; None: as many as there can be.
+    """
+    most = max(PASSING_BYTES, 2 * block_bytes)
+    return most if staging_blocks is None else min(most, 2 * staging_blocks * block_bytes)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
-from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory
+from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -305,7 +305,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         undo.callback(executor.close)
         split, pack = splitter(policy, memory, tiers.compute_tier), _packer(request, tiers.compute_tier)
         if tiers.driver is not None:
-            warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling)
+            warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
         undo.pop_all()
     return EngineParts(
         config=config,
@@ -373,7 +373,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     from batchgen.runtime.memory.weights import Weights
 
     policy = request.policy
-    weights = Weights(
+    return Weights(
         request.config,
         WeightResidency.of_policy(policy),
         getattr(torch, request.dtype),
@@ -383,20 +383,21 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
         on_layer=request.on_load,
     )
-    if tiers.driver is not None:
-        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    return weights
 
 
 def _make_executor(
     request: LoadRequest, memory: MemoryPlan, tiers: Tiers, weights: Weights, kv_cache: KVCache
 ) -> Executor:
+    import torch
+
     from batchgen.runtime.executor import Executor, SweepOptions
 
     policy, accelerated = request.policy, request.device.accelerated
     options = SweepOptions(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
+        batch_tokens=memory.batch_tokens,
+        delegated_seqs=policy.gpu_batch_size if accelerated and policy.kv_seqs.get("cpu") else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
@@ -404,7 +405,10 @@ def _make_executor(
         shared_cores=request.device.kind == "emulated",
         on_step=request.on_step,
     )
-    return Executor(request.config, weights, kv_cache, tiers, options)
+    executor = Executor(request.config, weights, kv_cache, tiers, options)
+    if tiers.driver is not None:
+        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
+    return executor
 
 
 def _packer(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
@@ -429,11 +433,33 @@ def warm_up(
     split: Callable,
     pack: Callable,
     sampling: SamplingParams,
+    task: str | None = "generate",
 ) -> None:
-    """Has a device do once what it is going to do, with rows such as the policy is for. sampling: of most rows."""
+    """Has a device allocate the memory that it is going to need, and do once what it is going to do, with rows such as the policy is
+    for. sampling: of most rows. task: as of `LoadRequest`."""
     from batchgen.runtime.sampler import sample
-    from batchgen.runtime.warm_up import dummy_sweeps
+    from batchgen.runtime.scorer import Scorer
+    from batchgen.runtime.warm_up import dummy_sweeps, sampled_every_way, scored
 
+    scoring = {}  # first row -> what takes the vocabulary chunks of its logits
+
+    def on_logits(rows, logits, start):
+        if task != "generate":
+            if start == 0:
+                scoring[rows[0]] = Scorer(), scored(rows)
+            scorer, own = scoring[rows[0]]
+            scorer.take(own, logits, start)
+            list(scorer.results())
+        if task == "score":
+            return None
+        sequences = [row.sequence for row in rows]
+        for varied in sampled_every_way(sequences, logits.shape[1]):
+            sample(logits, varied)
+        return sample(logits, sequences).token_ids
+
+    dtype = str(executor.weights.dtype).removeprefix("torch.")
+    for lane, num_bytes in stream_bytes(executor.config, policy, memory, dtype).items():
+        executor.lanes.reserve(lane, num_bytes)
     sweeps = dummy_sweeps(
         Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_tier)),
         split,
@@ -445,4 +471,4 @@ def warm_up(
         sampling=sampling,
         sampled_token=executor.sampled_token,
     )
-    executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
+    executor.warm_up(sweeps, on_logits, vocabulary_chunks=task == "score")

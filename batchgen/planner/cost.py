@@ -14,9 +14,15 @@ from collections.abc import Mapping
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.hardware import ComputeRates, Rates
-from batchgen.core.plan import VOCABULARY_CHUNKS
+from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.planner.flow import Stage
-from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES, activation_bytes, planned_logit_rows
+from batchgen.planner.memory import (
+    DEVICE_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    activation_bytes,
+    planned_logit_rows,
+    sent_bytes,
+)
 from batchgen.planner.setting import Linear, RuntimeModel, Setting, Shares
 
 # Below these, sequences read a shared prefix one by one (ops/attention_plan.py).
@@ -326,6 +332,7 @@ def peak_bytes(s: Setting, at: Shares) -> dict[str, Linear]:
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + whole_logits)
     gpu += staging + expanded + at.delegates * expanded + at.embed_gpu * s.embedding_bytes
+    gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.gpu_batch_size)
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
-    cpu += at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
+    cpu += PINNED_BYTES + at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
     return {"gpu": gpu, "cpu": cpu, "disk": kv["disk"]}

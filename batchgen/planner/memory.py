@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
 from batchgen.core.errors import InputError
-from batchgen.core.plan import KV_TIERS, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy
+from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
 from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 
@@ -171,7 +171,30 @@ def _add_activations(
     add("gpu", "activations", work + DEVICE_WORKSPACE_BYTES + (on_gpu + (2 if on_host else 0)) * between)
     exchanged = config.qkv_size + config.num_heads * config.head_dim
     delegated = 2 * policy.gpu_batch_size * exchanged * size if policy.kv_seqs.get("cpu") else 0
-    add("cpu", "activations", WORKSPACE_BYTES + on_host * between + delegated)
+    add("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES + on_host * between + delegated)
+    if delegated:
+        add("gpu", "activations", sent_bytes(config, size, policy.gpu_batch_size))
+
+
+def sent_bytes(config: ModelConfig, dtype_bytes: int, gpu_batch_size: int) -> int:
+    """Bytes of an accelerator with which queries, keys and values are made ready for CPU attention, beside other computation.
+
+    They themselves, perhaps packed too, and in fp32 for the rotary embedding.
+    """
+    return gpu_batch_size * config.qkv_size * (2 * dtype_bytes + 16)
+
+
+def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype: str) -> dict[str, int]:
+    """Bytes of an accelerator that work in each of its streams may hold at once, beside what is held from beginning to end.
+
+    Nothing where no part of a sweep waits for the host: there memory may be allocated at any time, and CUDA graphs have their own.
+    """
+    if policy.all_on_gpu:
+        return {}
+    size, gpu = int(FORMAT_BYTES[dtype]), memory.parts["gpu"]
+    d2h = sent_bytes(config, size, policy.gpu_batch_size) if policy.kv_seqs.get("cpu") else 0
+    fetched = 2 * memory.batch_tokens * config.hidden_size * size if policy.activation_batches[1] else 0
+    return {"compute": gpu["activations"] + gpu.get("logits", 0) - d2h - fetched, "d2h": d2h}
 
 
 def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_tokens: int) -> int:
@@ -190,6 +213,9 @@ def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_toke
 def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add) -> None:
     block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     add(device, "KV in transit", 2 * staging_blocks * block)
+    if device == "gpu" and staging_blocks:
+        links = 2 if policy.kv_seqs.get("disk") and block % ALIGNMENT else 1
+        add("gpu", "KV in transit", links * passing_bytes(aligned(block), staging_blocks))
     if policy.kv_seqs.get("disk") and (device == "gpu" or block % ALIGNMENT):
         add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
 

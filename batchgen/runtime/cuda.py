@@ -10,17 +10,20 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.plan import PINNED_BYTES
 from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
+from batchgen.ops.host_copy import Passage, through
 from batchgen.runtime.memory.transfers import tensor_over
 from batchgen.runtime.steps.graph import LANES
-from batchgen.runtime.steps.streams import STREAMS
+from batchgen.runtime.steps.streams import STREAMS, Driver
 
 _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around
@@ -35,22 +38,25 @@ class CudaDriver:
         self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._num_copies = 0
+        # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the memory.
+        self._passage = Passage(
+            PinnedMemory().zeros((PINNED_BYTES,), torch.uint8),
+            partial(_recorded, self.streams["compute"]),
+            _synchronize,
+        )
         self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
-        before = self._num_copies
-        with torch.cuda.stream(self.streams[lane]):
+        before = self._num_copies + self._passage.num_copies
+        with torch.cuda.stream(self.streams[lane]), through(self._passage if lane == "compute" else None):
             work()
-        return self._num_copies - before
+        return self._num_copies + self._passage.num_copies - before
 
     def note_copy(self) -> None:
         self._num_copies += 1
 
     def record(self, lane: str) -> torch.cuda.Event:
-        # Blocking: a thread that waits leaves its core to the kernels.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(self.streams[lane])
-        return event
+        return _recorded(self.streams[lane])
 
     def wait(self, lane: str, event: torch.cuda.Event) -> None:
         self.streams[lane].wait_event(event)
@@ -79,21 +85,23 @@ class CudaDriver:
             work()
         return graph.replay
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
+    def reserve(self, lane: str, num_bytes: int) -> None:
+        # What is freed here stays with the stream, and torch cuts up what it has before it asks for more.
+        small = min(_SMALL_BYTES, num_bytes // 4) // _SMALL_BLOCK_BYTES
+        sizes = [num_bytes - small * _SMALL_BLOCK_BYTES, *([_SMALL_BLOCK_BYTES] * small)]
+        with torch.cuda.stream(self.streams[lane]):
+            held = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        held.clear()
 
-    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    def upload(self, tensor: Tensor) -> Tensor:
+        return self._passage.upload(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
-
-    def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
+    def borrow(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
-            tensor.record_stream(self.streams[lane] if lane else torch.cuda.current_stream())
+            tensor.record_stream(torch.cuda.current_stream())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+        _synchronize(event)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         return event.query()
@@ -104,6 +112,17 @@ class CudaDriver:
     def finish(self) -> None:
         for stream in self.streams.values():
             stream.synchronize()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # Blocking: a thread that waits leaves its core to the kernels.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
+
+
+def _synchronize(event: torch.cuda.Event) -> None:
+    event.synchronize()
 
 
 def _stream_wait_value():
@@ -117,6 +136,8 @@ def _stream_wait_value():
 
 # What the driver takes of a GPU for itself, its libraries and the kernels that are loaded.
 _CONTEXT_BYTES = 600 << 20
+# torch has segments of their own for blocks up to this size; so much of a stream's memory is for these.
+_SMALL_BLOCK_BYTES, _SMALL_BYTES = 1 << 20, 8 << 20
 # torch gives memory out in blocks of its own sizes.
 _MARGIN_FRAC = 0.03
 
@@ -214,16 +235,14 @@ class CudaLink:
     """Copies from one memory to another on the current stream, as `transfers.Link`, but behind the caller's back: what is
     copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then."""
 
-    def __init__(self, driver: CudaDriver, to_gpu: bool) -> None:
+    def __init__(self, driver: Driver, to_gpu: bool) -> None:
         self._driver, self._to_gpu = driver, to_gpu
         self.moved_bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
-        """target[...] = source. Rows of the host's side may lie apart; to them, what lies between is copied too."""
+        """target[...] = source, both contiguous; the host's side is pinned."""
         self._count(source)
-        if not (target.is_contiguous() and source.is_contiguous()):
-            self._copy_rows(target, source)
-        elif source.nbytes <= COPY_BYTES:
+        if source.nbytes <= COPY_BYTES:
             self._copy(target, source)
         else:
             step = max(1, COPY_BYTES // source.element_size())
@@ -231,48 +250,43 @@ class CudaLink:
                 self._copy(part, piece)
         return target
 
-    def _copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Of two dimensions. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
-        stream's queue, so the gaps go with the rows, to and from some memory of the device."""
+    def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
+        """As `Link.copy_rows`. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
+        stream's queue, so the gaps go with the rows, to and from the memory beside the link."""
+        self._count(source)
         host, device = (source, target) if self._to_gpu else (target, source)
         width, stride = host.shape[1], host.stride(0)
         whole = host.as_strided((len(host), stride), (stride, 1))
-        step = max(1, COPY_BYTES // (stride * host.element_size()))
+        step = len(passing) // stride
         for rows, own in zip(whole.split(step), device.split(step), strict=True):
-            passing = self._driver.empty(rows.shape, rows.dtype)
+            padded = passing[: rows.numel()].view(rows.shape)
             if self._to_gpu:
-                self._copy(passing, rows)
-                own.copy_(passing[:, :width])
+                self._copy(padded, rows)
+                own.copy_(padded[:, :width])
             else:
-                passing[:, :width] = own
-                self._copy(rows, passing)
+                padded[:, :width] = own
+                self._copy(rows, padded)
+            self._driver.note_copy()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
         self._driver.note_copy()
 
     def bring(self, source: Tensor) -> Tensor:
-        """A copy of the source on the other side."""
-        if not self._to_gpu:
-            self.borrow(source)
-            return self.copy(self._driver.empty_pinned(source.shape, source.dtype), source)
-        target = self.copy(self._driver.empty(source.shape, source.dtype), self._driver.pinned(source))
-        self._driver.borrow(target, "compute")
-        return target
+        """As `Link.bring`; on the stream that computes."""
+        self._count(source)
+        return self._driver.upload(source)
 
     def borrow(self, tensor: Tensor) -> None:
         """Work on the current stream reads a tensor that belongs to another: its memory is not given out again before."""
         self._driver.borrow(tensor)
-
-    def room(self, like: Tensor) -> Tensor:
-        """Memory of the host, for something of this kind that goes back."""
-        return self._driver.empty_pinned(like.shape, like.dtype)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension; index on the GPU. The host's side must outlive the link:
         torch does not know that a kernel uses it."""
         self._count(target)
         self.borrow(index)
+        self._driver.note_copy()
         ops.gather_rows(target, source, index)
 
     def scatter(self, target: Tensor, index: Tensor, source: Tensor) -> None:
@@ -280,6 +294,7 @@ class CudaLink:
         self._count(source)
         self.borrow(source)
         self.borrow(index)
+        self._driver.note_copy()
         ops.scatter_rows(target, index, source)
 
     def reset_counts(self) -> None:

@@ -29,6 +29,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, Frame
+from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers
@@ -54,14 +55,16 @@ OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 class SweepOptions:
     """How an `Executor` runs sweeps.
 
-    max_positions: sequences never get longer than this. batches_on_host: micro-batches, the last ones, whose activations wait
-    in host memory between layers. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
+    max_positions: sequences never get longer than this. batches_on_host, batch_tokens, delegated_seqs: as of
+    `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. For the rest see `Lanes`.
     """
 
     max_positions: int
     batches_on_host: int = 0
+    batch_tokens: int = 0
+    delegated_seqs: int = 0
     chunk_tokens: int | None = None
     logit_rows: int | None = None
     captured_tokens: int = 0
@@ -89,6 +92,9 @@ class Executor:
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
         self._sweeps = Sweeps(weights.residency.streams(self._compute_tier))
+        self.activations = Activations(
+            config, weights.dtype, tiers.arenas, options.batches_on_host, options.batch_tokens, options.delegated_seqs
+        )
         self._logits: Tensor | None = None
         self._rope = None
         if config.rope:
@@ -130,20 +136,20 @@ class Executor:
         return wait
 
     @torch.inference_mode()
-    def warm_up(self, sweeps: Iterable[Sequence[PackedBatch]], on_logits: OnLogits) -> None:
+    def warm_up(
+        self, sweeps: Iterable[Sequence[PackedBatch]], on_logits: OnLogits, *, vocabulary_chunks: bool = False
+    ) -> None:
         """Runs sweeps for nothing but what a first use of each operation brings with it.
 
-        Kernels are compiled and loaded, libraries take their work space, memory on the device and pinned memory of the host come
-        to their size. All of that may wait for
-        everything on the device, which would not end while something there waits for the host; so here every Step is done before
-        the next one is launched.
+        Kernels are compiled and loaded, libraries take their work space. That may wait for everything on the device, which would
+        not end while something there waits for the host; so here every Step is done before the next one is launched.
 
         Of the model's layers those are run that differ, in where their weights are and what they attend to. KV that is written is
-        set to zero again, and nothing is counted. To be called before the first `run`.
+        set to zero again, and nothing is counted. vocabulary_chunks: as of `run`. To be called before the first of these.
         """
         chosen = self._unlike_layers()
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier))
-        self._on_logits, self._vocabulary_chunks = on_logits, False
+        self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
         with self.lanes.one_by_one(), _kernels_alone():
             for batches in sweeps:
                 prepared: list[_Batch] = []
@@ -254,7 +260,7 @@ class Executor:
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         indices = None  # all rows, in their order
-        if len(packed.logits_rows) < packed.num_tokens:
+        if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
         return _Batch(packed, *positions, indices, parts, moves, on_host)
 
@@ -345,15 +351,18 @@ class Executor:
         if len(b.packed.pending_rows):
             self._tokens.fill(token_ids, b.packed.pending_rows, b.packed.pending_slots)
         hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
-        if self.links and on_device == b.on_host:  # made on one side, and awaited on the other
-            hidden = self.links[1 if on_device else 0].bring(hidden)
+        if self.links and b.on_host:
+            waiting = self.activations.waiting(step.batch, len(hidden))
+            hidden = self.links[1].copy(waiting, hidden) if on_device else waiting.copy_(hidden)
+        elif self.links and not on_device:
+            hidden = self.links[0].bring(hidden)
         b.hidden = hidden
 
     def _load_hidden(self, step: Step, b: _Batch) -> None:
-        b.hidden = self.links[0].bring(b.hidden)
+        b.hidden = self.links[0].copy(self.activations.fetched(len(b.hidden)), b.hidden)
 
     def _store_hidden(self, step: Step, b: _Batch) -> None:
-        b.hidden = self.links[1].bring(b.hidden)
+        b.hidden = self.links[1].copy(self.activations.waiting(step.batch, len(b.hidden)), b.hidden)
 
     # Computing.
 
@@ -394,8 +403,8 @@ class Executor:
         flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(part.rows, (k, v), strict=True):
             d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
-        sent = d2h.bring(q)
-        attended = d2h.room(sent)
+        sent, attended = self.activations.exchange(len(q))
+        d2h.copy(sent, q.contiguous())
         b.for_cpu[step.layer], b.from_cpu[step.layer] = (sent, attended), attended
 
     def _cpu_attention(self, step: Step, b: _Batch) -> None:
@@ -405,7 +414,9 @@ class Executor:
         ops.paged_attention(q, kv, plan, out=out)
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
-        b.attended["delegated"] = self.links[0].bring(b.from_cpu.pop(step.layer).flatten(1))
+        attended = b.from_cpu.pop(step.layer).flatten(1)
+        room = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
+        b.attended["delegated"] = self.links[0].copy(room, attended)
 
     def _post(self, step: Step, b: _Batch) -> None:
         b.qkv = None  # memory for the other batches

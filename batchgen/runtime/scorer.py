@@ -83,11 +83,12 @@ class _Group:
             self._top = values, tokens
 
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
-        token, _, lse = self._best
-        chosen = (self._chosen - lse[self._rows]).tolist()
-        argmax = token.tolist()
+        # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to do.
+        lse = self._best[2].cpu()
+        chosen = (self._chosen.cpu() - lse[self._rows.cpu()]).tolist()
+        argmax = self._best[0].tolist()
         if self._top is not None:
-            values, tokens = (self._top[0] - lse[:, None]).tolist(), self._top[1].tolist()
+            values, tokens = (self._top[0].cpu() - lse[:, None]).tolist(), self._top[1].tolist()
         first = 0
         for i, (row, targets) in enumerate(zip(self._logits_rows, self._targets, strict=True)):
             top = ()

@@ -1,15 +1,20 @@
-"""Sweeps of dummy rows for a device that has not computed anything yet (`Executor.warm_up`). No torch."""
+"""Sweeps of dummy rows for a device that has not computed anything yet (`Executor.warm_up`), and rows of every kind to take their
+logits. No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import replace
 from itertools import count
+
+import numpy as np
 
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import LogitsRow, Sequence
 
 # Keys of a context that is long enough to be attended to in parts.
 _LONG = 640
@@ -29,9 +34,9 @@ def dummy_sweeps(
     sampling: SamplingParams,
     sampled_token: int,
 ) -> Iterator[list[PackedBatch]]:
-    """The GPU batches of a few sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
-    which sequences of all KV classes take part in as far as they are admitted; and a single long row, for which attention is
-    cut into parts.
+    """The GPU batches of some sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
+    which sequences of all KV classes take part in as far as they are admitted; such of half, a quarter, ... as many tokens, as
+    libraries have other matrix products for few rows than for many; and a single long row, for which attention is cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
     sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises."""
@@ -47,10 +52,11 @@ def dummy_sweeps(
             for i in (next(numbers) for _ in range(num))
         ]
 
-    for group in (
-        rows(max_num_seqs, max_num_batched_tokens // max_num_seqs),
-        rows(1, min(_LONG, 4 * max_num_batched_tokens)),
-    ):
+    sizes = [max(max_num_batched_tokens, max_num_seqs)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    groups = [rows(min(max_num_seqs, tokens), tokens // max_num_seqs) for tokens in sizes]
+    for group in (*groups, rows(1, min(_LONG, 4 * max_num_batched_tokens))):
         for sequence in group:
             scheduler.add(sequence)
         while sweep := scheduler.schedule():
@@ -62,3 +68,32 @@ def dummy_sweeps(
                 sequence.tokens.append(sampled_token)
                 if sequence.num_generated == sequence.sampling.max_tokens:
                     scheduler.finish(sequence)
+
+
+class _Anything:
+    """A grammar that allows every token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+
+    def mask(self) -> np.ndarray:
+        return self._mask
+
+
+def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:
+    """For each way of sampling, sequences in place of these: all of them, and every other one."""
+    sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=3, repetition_penalty=1.5)
+
+    def varied(own: Sequence) -> Sequence:
+        made = Sequence(own.request_index, own.row_id, 0, [0], sampling)
+        made.constraint = _Anything(vocab_size)
+        return made
+
+    for step in (1, 2):
+        yield [own if i % step else varied(own) for i, own in enumerate(sequences)]
+
+
+def scored(rows: List[LogitsRow]) -> list[LogitsRow]:
+    """Positions to be scored, in place of these."""
+    sampling = SamplingParams(logprobs=3)
+    return [LogitsRow(Sequence(i, i, 0, [0], sampling, targets=((0, 1),)), 0) for i in range(len(rows))]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fake_device import ORDERS, FakeDevice, run_on
+from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from thorough import quick_or
@@ -203,8 +203,15 @@ def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, VARIANTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
-        device = FakeDevice(*ORDERS[case.seed % len(ORDERS)])
-        check(case, reference, stores, prepare=lambda parts: run_on(parts, device, patch))
+        device = FakeDevice(*ORDERS[case.seed % len(ORDERS)], warm=FIRST_USES)
+
+        def prepare(parts):
+            run_on(parts, device, patch)
+            loading.warm_up(
+                parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams()
+            )
+
+        check(case, reference, stores, prepare=prepare)
 
 
 @pytest.mark.parametrize("on_streams", [False, True])

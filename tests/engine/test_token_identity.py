@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from thorough import quick_or
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import MODELS
@@ -15,7 +16,9 @@ from tiny_models import MODELS
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.engine.loader import warm_up
 from batchgen.models.config import ARCHITECTURES
+from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduling.sequence import CLASSES
 from batchgen.runtime.steps.graph import KINDS
 
@@ -137,6 +140,22 @@ def schedules(model, tier):
     turn = list(MODELS).index(model) + list(TIERS).index(tier)
     quick = [(admission, NUM_BATCHES[(turn + 2 * i) % len(NUM_BATCHES)]) for i, admission in enumerate(ADMISSIONS)]
     return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", [tier for tier, (device, _) in TIERS.items() if device is EMULATED])
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypatch):
+    """On a device with streams: no operation and no memory while one of them waits for the host."""
+    path, prompts, wanted = expected(model)
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    turn = list(MODELS).index(model)
+    admission, num_batches = schedules(model, tier)[turn % 2]
+    policy = policy_of(path, tier, DTYPE, admission, num_batches)
+    device = FakeDevice(*ORDERS[(turn + 3 * num_batches) % len(ORDERS)], warm=FIRST_USES)
+    parts = run_on(make_parts(path, EMULATED, policy, stores, longest_tokens=80), device, monkeypatch)
+    warm_up(parts.executor, policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    assert tokens_of(parts, prompts) == wanted
 
 
 def test_every_schedule_has_its_turn():

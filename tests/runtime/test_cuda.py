@@ -48,7 +48,7 @@ def card():
 @pytest.fixture
 def cold(monkeypatch):
     """Engines do not warm up."""
-    monkeypatch.setattr(executor.Executor, "warm_up", lambda self, *_: None)
+    monkeypatch.setattr(executor.Executor, "warm_up", lambda self, *_, **__: None)
 
 
 def policies(path):

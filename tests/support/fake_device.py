@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from batchgen.engine.parts import EngineParts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
-from batchgen.ops.host_copy import upload
+from batchgen.ops.host_copy import Passage, upload
 from batchgen.runtime import executor as executors
 from batchgen.runtime import token_table
 from batchgen.runtime.cuda import CudaLink
@@ -38,6 +38,10 @@ DEVICE = torch.device("cpu", 0)
 ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permutations(STREAMS)][5:]
 # Operations that may wait in a stream, and those that a Step is taken to launch.
 QUEUE, LAUNCHES = 1024, 40
+# Little enough for what is on its way to be in the way of what follows.
+PASSAGE_BYTES = 16 << 10
+# What is not to come while a stream waits at a gate.
+FIRST_USES = ("operation", "memory", "pinned memory")
 _HUNG_S = 600.0  # a Step of a host lane takes no longer
 
 
@@ -59,9 +63,10 @@ class _Entry(NamedTuple):
 class FakeDevice:
     """The Driver of `streams`. Invariant: an entry of a stream is done after those before it there."""
 
-    def __init__(self, order=STREAMS, eager=0, warm=()):
+    def __init__(self, order=STREAMS, eager=0, warm=(), passage_bytes=PASSAGE_BYTES):
         """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: what may
-        not be used for the first time while a stream waits at a gate, of "operation", "memory" and "pinned memory"."""
+        not be used for the first time while a stream waits at a gate, of FIRST_USES. passage_bytes: of
+        its pinned memory for small arrays."""
         self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
         self._loads = dict.fromkeys(STREAMS, 0)
@@ -76,12 +81,14 @@ class FakeDevice:
         self.lanes = None  # who opens the gates
         self.launching = threading.local()
         self.memory = FakeMemory(lambda lane, run: self._put(lane, _Entry(run)), self._first_use)
+        record = lambda: self.record("compute")  # noqa: E731
+        self.passage = Passage(self.empty_pinned((passage_bytes,), torch.uint8), record, self.synchronize)
 
     # Driver.
 
     def launch(self, lane, work):
         self._put(lane, _Entry(cost=LAUNCHES))
-        before = self._num_copies
+        before = self._num_copies + self.passage.num_copies
         self.launching.lane = lane
         try:
             with _Deferred(self, lane):
@@ -89,7 +96,7 @@ class FakeDevice:
         finally:
             self.launching.lane = None
         self._pump()
-        return self._num_copies - before
+        return self._num_copies + self.passage.num_copies - before
 
     def note_copy(self):
         self._num_copies += 1
@@ -151,19 +158,20 @@ class FakeDevice:
     def empty_pinned(self, shape, dtype):
         return self.memory.empty(shape, dtype, HOST)
 
-    def pinned(self, tensor):
-        assert not self.memory.is_on_device(tensor), "the host reads what is the device's"
-        if self.memory.is_pinned(tensor):
-            return tensor
-        with _disable_current_modes():
-            return self.empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    def reserve(self, lane, num_bytes):
+        self.memory.reserve(lane, num_bytes)
 
-    def borrow(self, tensor, lane=None):
-        self.memory.borrow(tensor, lane or self.launching.lane)
+    def upload(self, tensor):
+        assert self.launching.lane == "compute", "small arrays go with what computes"
+        assert not self.memory.is_on_device(tensor), "the host reads what is the device's"
+        return self.passage.upload(tensor, self.empty(tensor.shape, tensor.dtype))
+
+    def borrow(self, tensor):
+        self.memory.borrow(tensor, self.launching.lane)
 
     def uploaded(self, array):
         """As `host_copy.upload`."""
-        return self.empty(array.shape, torch.from_numpy(array).dtype).copy_(self.pinned(torch.from_numpy(array)))
+        return self.upload(torch.from_numpy(array))
 
     # For tests.
 
@@ -475,6 +483,7 @@ def _give_memory(executor, device):
     """What an accelerator holds from beginning to end is the device's, and the links are a real device's."""
     weights, cache = executor.weights, executor.kv_cache
     held = [*cache.pools.get("gpu", ()), *cache._staging, *weights._head_slots, *(executor._rope or ())]
+    held += [*filter(torch.is_tensor, cache._passing), *executor.activations.on_device]
     tensors = [*weights._resident, *weights._slots, *weights._dequantized]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:

@@ -21,11 +21,12 @@ _LEAST_BYTES = 64
 
 
 class Block:
-    """users: streams that its memory must not be given out before."""
+    """users: streams that its memory must not be given out before. held: bytes of it that were asked for."""
 
     def __init__(self, size: int, owner: str) -> None:
         self.memory = torch.full((size,), _POISON, dtype=torch.uint8)
         self.owner, self.users = owner, set()
+        self.held = 0
 
     def poison(self) -> None:
         self.memory.fill_(_POISON)
@@ -41,13 +42,18 @@ class FakeMemory:
         self._blocks: dict[int, Block] = {}  # by address
         self._free: dict[tuple[str, int], list[Block]] = defaultdict(list)
         self._held: dict[str, int] = defaultdict(int)  # bytes of each owner, now and at most
-        self._most_held: dict[str, int] = defaultdict(int)
+        self.most_held: dict[str, int] = defaultdict(int)
+        self._reserved: dict[str, int] = defaultdict(int)
         self._given_up: deque[Block] = deque()  # nobody holds these any more
         self._permanent: set[int] = set()
 
     def keep(self, tensors) -> None:
         """These are the device's, and stay."""
         self._permanent |= {t.untyped_storage().data_ptr() for t in tensors}
+
+    def reserve(self, owner: str, num_bytes: int) -> None:
+        """So much of a stream's is nothing new."""
+        self._reserved[owner] += num_bytes
 
     def empty(self, shape, dtype: torch.dtype, owner: str, stride=None) -> Tensor:
         with _disable_current_modes():
@@ -107,18 +113,18 @@ class FakeMemory:
             block.poison()
         else:
             self._put(block.owner, block.poison)
-        self._held[block.owner] -= len(block.memory)
+        self._held[block.owner] -= block.held
         self._free[block.owner, len(block.memory)].append(block)
 
     def _take(self, owner: str, num_bytes: int) -> Block:
         size = 1 << (num_bytes - 1).bit_length()
-        self._held[owner] += size
-        is_more = self._held[owner] > self._most_held[owner]
-        self._most_held[owner] = max(self._held[owner], self._most_held[owner])
-        if free := self._free[owner, size]:
-            return free.pop()
-        if is_more or owner == HOST:
-            self._on_new("pinned memory" if owner == HOST else "memory", f"{size} bytes for {owner}")
-        block = Block(size, owner)
+        self._held[owner] += num_bytes
+        is_more = self._held[owner] > max(self.most_held[owner], self._reserved[owner])
+        self.most_held[owner] = max(self._held[owner], self.most_held[owner])
+        free = self._free[owner, size]
+        if is_more or (owner == HOST and not free):
+            self._on_new("pinned memory" if owner == HOST else "memory", f"{num_bytes} bytes for {owner}")
+        block = free.pop() if free else Block(size, owner)
         self._blocks[block.memory.data_ptr()] = block
+        block.held = num_bytes
         return block

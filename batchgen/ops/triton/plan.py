@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.host_copy import upload
 from batchgen.ops.triton.launch import Tile, power_of_two
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i - WINDOW;
@@ -78,7 +79,7 @@ class DevicePlan:
 
     geometry: Geometry
     capacity: Capacity
-    host: Tensor  # pinned
+    host: Tensor  # pinned, where other plans are to be written into it
     buffer: Tensor
     copied: torch.cuda.Event | None = None  # the host's copy may be written again after this
 
@@ -117,9 +118,12 @@ class CutPlan:
 
     def prepare(self, device: torch.device, capacity: Capacity | None = None) -> DevicePlan:
         """The plan on a device. capacity: of arrays that later plans are to be written into as well (`DevicePlan.fill`)."""
+        again = capacity is not None
         capacity = capacity or self.capacity
-        host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=again and device.type == "cuda")
         _write(host, capacity, self.arrays)
+        if not again:
+            return DevicePlan(self.geometry, capacity, host, upload(host.numpy(), device))
         prepared = DevicePlan(self.geometry, capacity, host, to_device(host, device))
         prepared.mark_copied()
         return prepared

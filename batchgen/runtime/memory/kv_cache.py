@@ -22,6 +22,7 @@ from torch import Tensor
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError
+from batchgen.core.plan import passing_bytes
 from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
@@ -118,6 +119,8 @@ class KVCache:
         self._staging: list[Tensor] = []
         self._reads: list[Tensor] = []
         self._writes: list[Tensor] = []
+        # Beside each link, (to, from): for rows that do not lie as they are copied. None: all do.
+        self._passing: list[Tensor | None] = [None, None]
         if staging_blocks:
             # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
             direct = links is None and shape.block_bytes == shape.disk_block_bytes
@@ -129,6 +132,11 @@ class KVCache:
                     buffers += [arenas["cpu"].empty(raw, torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
             if self._num_disk_blocks and direct:
                 self._reads = self._writes = [s.view(torch.uint8).view(staging_blocks, -1) for s in self._staging]
+            if tiers.links is not None:
+                size = passing_bytes(shape.disk_block_bytes, staging_blocks)
+                padded = self._num_disk_blocks and shape.block_bytes != shape.disk_block_bytes
+                for way in (0, 1) if padded else (1,):
+                    self._passing[way] = device.empty((size,), torch.uint8, "KV in transit")
         if self._num_disk_blocks:
             self._file = self._make_file(offload_dir)
 
@@ -177,22 +185,28 @@ class KVCache:
             h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
         if staging.reads:
             part = target[staging.disk_start : staging.disk_stop]
-            h2d.copy(
-                part.view(torch.uint8).view(len(part), -1), self._reads[slot][: len(part), : self.shape.block_bytes]
-            )
+            raw = self._reads[slot][: len(part), : self.shape.block_bytes]
+            self._copy_blocks(0, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
         """New KV from the accelerator's memory into the host's: for good, or on its way to disk."""
         source, d2h = self._staging[slot], self._links[1]
+        gathered, padded = self._passing[1].chunk(2)
         if len(moves.new_rows):
             flat = source.view(-1, self.shape.width)
             pool = self.pools["cpu"][layer].view(-1, self.shape.width)
             d2h.borrow(moves.new_rows)
-            d2h.scatter(pool, moves.host_rows, flat.index_select(0, moves.new_rows))
+            # Kernels are compiled for indices at multiples of 16 bytes.
+            count = len(gathered) // flat[0].nbytes // 2 * 2
+            for rows, host_rows in zip(moves.new_rows.split(count), moves.host_rows.split(count), strict=True):
+                d2h.scatter(pool, host_rows, _gathered(flat, rows, gathered))
         if len(moves.dirty):
             d2h.borrow(moves.dirty)
-            blocks = source.view(torch.uint8).view(len(source), -1).index_select(0, moves.dirty)
-            d2h.copy(self._writes[slot][: len(blocks), : self.shape.block_bytes], blocks)
+            blocks = source.view(torch.uint8).view(len(source), -1)
+            count = len(gathered) // self.shape.disk_block_bytes
+            raw = self._writes[slot][: len(moves.dirty), : self.shape.block_bytes]
+            for target, dirty in zip(raw.split(count), moves.dirty.split(count), strict=True):
+                self._copy_blocks(1, target, _gathered(blocks, dirty, gathered), padded)
 
     def write(self, layer: int, slot: int, moves: Moves) -> None:
         """New KV to disk, in whole blocks. Raises BatchgenError."""
@@ -223,6 +237,13 @@ class KVCache:
     def _in_place(self) -> bool:
         """Whether the disk's buffers are the staging buffers."""
         return bool(self._reads) and self._reads is self._writes
+
+    def _copy_blocks(self, way: int, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
+        """Between a staging buffer's blocks and the disk's buffers."""
+        if self.shape.block_bytes == self.shape.disk_block_bytes:
+            self._links[way].copy(target, source)
+        else:
+            self._links[way].copy_rows(target, source, passing)
 
     def _unpad(self, target: Tensor, raw: Tensor) -> None:
         target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
@@ -260,3 +281,10 @@ class KVCache:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         return file
+
+
+def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:
+    """source[index[i]], along the first of two dimensions, in memory that is there. memory: uint8."""
+    width = source.shape[1]
+    found = memory[: len(index) * width * source.element_size()].view(source.dtype).view(len(index), width)
+    return torch.index_select(source, 0, index, out=found)

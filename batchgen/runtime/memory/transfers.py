@@ -135,16 +135,18 @@ class Link:
             target.copy_(source)
         return target
 
+    def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
+        """target[...] = source, of two dimensions; rows of the host's side lie apart, and to them, what lies between may be copied
+        too. Both are uint8. passing: memory of the accelerator, uint8, in use until this has been done; at least a row of the
+        host's side with what lies between."""
+        self.copy(target, source)
+
     def bring(self, source: Tensor) -> Tensor:
-        """A copy of the source on the other side."""
+        """A copy in the accelerator's memory of what the host has, which may change at once; a Step of compute's asks for it."""
         return self.copy(torch.empty_like(source, memory_format=torch.contiguous_format), source)
 
     def borrow(self, tensor: Tensor) -> None:
         """Work of this link reads a tensor that belongs to the compute lane."""
-
-    def room(self, like: Tensor) -> Tensor:
-        """For something of this kind that goes back."""
-        return torch.empty_like(like)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension."""

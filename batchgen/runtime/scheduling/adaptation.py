@@ -162,7 +162,8 @@ class Adaptation:
         limits = self._scheduler.limits
         quotas = limits.class_seqs
         on_cpu, streamed = quotas.get("cpu", 0), quotas.get("streamed", 0)
-        if limits.compute_tier != "gpu" or on_cpu + streamed < 2:
+        # Attention on the CPU needs buffers, which the plan has only where it was to be.
+        if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota("cpu"):
             return
         total = sum(m.seconds for m in self._window)
         waited = {

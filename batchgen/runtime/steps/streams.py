@@ -18,11 +18,10 @@ from batchgen.runtime.steps.graph import Step
 from batchgen.runtime.steps.threads import Lanes, OnStep
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 STREAMS = ("compute", "h2d", "d2h")
-# Layers whose computation may be launched and not done.
+# Layers before the one that is being launched whose computation may not be done.
 LAYERS_AHEAD = 2
 # Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these blocks, perhaps
 # with the interpreter's lock, so that no host lane opens the gate that the stream waits at. This leaves a Step as many again.
@@ -62,27 +61,24 @@ class Driver(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What work() launches, without its being done: to be run on the current stream as often as called, always on the same
-        memory. Called while nothing is under way."""
+        """Records what work() launches, instead of having it done: to be run on the current stream as often as called, always on
+        the same memory. The streams may be at work meanwhile, but none of them waits at a gate: sweeps that are captured move
+        nothing, so no Step of theirs is a host lane's."""
         ...
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the device, that belongs to the current stream: once no Python object holds it, it is given out again for
-        what is launched there from then on."""
+    def reserve(self, lane: str, num_bytes: int) -> None:
+        """Takes so much of the device's memory for what is made on a stream, which then needs no more: taking some later may wait
+        for all that the device has to do."""
         ...
 
-    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the device copies from and to; kept until copies that were launched are done, and not for
-        kernels that use it."""
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, on the stream that computes, of what the host has, which may change at once. Needs no new memory
+        of the host; where much is on its way, waits for some of it."""
         ...
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """The host's tensor, or a copy, where the device copies from by itself."""
-        ...
-
-    def borrow(self, tensor: Tensor, lane: str | None = None) -> None:
-        """The tensor's memory is not given out again before all that has been launched on another stream than its own by then is
-        done. lane: that stream; None: the current one."""
+    def borrow(self, tensor: Tensor) -> None:
+        """The tensor's memory is not given out again before all that has been launched by then on the current stream, another than
+        its own, is done."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -159,6 +155,10 @@ class StreamLanes(Lanes):
 
         return wait
 
+    def reserve(self, lane: str, num_bytes: int) -> None:
+        if num_bytes:
+            self._driver.reserve(lane, num_bytes)
+
     def prepare(self, work: Callable[[], None]) -> None:
         self._driver.launch("compute", work)
         ready = self._driver.record("compute")
@@ -218,7 +218,8 @@ class StreamLanes(Lanes):
             yield other, lambda: self._driver.wait(lane, event)
 
     def _await_room(self, step: Step) -> None:
-        """Waits until the device is no more than LAYERS_AHEAD layers behind, and the stream has no more than MOST_QUEUED."""
+        """Waits until no more than LAYERS_AHEAD layers before the Step's own are to be done, and the stream has no more than
+        MOST_QUEUED."""
         queued = self._queued[step.lane]
         while sum(operations for _, operations in queued) > MOST_QUEUED:
             ended, _ = queued.popleft()

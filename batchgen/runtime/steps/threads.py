@@ -85,6 +85,9 @@ class Lanes:
             for seconds in (self.busy_s, self.stalled_s):
                 seconds.update(dict.fromkeys(seconds, 0.0))
 
+    def reserve(self, lane: str, num_bytes: int) -> None:
+        """Has so much memory ready for what is made in a lane, where that would have to be waited for later."""
+
     def prepare(self, work: Callable[[], None]) -> None:
         """Does what all Steps of the next sweep need."""
         work()

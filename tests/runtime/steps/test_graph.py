@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.runtime.steps.graph import (
+    EXCHANGE_SLOTS,
     HIDDEN_SLOTS,
     LANES,
     BatchFlow,
     Streams,
     Sweeps,
 )
-
-EXCHANGE_SLOTS = 2  # GPU batches whose queries and results of CPU attention the host has room for
 
 
 def all_steps(streams, sweeps):

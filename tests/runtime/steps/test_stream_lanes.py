@@ -200,15 +200,14 @@ def test_first_use_while_a_stream_waits_at_a_gate(kind, warm):
 
 
 @pytest.mark.parametrize("to_gpu", [True, False])
-def test_rows_that_lie_apart_are_copied_in_few_pieces(monkeypatch, to_gpu):
+def test_rows_that_lie_apart_are_copied_in_few_pieces(to_gpu):
     """A copy for each row would fill the stream."""
-    monkeypatch.setattr(cuda, "COPY_BYTES", 1000)
-    device = FakeDevice()
+    device, passing = FakeDevice(), torch.zeros(1024, dtype=torch.uint8)
     apart, own = torch.randint(256, (90, 64), dtype=torch.uint8), torch.randint(256, (90, 50), dtype=torch.uint8)
-    device.memory.keep([own])
+    device.memory.keep([own, passing])
     link = cuda.CudaLink(device, to_gpu)
     target, source = (own, apart[:, :50]) if to_gpu else (apart[:, :50], own)
     sent = source.clone()
-    assert device.launch("h2d" if to_gpu else "d2h", lambda: link.copy(target, source)) == 6
+    assert device.launch("h2d" if to_gpu else "d2h", lambda: link.copy_rows(target, source, passing)) == 12
     device.finish()
     assert torch.equal(target, sent) and link.moved_bytes == 4500

@@ -5,13 +5,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from fake_device import ORDERS, FakeDevice, run_on
+from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from thorough import quick_or
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.loader import warm_up
 from batchgen.ops import dispatch as ops
+from batchgen.planner.memory import stream_bytes
+from batchgen.runtime.steps.streams import STREAMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,7 +138,7 @@ class Loans:
             perform(step)
 
         parts.executor.lanes._perform = note
-        device.borrow = lambda tensor, lane=None: self._lend(tensor, lane or device.launching.lane)
+        device.borrow = lambda tensor: self._lend(tensor, device.launching.lane)
 
     def _lend(self, tensor, lane):
         block = self._memory.block_of(tensor)
@@ -151,8 +153,6 @@ class Loans:
 
 
 LOANS = {
-    ("load_hidden", 0): "hidden, for compute",
-    ("store_hidden", 0): "hidden",
     ("store_cache", 0): "new_rows",
     ("store_cache", 1): "host_rows",
 }
@@ -177,14 +177,18 @@ def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
     assert loans.found == LOANS.keys() | NEEDLESS
 
 
-@pytest.mark.parametrize("name", ["everything moves", "delegated alone"])
-def test_no_operation_is_new_after_warming_up(make, monkeypatch, name):
-    """Not while a stream waits at a gate. Memory may be: sizes of pinned memory, and what copies that overlap hold together."""
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", list(policies("demo")))
+def test_nothing_is_new_after_warming_up(make, monkeypatch, name, ahead):
+    """No operation, and no memory, while a stream waits at a gate."""
     expected = generate(make(name), PROMPTS, LENGTHS)
-    device = FakeDevice(*ORDERS[9], warm=("operation",))
-    parts = run_on(make(name), device, monkeypatch)
+    device = FakeDevice(*ORDERS[9], warm=FIRST_USES)
+    parts = run_on(make(name, ahead), device, monkeypatch, ahead=ahead)
     warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
     assert generate(parts, PROMPTS, LENGTHS) == expected
+    planned = stream_bytes(parts.config, parts.policy, parts.memory, "float32")
+    for lane in STREAMS if planned else ():
+        assert device.memory.most_held[lane] <= planned.get(lane, 0), lane
 
 
 def test_sweeps_are_launched_ahead(make, monkeypatch):

@@ -1,0 +1,61 @@
+"""Memory for activations that leave the accelerator, or come back: made with the engine, so that no sweep asks for any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from batchgen.models.config import ModelConfig
+from batchgen.runtime.memory.transfers import Arena
+from batchgen.runtime.steps.graph import EXCHANGE_SLOTS, HIDDEN_SLOTS
+
+
+class Activations:
+    """Buffers in both memories. What they take is a part of the plan's "activations".
+
+    Invariant: a buffer is touched by one Step at a time, as the schedule has it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        arenas: Mapping[str, Arena],
+        batches_on_host: int,
+        batch_tokens: int,
+        delegated_seqs: int,
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            batches_on_host: GPU batches, the last ones, whose activations wait in host memory between layers.
+            batch_tokens: most tokens of a GPU batch.
+            delegated_seqs: most sequences of a GPU batch that the CPU attends to; 0: it attends to none.
+        """
+        self.batches_on_host = batches_on_host
+        host, device = arenas["cpu"].memory, arenas["gpu"].memory
+        hidden = batch_tokens, config.hidden_size
+        self._waiting = [host.zeros(hidden, dtype) for _ in range(batches_on_host)]
+        self.on_device = [device.zeros(hidden, dtype) for _ in range(HIDDEN_SLOTS if batches_on_host else 0)]
+        heads = delegated_seqs, config.num_heads, config.head_dim
+        exchanged = [
+            (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
+        ]
+        self._fetched, self._exchanged = cycle(self.on_device), cycle(exchanged)
+
+    def waiting(self, batch: int, tokens: int) -> Tensor:
+        """Where the activations of a GPU batch wait in host memory: [tokens, hidden]."""
+        return self._waiting[batch % self.batches_on_host][:tokens]
+
+    def fetched(self, tokens: int) -> Tensor:
+        """Where they are on the accelerator for a layer, [tokens, hidden]: at every call the next buffer."""
+        return next(self._fetched)[:tokens]
+
+    def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
+        """Host memory for queries that the CPU is to attend with, and for what comes of them, [seqs, heads, head_dim] each: at every
+        call the next."""
+        queries, attended = next(self._exchanged)
+        return queries[:seqs], attended[:seqs]
