@@ -33,6 +33,7 @@ struct Attend {
     int start, count;
     int at, rows_now;  // of the span's rows the ones whose scores there are
     bool packs;        // whether the item has spans with more than few rows
+    typename M::Tiles tiles;
     Ahead ahead;
 
     Attend(const Attention& args, Carve carve)
@@ -75,8 +76,10 @@ struct Attend {
         const uint8_t *now[kKeys], *coming[kKeys], *keys[kKeys], *values[kKeys];
         s.tile = count > kFewRows ? kKeys : kFewKeys;
         if (first < last) key_rows(args.kv, span, item.first_head, int(first), now);
+        turn_all_queries();
         for (int64_t key = first; key < last; key += s.tile) {
-            const int count_keys = int(smaller(s.tile, last - key)), whole = int(round_up(count_keys, W));
+            const int count_keys = int(smaller(s.tile, last - key));
+            const int whole = int(round_up(count_keys, few(count) ? W : kKeyStep<M>));
             ahead.clear();
             if (key + s.tile < last) {
                 key_rows(args.kv, span, item.first_head, int(key) + s.tile, coming);
@@ -91,6 +94,11 @@ struct Attend {
                     values[i] = keys[i] + args.kv.value_offset;
                 }
                 const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
+                if (from_rows(count)) {
+                    at = 0, rows_now = count;
+                    few_in_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
+                    continue;
+                }
                 if (few(count)) {
                     at = 0, rows_now = count;
                     few_rows(held_row, int(key), count_keys, whole, keys, values, left);
@@ -107,11 +115,11 @@ struct Attend {
                     read_tables(values, whole, n, s.v_scale, s.v_minimum);
                 }
                 // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
-                for (at = 0; at < count; at += kRowsAtOnce) {
-                    rows_now = int(smaller(kRowsAtOnce, count - at));
+                for (at = 0; at < count; at += kRowsAtOnce<M>) {
+                    rows_now = int(smaller(kRowsAtOnce<M>, count - at));
                     const int64_t seen = int64_t(span.causal) + (at + rows_now - 1) / group + 1 - key;
                     if (seen <= 0) continue;
-                    const int count_seen = int(smaller(count_keys, seen)), whole_seen = int(round_up(count_seen, W));
+                    const int count_seen = int(smaller(count_keys, seen)), whole_seen = int(round_up(count_seen, kKeyStep<M>));
                     scores(held_row + at, whole_seen);
                     mask(int(key), count_seen, whole_seen);
                     softmax(held_row + at, whole_seen);
@@ -122,13 +130,50 @@ struct Attend {
         }
     }
 
+    // Whether so many rows go to tile registers with the rows of K as they lie.
+    bool from_rows(int count) const {
+        return in_tiles<M>() && !kCodes && count >= kFewestInTiles && count <= kMostInTiles && n % (2 * W) == 0;
+    }
+
     // Whether so many rows are few.
     bool few(int count) const {
 #ifdef BATCHGEN_FAST_BF16
-        return M::kPair == 2 && count <= kFewest && n % (kCodes ? kGroup : 2 * W) == 0;
+        return M::kPair == 2 && !from_rows(count) && count <= kFewest && n % (kCodes ? kGroup : 2 * W) == 0;
 #else
         (void)count;
         return false;
+#endif
+    }
+
+    // What such rows are multiplied as, of all heads.
+    void turn_all_queries() {
+#ifdef BATCHGEN_TILES
+        if constexpr (in_tiles<M>())
+            for (int h = 0; h < item.num_heads && from_rows(count); h++)
+                turn_queries(s.a + (h * rows() + start) * s.depth, s.depth, count, s.depth, s.turned + h * s.depth * W);
+#endif
+    }
+
+    // A tile of one head with such rows.
+    void few_in_tiles(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* keys,
+                      const uint8_t* const* values, int left) {
+#ifdef BATCHGEN_TILES
+        if constexpr (in_tiles<M>() && !kCodes) {
+            tiles.configure(count);
+            ahead.spread(left * (whole / W));
+            for (int i = 0; i < whole; i += W) {
+                ahead.fetch();
+                tile_scores(tiles, keys + i, args.kv.row_bytes, count, s.turned + h * s.depth * W, s.depth / W, (uint8_t*)s.k,
+                            s.s + i, s.tile);
+            }
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            ahead.spread((left - 1) * (whole / M::kPair));
+            pack_values<T>(M(), values, whole, n, s, ahead);
+            add_values(held_row, whole);
+        }
+#else
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)h, (void)keys, (void)values, (void)left;
 #endif
     }
 
@@ -261,11 +306,11 @@ struct Attend {
     void scores(int held_row, int keys) {
         const uint32_t* a = s.a + held_row * s.depth;
         if constexpr (!kCodes) {
-            product<M>(a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
+            product<M>(tiles, a, s.depth, rows_now, s.k, s.tile, keys, s.depth, s.s, s.tile, nullptr);
         } else {
             for (int g = 0; g < groups; g++) {
                 const int from = g * kGroup / M::kPair, depth = int(smaller(kGroup, n - g * kGroup)) / M::kPair;
-                product<M>(a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
+                product<M>(tiles, a + from, s.depth, rows_now, s.k + from * s.tile, s.tile, keys, depth, s.t, s.tile, nullptr);
                 for (int r = 0; r < rows_now; r++) {
                     const vf all = set1(s.query_sum[(held_row + r) * kGroups + g]);
                     for (int i = 0; i < keys; i += W) {
@@ -323,7 +368,7 @@ struct Attend {
         const int64_t stride = s.tile / M::kPair, depth = keys / M::kPair;
         float* acc = s.acc + held_row * s.columns;
         if constexpr (!kCodes) {
-            product<M>(s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
+            product<M>(tiles, s.p, stride, rows_now, s.v, s.columns, s.columns, depth, acc, s.columns, s.change);
         } else {
             for (int g = 0; g < groups; g++) {
                 for (int r = 0; r < rows_now; r++) {
@@ -338,7 +383,8 @@ struct Attend {
                     *least = *least * s.change[r] + sum(all);
                 }
                 const int64_t from = g * kGroup, columns = round_up(smaller(kGroup, n - from), W);
-                product<M>(s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns, s.change);
+                product<M>(tiles, s.p, stride, rows_now, s.v + from, s.columns, columns, depth, acc + from, s.columns,
+                           s.change);
             }
         }
     }

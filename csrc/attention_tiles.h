@@ -6,9 +6,16 @@ constexpr int kFewRows = 16;
 constexpr int kGroups = kMaxHeadDim / kGroup;
 constexpr float kLowest = -1e30f;  // below every score, and exp(kLowest - kLowest) is a number
 
-constexpr int kRowsAtOnce = 12;
+// Rows whose scores are made at once, and keys that these are made for at a time: what products in tile registers, or in
+// vectors, take.
+template <class M>
+constexpr int kRowsAtOnce = in_tiles<M>() ? 32 : 12;
+template <class M>
+constexpr int kKeyStep = in_tiles<M>() ? 32 : W;
 
 constexpr int kFewest = 8;  // rows that are not worth packing K and V for
+// Rows that tile registers take the rows of K for as they lie.
+constexpr int kFewestInTiles = 4, kMostInTiles = 16;
 // Bytes of a row in fixed point: the high parts, then the low ones. At fixed offsets, for the sake of addresses.
 constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kFewKeys;
 
@@ -26,20 +33,21 @@ struct AttentionScratch {
     // With few rows over 4-bit KV, whose tile is in k and v: queries and weights in fixed point.
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
+    uint32_t* turned;           // [heads, depth, 16]: queries as columns, where there are few of them
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
         depth = round_up(args.kv.head_dim, W * M::kPair) / M::kPair;
         a = carve.take<uint32_t>(kTileRows * depth);
-        p = carve.take<uint32_t>(kRowsAtOnce * kKeys / M::kPair);
+        p = carve.take<uint32_t>(kRowsAtOnce<M> * kKeys / M::kPair);
         k = carve.take<uint32_t>(depth * kKeys);
         v = carve.take<uint32_t>(kKeys / M::kPair * columns + 2 * W);
-        s = carve.take<float>(kRowsAtOnce * kKeys);
-        t = carve.take<float>(kRowsAtOnce * kKeys);
+        s = carve.take<float>(kRowsAtOnce<M> * kKeys);
+        t = carve.take<float>(kRowsAtOnce<M> * kKeys);
         acc = carve.take<float>(kTileRows * columns);
         highest = carve.take<float>(kTileRows);
         total = carve.take<float>(kTileRows * W);
-        change = carve.take<float>(kRowsAtOnce + W);
+        change = carve.take<float>(kRowsAtOnce<M> + W);
         query_sum = carve.take<float>(kTileRows * kGroups);
         least = carve.take<float>(kTileRows * kGroups);
         k_scale = carve.take<float>(kGroups * kKeys);
@@ -53,6 +61,8 @@ struct AttentionScratch {
         fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);
         p_step = carve.take<float>(fixed * kFewest * kGroups);
+        turned = carve.take<uint32_t>(
+            in_tiles<M>() && args.kv.type == Type::BF16 ? kTileRows / kFewestInTiles * depth * kMostInTiles : 0);
     }
 };
 
@@ -159,7 +169,10 @@ inline void store_codes(vi words, uint32_t* out, int64_t stride) {
 template <class T>
 inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
     constexpr bool codes = sizeof(T) == sizeof(Packed4);
-    const int words = codes ? n / 8 : n / 2;  // of 32 bits, of a row
+    const int words = codes ? n / 8 : n / 2;   // of 32 bits, of a row
+    if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
+        for (int64_t d = n / 2; d < s.depth; d++)
+            for (int i = 0; i < (packs_two<Pairs, T>(n) ? 2 * W : W); i += W) store_int(out + d * s.tile + i, set1_int(0));
     if constexpr (codes) {
         if (packs_two<Pairs, T>(n)) {
             vi r[W];

@@ -104,31 +104,58 @@ int64_t packed_depth(const Kernels& kernels, const Linear& args) {
     return pairs ? (args.depth + 1) / 2 : args.depth;
 }
 
-void run_linear(const Linear& args) {
-    if (!args.rows) return;
-    const Kernels& kernels = active_kernels();
-    const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args);
-    // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
-    // Fewer where threads would have nothing to do.
-    const int64_t tile = kernels.row_tile, most = std::clamp<int64_t>(96 * 1024 / depth / tile * tile, 192, 480);
-    int64_t blocks = (args.rows + most - 1) / most;
+// Rows of a linear layer as the calls that the kernels would have.
+void run_linear_rows(const Kernels& kernels, Linear args) {
+    const LinearCut cut = kernels.linear_cut(args);
+    const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args), tile = cut.row_tile;
+    // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
+    int64_t blocks = (args.rows + cut.rows - 1) / cut.rows;
     while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
     const int64_t block = ((args.rows + blocks - 1) / blocks + tile - 1) / tile * tile;
     blocks = (args.rows + block - 1) / block;
     // Pieces of at least a microsecond or two.
     const int64_t panel_cost = std::min(args.rows, block) * depth * kernels.panel;
-    int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), 1, panels);
+    int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
     piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
     // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
     if (args.activation == Activation::SiluMul) piece += piece % 2;
-    const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block);
-    run(blocks * pieces, [&](int64_t i) {
+    piece = std::min(piece, cut.most_panels);
+    const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block, piece);
+    // Where the kernels want it, x is put in order first, some groups of 16 rows at a time.
+    const int64_t groups = cut.packed_bytes ? (args.rows + 15) / 16 : 0;
+    const int64_t some = groups ? std::max<int64_t>(1, 32768 * groups / cut.packed_bytes) : 1;
+    const int64_t packs = (groups + some - 1) / some;
+    void* packed = groups ? scratch(cut.packed_bytes, 1) : nullptr;
+    args.packed_x = packed;
+    const auto item = [&](int64_t i) {
+        if (i < packs) return kernels.pack_rows(args, i * some, std::min(groups, (i + 1) * some), packed);
+        i -= packs;
         const int64_t row = i / pieces * block, panel = i % pieces * piece;
         // Threads take turns, so this one's next piece is as many further as there are threads.
         const int64_t next = std::min(panels - 1, panel + piece * num_threads());
         kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), next,
                        scratch(bytes));
-    });
+    };
+    run(packs + blocks * pieces, item, packs);
+}
+
+void run_linear(const Linear& args) {
+    constexpr int64_t kMostPacked = 16 << 20;  // bytes of x put in order: many rows of a large depth go a part at a time
+    if (!args.rows) return;
+    const Kernels& kernels = active_kernels();
+    const LinearCut cut = kernels.linear_cut(args);
+    int64_t most = args.rows;
+    if (cut.packed_bytes > kMostPacked)
+        most = std::max(cut.rows, int64_t(args.rows * (double(kMostPacked) / cut.packed_bytes)) / cut.rows * cut.rows);
+    for (int64_t row = 0; row < args.rows; row += most) {
+        Linear part = args;
+        const int64_t bytes = bytes_of(args.type);
+        part.rows = std::min(most, args.rows - row);
+        part.x = at(Address(args.x) + row * args.x_stride * bytes);
+        if (args.residual) part.residual = at(Address(args.residual) + row * args.residual_stride * bytes);
+        part.out = at(Address(args.out) + row * args.out_stride * bytes_of(args.out_type));
+        run_linear_rows(kernels, part);
+    }
 }
 
 }  // namespace
@@ -141,6 +168,12 @@ PYBIND11_MODULE(_kernels, m) {
         for (const Kernels* kernels : usable_kernels()) names.push_back(kernels->name);
         return names;
     });
+    m.def("plain_twins", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : plain_twins()) names.push_back(kernels->name);
+        return names;
+    });
+    m.def("unavailable", &unavailable_kernels);
     m.def("active", [] { return std::string(active_kernels().name); });
     m.def("use", &use_kernels);
     m.def("fast_bf16", [] { return active_kernels().fast_bf16; });
@@ -200,6 +233,12 @@ PYBIND11_MODULE(_kernels, m) {
         args.packed = packed;
         py::gil_scoped_release release;
         run_linear(args);
+    });
+
+    m.def("tile_dot", [](int kind, int rows, Address a, Address b, Address c) {
+        const auto tile_dot = active_kernels().tile_dot;
+        if (tile_dot) tile_dot(TileProduct(kind), rows, at(a), at(b), at(c));
+        return tile_dot != nullptr;
     });
 
     m.def("norm", [](Address x, int64_t x_stride, int64_t rows, int64_t columns, Address weight, Address bias, float eps,

@@ -2,7 +2,16 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace batchgen {
 namespace {
@@ -15,27 +24,140 @@ const Kernels& named(const std::string& name) {
         if (name == kernels->name) return *kernels;
         names += (names.empty() ? "" : ", ") + std::string(kernels->name);
     }
-    throw std::invalid_argument("BATCHGEN_ISA=" + name + " is not there; this machine has " + names);
+    for (const Kernels* kernels : plain_twins())
+        if (name == kernels->name) return *kernels;
+    std::string why;
+    for (const auto& [set, reason] : unavailable_kernels())
+        if (name == set) why = " (" + reason + ")";
+    throw std::invalid_argument("BATCHGEN_ISA=" + name + " is not there" + why + "; this machine has " + names);
 }
+
+// Whether a product in tile registers comes out right, again and again: some virtual machines have lost what is in them.
+// With small integers there is nothing to round, so all bits count. spoil: something is changed, for a test of this.
+bool tiles_work(const Kernels& kernels, bool spoil) {
+    constexpr int kRounds = 2000;  // a millisecond or so
+    uint16_t a16[16][32], b16[16][32];
+    int8_t a8[16][64], b8[16][64];
+    float expected[16][16] = {}, sums[16][16];
+    int32_t expected8[16][16] = {}, sums8[16][16];
+    const auto to_bf16 = [](int value) {
+        const float x = float(value);
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        return uint16_t(bits >> 16);
+    };
+    const auto left = [](int r, int i) { return (r * 7 + i * 5) % 17 - 8; };
+    const auto right = [](int d, int i) { return (d * 11 + i * 3) % 19 - 9; };
+    for (int r = 0; r < 16; r++) {
+        for (int i = 0; i < 32; i++) a16[r][i] = to_bf16(left(r, i)), b16[r][i] = to_bf16(right(r, i));
+        for (int i = 0; i < 64; i++) a8[r][i] = int8_t(left(r, i)), b8[r][i] = int8_t(right(r, i));
+        for (int n = 0; n < 16; n++) {
+            for (int i = 0; i < 32; i++) expected[r][n] += float(left(r, i) * right(i / 2, 2 * n + i % 2));
+            for (int i = 0; i < 64; i++) expected8[r][n] += left(r, i) * right(i / 4, 4 * n + i % 4);
+        }
+    }
+    for (int round = 0; round < kRounds; round++) {
+        std::memset(sums, 0, sizeof sums);
+        std::memset(sums8, 0, sizeof sums8);
+        kernels.tile_dot(TileProduct::BF16, 16, a16, b16, sums);
+        kernels.tile_dot(TileProduct::I8, 16, a8, b8, sums8);
+        if (spoil && round == kRounds / 2) sums[15][15] += 1;
+        for (int r = 0; r < 16; r++)
+            for (int n = 0; n < 16; n++)
+                if (sums[r][n] != expected[r][n] || sums8[r][n] != expected8[r][n]) return false;
+    }
+    return true;
+}
+
+#if defined(__x86_64__)
+
+// Asks Linux for tile registers, for this process and all threads to come; cheap. Not before 5.16, and some sandboxes refuse.
+bool permit_tiles() {
+#if defined(__linux__)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool cpu_has_tiles() {
+    unsigned a, b, c, d;
+    constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kNeeded) == kNeeded;
+}
+
+bool system_keeps_tiles() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27)) return false;  // no XGETBV
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;  // XTILECFG, XTILEDATA
+}
+
+struct Found {
+    bool avx2, avx512, pairs, amx = false;
+    std::map<std::string, std::string> unavailable;
+
+    Found() {
+        __builtin_cpu_init();
+        avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away only.
+        const char* lacking = std::getenv("BATCHGEN_AMX_WITHOUT");
+        const std::string given = lacking ? lacking : "";
+        const std::string without = given == "system" || given == "permission" || given == "check" ? given : "";
+        if (without.empty() && !(pairs && cpu_has_tiles())) return;
+        std::string& reason = unavailable["amx"];
+        if (without == "system" || (without.empty() && !system_keeps_tiles()))
+            reason = "the operating system does not keep tile registers";
+        else if (without == "permission" || (without.empty() && !permit_tiles()))
+            reason = "the kernel refused permission for tile registers";
+        else if (!tiles_work(without.empty() ? amx_kernels() : amx_plain_kernels(), without == "check"))
+            reason = "products in tile registers came out wrong at the check at start";
+        else if (without.empty()) amx = true, unavailable.clear();
+    }
+};
+
+const Found& found() {
+    static const Found once;
+    return once;
+}
+
+#endif
 
 }  // namespace
 
 std::vector<const Kernels*> usable_kernels() {
-    std::vector<const Kernels*> found;
+    std::vector<const Kernels*> usable;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool products = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    if (avx512 && products) found.push_back(&avx512_bf16_kernels());
-    if (avx512) found.push_back(&avx512_kernels());
-    if (avx2) found.push_back(&avx2_kernels());
+    if (found().amx) usable.push_back(&amx_kernels());
+    if (found().pairs) usable.push_back(&avx512_bf16_kernels());
+    if (found().avx512) usable.push_back(&avx512_kernels());
+    if (found().avx2) usable.push_back(&avx2_kernels());
 #elif defined(__aarch64__)
-    found.push_back(&neon_kernels());
+    usable.push_back(&neon_kernels());
 #endif
-    found.push_back(&scalar_kernels());
-    return found;
+    usable.push_back(&scalar_kernels());
+    return usable;
+}
+
+std::vector<const Kernels*> plain_twins() { return {&avx512_bf16_plain_kernels(), &amx_plain_kernels()}; }
+
+std::map<std::string, std::string> unavailable_kernels() {
+#if defined(__x86_64__)
+    return found().unavailable;
+#else
+    return {};
+#endif
+}
+
+void prepare_thread() {
+#if defined(__x86_64__)
+    if (found().amx) permit_tiles();
+#endif
 }
 
 const Kernels& active_kernels() {

@@ -1,5 +1,6 @@
 // Which kernels this machine runs.
 #pragma once
+#include <map>
 #include <string>
 #include <vector>
 
@@ -10,10 +11,19 @@ namespace batchgen {
 // Those that both the library has and the machine can run, the fastest first.
 std::vector<const Kernels*> usable_kernels();
 
+// Those that do in plain C++ what sets do that few machines have. Only by name.
+std::vector<const Kernels*> plain_twins();
+
+// Those whose instructions the CPU has but which are not usable, by name, and why.
+std::map<std::string, std::string> unavailable_kernels();
+
 // The one that BATCHGEN_ISA names, else the fastest. Throws std::invalid_argument for a name that is not among them.
 const Kernels& active_kernels();
 
 // For tests and measurements: from now on this one.
 void use_kernels(const std::string& name);
+
+// To be called in a thread before it runs kernels; those that call in before there are others need not.
+void prepare_thread();
 
 }  // namespace batchgen

@@ -73,6 +73,7 @@ struct Merge {
 // out = activation(x wᵀ + bias) + residual; with SiluMul w has the gate's rows before the other half's.
 struct Linear {
     const void* x;         // [rows, depth]
+    const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
     const void* w;         // [columns, depth], or packed in panels (pack_panel)
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
@@ -83,6 +84,17 @@ struct Linear {
     Activation activation;
     bool packed;
 };
+
+// How a linear layer is best cut into calls.
+struct LinearCut {
+    int64_t row_tile;             // rows that are worked on at once: calls have a multiple of it
+    int64_t rows;                 // of a call, at most
+    int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
+    int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
+};
+
+// Products of tile registers.
+enum class TileProduct : int { BF16 = 0, I8 = 1, U8 = 2 };
 
 // ---- around them ---------------------------------------------------------------------------------------------------
 
@@ -154,12 +166,14 @@ struct Kernels {
     int width;       // floats of a vector
     bool fast_bf16;  // has products of bf16 pairs
     int panel;       // columns of a packed panel
-    int row_tile;    // rows that a tile of Linear works on at once
     // Scratch that a call may use, in bytes, aligned to 64.
     int64_t (*attention_scratch)(const Attention&);
-    int64_t (*linear_scratch)(const Linear&, int64_t block_rows);
+    int64_t (*linear_scratch)(const Linear&, int64_t rows, int64_t panels);
     void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
+    LinearCut (*linear_cut)(const Linear&);
+    // Groups [group, stop) of 16 rows of x, to where they are among all of them.
+    void (*pack_rows)(const Linear&, int64_t group, int64_t stop, void* out);
     // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch);
@@ -171,6 +185,8 @@ struct Kernels {
     void (*unpack_gguf)(const Gguf&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);
     void (*softmax_weights)(const float* logits, int64_t columns, float temperature, float* out);
+    // c [rows, 16] += a [rows, 64 bytes] b [16, 64 bytes] in tile registers, or null where there are none.
+    void (*tile_dot)(TileProduct kind, int rows, const void* a, const void* b, void* c);
 };
 
 // One of these is there for each instruction set that the library was built with.
@@ -178,6 +194,10 @@ const Kernels& scalar_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();
+const Kernels& amx_kernels();
 const Kernels& neon_kernels();
+// What avx512_bf16 and amx do, in plain C++: for tests, on any machine.
+const Kernels& avx512_bf16_plain_kernels();
+const Kernels& amx_plain_kernels();
 
 }  // namespace batchgen

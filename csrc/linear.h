@@ -80,14 +80,6 @@ struct LinearScratch {
     }
 };
 
-inline int64_t linear_scratch(const Linear& args, int64_t rows) {
-    return with_products(args, [&]<class M, class T>() {
-        Carve carve{nullptr};
-        LinearScratch scratch(packed_depth<M>(args), rows, carve);
-        return carve.used;
-    });
-}
-
 // Rows of sums of one panel to where they go.
 template <class T, class O>
 inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const float* c) {
@@ -163,10 +155,43 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     }
 }
 
+#include "linear_tiles.h"
+
+// What is done in tile registers where there are some: products of pairs.
+template <class M>
+constexpr bool in_tiles() {
+    return kTiles && M::kPair == 2;
+}
+
+inline LinearCut linear_cut(const Linear& args) {
+    return with_products(args, [&]<class M, class T>() {
+        if constexpr (in_tiles<M>()) return tile_cut(args);
+        // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
+        const int64_t rows = 96 * 1024 / packed_depth<M>(args) / kRowTile * kRowTile;
+        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, 0};
+    });
+}
+
+inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) {
+    return with_products(args, [&]<class M, class T>() {
+        Carve carve{nullptr};
+        if constexpr (in_tiles<M>()) TileScratch(args, rows, panels, carve);
+        else LinearScratch(packed_depth<M>(args), rows, carve);
+        return carve.used;
+    });
+}
+
+template <class M, class T, class O>
+inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
+                      void* scratch) {
+    if constexpr (in_tiles<M>()) linear_tiles<O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+    else linear_block<M, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+}
+
 inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch) {
     with_products(args, [&]<class M, class T>() {
-        if (args.out_type == Type::F32) linear_block<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
-        else linear_block<M, T, T>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+        if (args.out_type == Type::F32) linear_of<M, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+        else linear_of<M, T, T>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     });
 }

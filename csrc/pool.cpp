@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu.h"
+
 namespace batchgen {
 namespace {
 
@@ -130,6 +132,7 @@ class Pool {
     }
 
     void work() {
+        prepare_thread();
         for (;;) {
             const uint64_t seen = changes_.load(std::memory_order_acquire);
             if (Loop* loop = begin()) {
@@ -216,13 +219,14 @@ void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_
     shared.take_back(&loop);
 }
 
-void* scratch(int64_t bytes) {
+void* scratch(int64_t bytes, int which) {
     struct Buffer {
         void* data = nullptr;
         int64_t size = 0;
         ~Buffer() { std::free(data); }
     };
-    static thread_local Buffer buffer;
+    static thread_local Buffer buffers[2];
+    Buffer& buffer = buffers[which];
     if (buffer.size < bytes) {
         std::free(buffer.data);
         buffer.size = (bytes + 4095) / 4096 * 4096;

@@ -29,7 +29,7 @@ void set_alone(bool alone);
 // Runs a loop, the caller helping.
 void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_phase = 0);
 
-// Memory of the calling thread, aligned to 64 bytes, until its next call.
-void* scratch(int64_t bytes);
+// Memory of the calling thread, aligned to 64 bytes, until its next call with the same `which`, 0 or 1.
+void* scratch(int64_t bytes, int which = 0);
 
 }  // namespace batchgen

@@ -19,8 +19,13 @@
 namespace batchgen {
 namespace {
 #include BATCHGEN_SIMD
+#ifdef BATCHGEN_TILES
+#include "simd/tile_config.h"
+#include BATCHGEN_TILES
+#endif
 #include "numeric.h"
 #include "tile.h"
+#include "tile_registers.h"
 #include "linear.h"
 #include "norm.h"
 #include "quant.h"
@@ -44,11 +49,12 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         W,
         kFastBF16,
         kPanel,
-        kRowTile,
         attention_scratch,
         linear_scratch,
         attend,
         merge,
+        linear_cut,
+        pack_rows,
         linear,
         pack_panels,
         norm,
@@ -58,6 +64,11 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         unpack_gguf,
         argmax,
         softmax_weights,
+#ifdef BATCHGEN_TILES
+        tile_dot,
+#else
+        nullptr,
+#endif
     };
     return kernels;
 }

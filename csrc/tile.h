@@ -3,13 +3,21 @@
 // One operand, A, has its rows one after the other; of the other, B, a vector of columns lies together at each depth. Both
 // are arrays of 32 bits: a float, or a pair of bf16 from neighbouring depths where there are instructions for them.
 
+struct NoTiles {};  // where products are made in vectors
+
 struct Floats {
+    using Tiles = NoTiles;
     using Value = float;
     static constexpr int kPair = 1;  // values in 32 bits
     static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
 };
 #ifdef BATCHGEN_FAST_BF16
 struct Pairs {
+#ifdef BATCHGEN_TILES
+    using Tiles = batchgen::Tiles;
+#else
+    using Tiles = NoTiles;
+#endif
     using Value = bf16;
     static constexpr int kPair = 2;
     static inline vf dot(vi a, vi b, vf c) { return dot_pairs(a, b, c); }
@@ -17,10 +25,10 @@ struct Pairs {
 #endif
 
 // Accumulators fill the registers, but for a few: 12 rows of 2 vectors where there are 32 of them.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__aarch64__)
 constexpr int kRowTile = 12;
 #else
-constexpr int kRowTile = 6;
+constexpr int kRowTile = W == 16 ? 12 : 6;
 #endif
 constexpr int kPanel = 2 * W;
 
@@ -79,8 +87,8 @@ inline void with_count(int n, F f) {
 }
 
 template <class M>
-inline void product(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride, int64_t columns,
-                    int64_t depth, float* c, int64_t c_stride, const float* scale) {
+inline void product(NoTiles, const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t b_stride,
+                    int64_t columns, int64_t depth, float* c, int64_t c_stride, const float* scale) {
     // Few rows go with more columns, so that there are enough sums under way.
     constexpr int kFewRows = kRowTile / 2;
     for (int64_t n = 0; n < columns;) {

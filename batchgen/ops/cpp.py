@@ -37,6 +37,11 @@ def instruction_sets() -> list[str]:
     return _kernels.instruction_sets()
 
 
+def plain_twins() -> list[str]:
+    """Instruction sets that are done in plain C++, for tests on machines that lack the real ones. Never chosen by themselves."""
+    return _kernels.plain_twins()
+
+
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Another instruction set for a while, for tests: not while kernels run. What was packed before cannot be used."""

@@ -16,6 +16,11 @@ def instruction_set() -> str:
         raise InputError(f"{error}: name one of these, or none") from error
 
 
+def unavailable() -> dict[str, str]:
+    """Instruction sets that the CPU has but the kernels cannot use, by name, and the reason in a few words."""
+    return _kernels.unavailable()
+
+
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; elsewhere float32 is the faster choice."""
     try:

@@ -1,13 +1,21 @@
-// No instruction set in particular: four floats at a time in the compiler's own vectors, whatever it makes of them.
+// No instruction set in particular: BATCHGEN_WIDTH floats at a time, by default four, in the compiler's own vectors, whatever
+// it makes of them. With 16 and BATCHGEN_FAST_BF16 it does what avx512.h does with its products, so that the code above those
+// runs on any machine, sanitizers included; it is not fast then.
 
-constexpr int W = 4;
-typedef float vf __attribute__((vector_size(16)));
-typedef uint32_t vi __attribute__((vector_size(16)));
-typedef int32_t vs __attribute__((vector_size(16)));
+#ifndef BATCHGEN_WIDTH
+#define BATCHGEN_WIDTH 4
+#endif
+constexpr int W = BATCHGEN_WIDTH;
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef uint32_t vi __attribute__((vector_size(4 * W)));
+typedef int32_t vs __attribute__((vector_size(4 * W)));
+typedef uint16_t halves __attribute__((vector_size(2 * W)));
+typedef uint8_t quarters __attribute__((vector_size(W)));
+typedef int8_t signed_quarters __attribute__((vector_size(W)));
 
-inline vf set1(float x) { return vf{x, x, x, x}; }
+inline vf set1(float x) { return x - vf{}; }  // of -0 too
 inline vf zero() { return set1(0); }
-inline vi set1_int(uint32_t x) { return vi{x, x, x, x}; }
+inline vi set1_int(uint32_t x) { return x | vi{}; }
 inline vf add(vf a, vf b) { return a + b; }
 inline vf sub(vf a, vf b) { return a - b; }
 inline vf mul(vf a, vf b) { return a * b; }
@@ -27,10 +35,20 @@ inline vf round_even(vf a) {
     return (a + magic) - magic;
 }
 inline vf pow2(vf n) { return as_float((vi)(__builtin_convertvector(n, vs) + 127) << 23); }
-inline float sum(vf a) { return (a[0] + a[1]) + (a[2] + a[3]); }
+// Neighbours first.
+template <class F>
+inline float joined(vf a, F join) {
+    float all[W];
+    memcpy(all, &a, sizeof a);
+    for (int n = W / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) all[i] = join(all[2 * i], all[2 * i + 1]);
+    return all[0];
+}
+inline float sum(vf a) {
+    return joined(a, [](float x, float y) { return x + y; });
+}
 inline float largest(vf a) {
-    float x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
-    return x > y ? x : y;
+    return joined(a, [](float x, float y) { return x > y ? x : y; });
 }
 
 inline float to_float(f16 h) {
@@ -76,9 +94,21 @@ inline vf load(const float* p) {
     memcpy(&a, p, sizeof a);
     return a;
 }
-inline vf load(const bf16* p) { return as_float(vi{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16); }
-inline vf load(const f16* p) { return vf{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}; }
-inline vf load(const int8_t* p) { return vf{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
+inline vf load(const bf16* p) {
+    halves a;
+    memcpy(&a, p, sizeof a);
+    return as_float(__builtin_convertvector(a, vi) << 16);
+}
+inline vf load(const f16* p) {
+    vf a;
+    for (int i = 0; i < W; i++) a[i] = to_float(p[i]);
+    return a;
+}
+inline vf load(const int8_t* p) {
+    signed_quarters a;
+    memcpy(&a, p, sizeof a);
+    return __builtin_convertvector(__builtin_convertvector(a, vs), vf);
+}
 inline void store(float* p, vf a) { memcpy(p, &a, sizeof a); }
 inline void store(f16* p, vf a) {
     for (int i = 0; i < W; i++) p[i] = to_f16(a[i]);
@@ -106,7 +136,11 @@ inline vi load_int_part(const uint32_t* p, int n) {
     return a;
 }
 inline void store_int(uint32_t* p, vi a) { memcpy(p, &a, sizeof a); }
-inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vi load_bytes(const uint8_t* p) {
+    quarters a;
+    memcpy(&a, p, sizeof a);
+    return __builtin_convertvector(a, vi);
+}
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -122,7 +156,102 @@ inline void split_f16(vi words, vf& low, vf& high) {
 }
 
 inline void transpose(vi* r) {
-    vi t[4];
-    for (int i = 0; i < 4; i++) t[i] = vi{r[0][i], r[1][i], r[2][i], r[3][i]};
-    for (int i = 0; i < 4; i++) r[i] = t[i];
+    uint32_t from[W][W], to[W][W];
+    memcpy(from, r, sizeof from);
+    for (int i = 0; i < W; i++)
+        for (int j = 0; j < W; j++) to[i][j] = from[j][i];
+    memcpy(r, to, sizeof to);
 }
+
+#ifdef BATCHGEN_FAST_BF16
+// As avx512.h has them.
+
+template <class F>
+inline vf across(const vf* r, F join) {
+    vf a[W], result;
+    for (int i = 0; i < W; i++) {
+        a[i] = r[i];
+        for (int n = 1; n < W; n *= 2) {
+            vf other;
+            for (int j = 0; j < W; j++) other[j] = a[i][j ^ n];
+            a[i] = join(a[i], other);
+        }
+        result[i] = a[i][0];
+    }
+    return result;
+}
+inline vf sums(const vf* r) { return across(r, add); }
+
+inline vf scale_by_pow2(vf p, vf n) {
+    const vf bounded = max(min(n, set1(252)), set1(-252)), half = round_even(bounded * 0.5f);
+    return p * pow2(half) * pow2(bounded - half);
+}
+#define BATCHGEN_SCALES_BY_POW2
+
+inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
+    uint32_t a[W] = {};
+    memcpy(a, low, n * sizeof *a);
+    memcpy(a + W / 2, high, n * sizeof *a);
+    return load_int(a);
+}
+// The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats numbers
+// below 2^-126 as zero, and this does not.
+inline vf dot_pairs(vi a, vi b, vf c) {
+    c = fma(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u), c);
+    return fma(as_float(a << 16), as_float(b << 16), c);
+}
+inline void interleave(vi a, vi b, vi& first, vi& second) {
+    uint16_t from[2][2 * W], pairs[2 * W][2];
+    memcpy(from[0], &a, sizeof a);
+    memcpy(from[1], &b, sizeof b);
+    for (int i = 0; i < 2 * W; i++) pairs[i][0] = from[0][i], pairs[i][1] = from[1][i];
+    memcpy(&first, pairs, sizeof first);
+    memcpy(&second, pairs + W, sizeof second);
+}
+inline vi nibbles_to_bf16(vi a) { return as_int(low_nibbles(a)) >> 16 | (as_int(low_nibbles(a >> 16)) & 0xffff0000u); }
+template <int N>
+inline vi shift_right_16(vi a) {
+    return a >> N & (0xffffu >> N) * 0x10001u;
+}
+inline vi pair_bytes(vi a, vi b) { return a | b << 16; }
+inline vi and_bits(vi a, vi b) { return a & b; }
+inline vi add_int(vi a, vi b) { return a + b; }
+inline vi sub_int(vi a, vi b) { return a - b; }
+template <int N>
+inline vi shift_left(vi a) {
+    return a << N;
+}
+template <int N>
+inline vi shift_right(vi a) {
+    return a >> N;
+}
+inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
+inline vi to_int(vf a) {
+    const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
+    const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);
+    return as_int(
+        select(fits, as_float((vi) __builtin_convertvector(select(fits, whole, vf{}), vs)), as_float(set1_int(0x80000000))));
+}
+inline vf max_or_nan(vf a, vf b) {
+    const vs x = (vs)(as_int(a) & 0x7fffffffu), y = (vs)(as_int(b) & 0x7fffffffu);
+    return select(x > y, (vf)x, (vf)y);
+}
+inline void store_low_bytes(int8_t* p, vi a) {
+    for (int i = 0; i < W; i++) p[i] = int8_t(a[i]);
+}
+inline vi set1_bytes(const int8_t* four) {
+    uint32_t bits;
+    memcpy(&bits, four, 4);
+    return set1_int(bits);
+}
+inline vi dot_bytes(vi a, vi b, vi c) {
+    for (int n = 0; n < 32; n += 8) c += (a >> n & 0xff) * (vi)((vs)(b << (24 - n)) >> 24);
+    return c;
+}
+inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
+    uint8_t fours[2 * W][4];
+    for (int i = 0; i < 2 * W; i++) fours[i][0] = a[i], fours[i][1] = b[i], fours[i][2] = c[i], fours[i][3] = d[i];
+    memcpy(&first, fours, sizeof first);
+    memcpy(&second, fours + W, sizeof second);
+}
+#endif

@@ -1,4 +1,4 @@
-"""Every kernel on every instruction set that this machine has, against float64."""
+"""Every kernel on every instruction set that this machine has, and on the plain twins of those it may lack, against float64."""
 
 import math
 import os
@@ -32,10 +32,16 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture(params=kernels.instruction_sets(), autouse=True, scope="module")
+@pytest.fixture(params=kernels.instruction_sets() + kernels.plain_twins(), autouse=True, scope="module")
 def instruction_set(request):
     with kernels.using(request.param):
         yield request.param
+
+
+# For what has nothing to do with products of bf16, which the plain twins are there for.
+real_sets = pytest.mark.parametrize("instruction_set", kernels.instruction_sets(), indirect=True, scope="module")
+# For what does not run kernels in this process.
+any_set = pytest.mark.parametrize("instruction_set", kernels.instruction_sets()[:1], indirect=True, scope="module")
 
 
 def random(seed, *shape, dtype=torch.float32, scale=1.0):
@@ -94,6 +100,7 @@ def check_attention(case, dtype, kv_format, tolerance):
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@real_sets
 @settings(max_examples=60, deadline=None)
 @given(sweeps())
 def test_attention_fp32(case):
@@ -107,12 +114,14 @@ def test_attention_bf16(case):
     check_attention(case, torch.bfloat16, "bfloat16", 0.015)
 
 
+@real_sets
 @settings(max_examples=25, deadline=None)
 @given(sweeps())
 def test_attention_fp16(case):
     check_attention(case, torch.float16, "float16", 2e-3)
 
 
+@real_sets
 @settings(max_examples=30, deadline=None)
 @given(sweeps())
 def test_attention_over_4_bit_kv_in_fp32(case):
@@ -221,6 +230,7 @@ def test_no_key_in_sight_gives_zeros():
     assert torch.equal(got, torch.zeros_like(got))
 
 
+@real_sets
 def test_very_large_scores():
     """The softmax carries its maximum along: one key takes all."""
     kv = random(0, 8, 2, 1, 16, 64)
@@ -230,6 +240,7 @@ def test_very_large_scores():
     torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
 
 
+@real_sets
 def test_queries_may_be_a_view():
     kv = random(0, 2, 2, 2, 16, 32)
     whole = random(1, 20, 6, 32)
@@ -316,6 +327,60 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(kernels.linear(x[rows], w), whole[rows])
 
 
+@pytest.mark.parametrize("depth", [40, 96, 1120])
+def test_a_row_is_the_same_alone_and_in_any_number(depth):
+    x, w = random(0, 70, depth, dtype=torch.bfloat16), random(1, 48, depth, dtype=torch.bfloat16, scale=depth**-0.5)
+    packed = kernels.pack(w)
+    whole = kernels.linear(x, packed)
+    for rows in range(1, 71):
+        assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
+        assert torch.equal(kernels.linear(x[rows - 1 : rows], packed if rows % 2 else w), whole[rows - 1 : rows])
+
+
+@pytest.mark.parametrize("stride", [576, 580, 2048])
+def test_rows_may_lie_apart(stride):
+    """By a multiple of a page, for one: they are put in order first then."""
+    x = random(0, 50, stride, dtype=torch.bfloat16)[:, :576]
+    w = kernels.pack(random(1, 40, 576, dtype=torch.bfloat16, scale=1 / 24))
+    assert torch.equal(kernels.linear(x, w), kernels.linear(x.contiguous(), w))
+
+
+def test_many_rows_of_a_large_depth():
+    """More than are put in order at once."""
+    x, w = random(0, 4300, 2080, dtype=torch.bfloat16), random(1, 8, 2080, dtype=torch.bfloat16, scale=2080**-0.5)
+    residual, out = random(2, 4300, 20)[:, :8].bfloat16(), torch.zeros(4300, 11, dtype=torch.bfloat16)
+    kernels.linear(x, kernels.pack(w), residual=residual, out=out[:, :8])
+    expected = (x.float() @ w.float().T).double() + residual.double()
+    torch.testing.assert_close(out[:, :8].double(), expected, atol=0.02, rtol=2**-7)
+    assert not out[:, 8:].any()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "i8", "u8"])
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_products_in_tile_registers(kind, rows, instruction_set):
+    """What the kernels above take an instruction to do: c [rows, 16] += a [rows, depth] b [depth, 16], b in pairs or fours."""
+    together = {"bf16": 2, "i8": 4, "u8": 4}[kind]
+    rng = np.random.default_rng(rows)
+    if kind == "bf16":
+        a, b = (torch.from_numpy(rng.standard_normal((n, 32))).bfloat16() for n in (rows, 16))
+        before = torch.from_numpy(rng.standard_normal((17, 16))).float()
+    else:
+        low, high = (0, 256) if kind == "u8" else (-128, 128)
+        a = torch.from_numpy(rng.integers(low, high, (rows, 64))).to(torch.uint8 if kind == "u8" else torch.int8)
+        b = torch.from_numpy(rng.integers(-128, 128, (16, 64))).to(torch.int8)
+        before = torch.from_numpy(rng.integers(-1000, 1000, (17, 16))).int()
+    c = before.clone()
+    number = ["bf16", "i8", "u8"].index(kind)
+    if not kernels._kernels.tile_dot(number, rows, a.data_ptr(), b.data_ptr(), c.data_ptr()):
+        assert "amx" not in instruction_set
+        return
+    columns = b.double().view(16, 16, together).transpose(1, 2).reshape(16 * together, 16)
+    expected = before[:rows].double() + a.double() @ columns
+    tolerance = 1e-5 if kind == "bf16" else 0
+    torch.testing.assert_close(c[:rows].double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(c[rows:], before[rows:])
+
+
 def test_nothing_to_do():
     w = kernels.pack(random(0, 8, 16))
     assert kernels.linear(torch.empty(0, 16), w).shape == (0, 8)
@@ -332,6 +397,7 @@ def test_logits_are_fp32():
 # Around them.
 
 
+@real_sets
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 40), st.one_of(st.integers(1, 70), st.just(576)), st.sampled_from(DTYPES), st.booleans(),
@@ -351,6 +417,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
     torch.testing.assert_close(got.double(), expected, atol=2 * ROUNDING[dtype] + slack, rtol=2 * ROUNDING[dtype])
 
 
+@real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
 @pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, rotated"])
@@ -405,6 +472,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
         assert torch.equal(v.double(), parts[2])
 
 
+@real_sets
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
@@ -430,6 +498,7 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
         assert ((b - group).abs() <= bound * 1.001).all()
 
 
+@real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_too_large_for_a_cache_are_expanded_to_the_same_values(dtype):
     rows, n = (17 << 20) // (2048 * dtype.itemsize), 2048
@@ -451,6 +520,7 @@ def test_a_nan_spoils_its_group_and_nothing_else():
     assert back[0].isfinite().all() and back[1, :64].isfinite().all() and back[1, 128:].isfinite().all()
 
 
+@real_sets
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 12), st.one_of(st.integers(1, 100), st.just(49152)), st.integers(0, 2**20))
 def test_argmax(rows, columns, seed):
@@ -462,6 +532,7 @@ def test_argmax(rows, columns, seed):
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
 
 
+@real_sets
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 700), st.sampled_from([0.01, 0.5, 0.99]), st.integers(0, 2**20))
 def test_forbid(rows, columns, share, seed):
@@ -482,6 +553,7 @@ def test_forbid(rows, columns, share, seed):
         assert torch.equal(got, expected)
 
 
+@real_sets
 def test_what_is_forbidden_is_never_drawn():
     rng = np.random.default_rng(0)
     allowed = np.zeros((64, 4992), dtype=bool)
@@ -498,6 +570,7 @@ def test_what_is_forbidden_is_never_drawn():
     assert allowed[np.arange(64), kernels.argmax(logits)[0].numpy()].all()
 
 
+@real_sets
 @settings(max_examples=60, deadline=None)
 @given(
     st.one_of(st.integers(1, 600), st.just(49152)),
@@ -520,6 +593,7 @@ def test_draws_are_those_of_the_reference(columns, temperature, top_k, top_p, mi
     assert differing <= 1 or ties
 
 
+@real_sets
 def test_draws_follow_the_probabilities():
     probs = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
     uniform = (np.arange(8000) + 0.5) / 8000
@@ -532,6 +606,7 @@ def test_draws_follow_the_probabilities():
     assert counts[[1, 3, 4]].sum() == 0 and abs(counts[0].item() - 8000 * 2 / 3) < 2
 
 
+@real_sets
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_draw_is_a_token_whatever_the_logits(odd):
     for logits in (torch.full((1, 100), odd), random(1, 1, 100).index_fill(1, torch.tensor([17]), odd)):
@@ -552,14 +627,47 @@ def test_conversions_to_16_bits(value):
         assert wide.dtype == dtype
 
 
+def in_a_process(code, **environment):
+    environment = os.environ | environment
+    environment.pop("LD_PRELOAD", None)
+    environment.pop("BATCHGEN_KERNELS", None)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+@any_set
 def test_an_instruction_set_that_is_not_there():
     code = "from batchgen.ops.instruction_set import instruction_set; print(instruction_set())"
-
-    def run(name):
-        environment = os.environ | {"BATCHGEN_ISA": name}
-        environment.pop("LD_PRELOAD", None)
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-    assert run("scalar").stdout.strip() == "scalar"
-    refused = run("mmx").stderr.splitlines()[-1]
+    assert in_a_process(code, BATCHGEN_ISA="scalar").stdout.strip() == "scalar"
+    refused = in_a_process(code, BATCHGEN_ISA="mmx").stderr.splitlines()[-1]
     assert "InputError: BATCHGEN_ISA=mmx is not there; this machine has" in refused and "scalar" in refused
+
+
+@any_set
+def test_plain_twins_are_used_by_name_only():
+    twins = kernels.plain_twins()
+    assert twins and not set(twins) & set(kernels.instruction_sets())
+    code = "from batchgen.ops.instruction_set import instruction_set; print(instruction_set())"
+    for name in twins:
+        assert in_a_process(code, BATCHGEN_ISA=name).stdout.strip() == name
+
+
+@any_set
+@pytest.mark.parametrize(
+    ("without", "reason"),
+    [
+        ("system", "the operating system does not keep tile registers"),
+        ("permission", "the kernel refused permission for tile registers"),
+        ("check", "products in tile registers came out wrong at the check at start"),
+    ],
+)
+def test_tile_registers_that_cannot_be_used(without, reason):
+    """The next best set is taken, and the reason can be asked for."""
+    code = (
+        "from batchgen.ops import _kernels, instruction_set as i; sets = _kernels.instruction_sets();"
+        "print(sets); print(i.instruction_set() == sets[0]); print(i.unavailable())"
+    )
+    sets, best, unavailable = in_a_process(code, BATCHGEN_ISA="", BATCHGEN_AMX_WITHOUT=without).stdout.splitlines()
+    assert "'amx'" not in sets and "'scalar'" in sets and best == "True"
+    assert unavailable == str({"amx": reason})
+    refused = in_a_process(code, BATCHGEN_ISA="amx", BATCHGEN_AMX_WITHOUT=without).stderr.splitlines()[-1]
+    assert f"BATCHGEN_ISA=amx is not there ({reason}); this machine has" in refused

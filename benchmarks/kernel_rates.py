@@ -1,14 +1,19 @@
 """The C++ kernels against what the machine does: each rate beside the rate of plain reads, of torch's own attention or of
-torch's own matrix products, measured in turn in the same run.
+torch's own matrix products, measured in turn in the same run. Decode and the expansion of weights on the machine's best instruction
+set, the others on each that it has.
 
-    python benchmarks/kernels.py
-    python benchmarks/kernels.py --only decode --rounds 1
+    python benchmarks/kernel_rates.py
+    python benchmarks/kernel_rates.py --only decode --rounds 1
+
+The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +29,7 @@ from batchgen.job.report import versions
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.instruction_set import unavailable
 from batchgen.runtime.memory.transfers import untouched
 
 HERE = Path(__file__).parent
@@ -31,6 +37,8 @@ BLOCK = 16
 DECODE_KV_BYTES = 768 << 20  # attended to by one call: far more than caches hold
 DECODE_TARGETS = {1: 0.80, 4: 0.65, 8: 0.55}
 INT4_TARGET, PREFILL_TARGET = 1.5, 3.0
+# Instruction sets that have a row, measured or not.
+SETS = {"x86_64": ("amx", "avx512_bf16", "avx512", "avx2")}
 
 
 def seconds(run: Callable[[], object], at_least_s: float) -> float:
@@ -129,7 +137,7 @@ def decode(measured: Measured, pool: torch.Tensor, at_least_s: float) -> None:
                 )
 
 
-def prefill(measured: Measured, at_least_s: float) -> None:
+def prefill(measured: Measured, name: str, at_least_s: float) -> None:
     for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 128)):
         for dtype in (torch.bfloat16, torch.float32):
             for n in (512, 1024, 2048):
@@ -150,7 +158,7 @@ def prefill(measured: Measured, at_least_s: float) -> None:
                 ours = seconds(lambda q=q, kv=kv, made=made: kernels.attention(q, kv, made), at_least_s)
                 flops = 4 * heads * head_dim * n * (n + 1) // 2
                 measured.add(
-                    f"prefill {str(dtype).removeprefix('torch.')}, {heads}/{kv_heads} heads of {head_dim}, {n} tokens",
+                    f"{name}: prefill {str(dtype).removeprefix('torch.')}, {heads}/{kv_heads} heads of {head_dim}, {n} tokens",
                     PREFILL_TARGET,
                     ratio=theirs / ours,
                     gflop_per_s=flops / ours / 1e9,
@@ -158,9 +166,9 @@ def prefill(measured: Measured, at_least_s: float) -> None:
                 )
 
 
-def linear(measured: Measured, at_least_s: float) -> None:
+def linear(measured: Measured, name: str, at_least_s: float) -> None:
     shapes = {"demo qkv": (960, 576), "demo gate_up": (3072, 576), "demo down": (576, 1536), "8B down": (4096, 14336)}
-    for name, (columns, depth) in shapes.items():
+    for shape, (columns, depth) in shapes.items():
         copies = max(2, min(30, (64 << 20) // (2 * columns * depth)))
         weights = [torch.randn(columns, depth).bfloat16() for _ in range(copies)]
         packed = [kernels.pack(w) for w in weights]
@@ -181,7 +189,7 @@ def linear(measured: Measured, at_least_s: float) -> None:
             ours_s = seconds(ours, at_least_s) / turn
             plain_s = seconds(lambda run=ours, weights=weights: run(weights=weights), at_least_s) / turn
             measured.add(
-                f"linear bf16, {name}, {rows} tokens",
+                f"{name}: linear bf16, {shape}, {rows} tokens",
                 ratio=torch_s / ours_s,
                 gflop_per_s=flops / ours_s / 1e9,
                 unpacked_gflop_per_s=flops / plain_s / 1e9,
@@ -202,14 +210,32 @@ def expansion(measured: Measured, at_least_s: float) -> None:
     measured.add("int4 to bf16 weights", ratio=ours / copy, gb_per_s=ours / 1e9, copy_gb_per_s=copy / 1e9)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["decode", "prefill", "linear", "expansion"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "kernels.json")
-    args = parser.parse_args()
-    keep_freed_memory()  # as the engine does: results do not go to fresh pages
+def machine() -> dict:
+    """What was measured on."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+
+    def field(name: str) -> str:
+        found = re.search(rf"^{name}\s*: (.*)$", text, re.MULTILINE)
+        return found[1].strip() if found else "unknown"
+
+    return {
+        "cpu": field("model name") if "model name" in text else platform.machine(),
+        "family": field("cpu family"),
+        "model": field("model"),
+        "threads": kernels._kernels.num_threads(),
+        "instruction_sets": kernels.instruction_sets(),
+        "unavailable": unavailable(),
+    }
+
+
+def slug(machine: dict) -> str:
+    """A kind of CPU as part of a file's name: what it is called and its best instruction set."""
+    name = re.sub(r"\(.*?\)|@.*", " ", f"{machine['cpu']}").lower() + " " + machine["instruction_sets"][0]
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
     measured = Measured()
     pool = None
     if args.only in (None, "decode"):  # huge pages, as the engine's pools have
@@ -218,19 +244,38 @@ def main() -> None:
     for _ in range(args.rounds):
         if pool is not None:
             decode(measured, pool, args.seconds)
-        for name, measure in (("prefill", prefill), ("linear", linear), ("expansion", expansion)):
-            if args.only in (None, name):
-                measure(measured, args.seconds)
-    summary = measured.summary()
+        for name in sets:
+            with kernels.using(name):
+                for part, run in (("prefill", prefill), ("linear", linear)):
+                    if args.only in (None, part):
+                        run(measured, name, args.seconds)
+        if args.only in (None, "expansion"):
+            expansion(measured, args.seconds)
+    return measured.summary()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["decode", "prefill", "linear", "expansion"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
+    parser.add_argument("--sets", type=lambda text: text.split(","), help="instruction sets [default: all but scalar]")
+    parser.add_argument("--output", type=Path, help="[default: benchmarks/results/kernels-CPU.json]")
+    args = parser.parse_args()
+    keep_freed_memory()  # as the engine does: results do not go to fresh pages
+    on = machine()
+    usable = [name for name in on["instruction_sets"] if name != "scalar"] or ["scalar"]
+    sets = [name for name in args.sets or usable if name in usable]
+    summary = measure(args, sets)
+    for name in SETS.get(platform.machine(), ()):
+        if name not in sets:
+            reason = on["unavailable"].get(name, "not asked for" if name in usable else "the CPU does not have it")
+            summary[name] = {"not measured": reason}
     for name, figures in summary.items():
         print(f"{name:62}", "  ".join(f"{key} {value}" for key, value in figures.items()))
-    result = {
-        "threads": kernels._kernels.num_threads(),
-        "rounds": args.rounds,
-        "medians": summary,
-        "versions": versions(),
-    }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": on, "rounds": args.rounds, "medians": summary, "versions": versions()}
+    output = args.output or HERE / "results" / f"kernels-{slug(on)}.json"
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

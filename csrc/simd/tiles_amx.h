@@ -1,0 +1,44 @@
+// Tile registers and their products: AMX. What each operation means is in tiles_plain.h, which does the same in C++.
+//
+// Written as instructions, because the compilers' intrinsics take registers as literals only, not as parameters of templates,
+// and GCC's do not say that they read and write memory: stores before a load, or reads after a store, might change places.
+
+struct Tiles {
+    const TileConfig* config = nullptr;
+
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() {
+        if (config) asm volatile("tilerelease");
+    }
+
+    void configure(int rows) {
+        if (config == &kTileConfigs.of[rows]) return;
+        config = &kTileConfigs.of[rows];
+        asm volatile("ldtilecfg %0" ::"m"(*config));
+    }
+    template <int N>
+    void zero() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(N));
+    }
+    template <int N>
+    void load(const void* p, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(N) : "memory");
+    }
+    template <int N>
+    void store(void* p, int64_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(N) : "memory");
+    }
+    template <int C, int A, int B>
+    void dot_bf16() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+    template <int C, int A, int B>
+    void dot_i8() {
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+    template <int C, int A, int B>
+    void dot_u8() {
+        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+};
