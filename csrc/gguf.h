@@ -216,7 +216,8 @@ inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
     const From* from = (const From*)packed;
     if constexpr (__is_same(From, T)) memcpy(out, from, n * sizeof(T));
     else
-        for (int64_t i = 0; i < n; i += W) store_part(out + i, load_part(from + i, int(smaller(W, n - i))), int(smaller(W, n - i)));
+        for (int64_t i = 0; i < n; i += W)
+            store_part(out + i, load_part(from + i, int(smaller(W, n - i))), int(smaller(W, n - i)));
 }
 
 template <class T>
@@ -247,7 +248,8 @@ inline void unpack_gguf(const Gguf& args, int64_t row, int64_t stop) {
         for (; row < stop; row++) {
             const int64_t head = args.interleaved ? row / args.interleaved * args.interleaved : row, i = row - head;
             const int64_t target = head + i / 2 + i % 2 * (args.interleaved / 2);
-            unpack_gguf_row(args.packing, args.packed + row * args.row_bytes, args.columns, (T*)args.out + target * args.columns);
+            unpack_gguf_row(args.packing, args.packed + row * args.row_bytes, args.columns,
+                            (T*)args.out + target * args.columns);
         }
     });
 }
