@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
-from thorough import quick_or
+from thorough import quick_or, rotating
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
@@ -52,8 +52,10 @@ def make(tiny_models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", list(policies("demo")))
 def test_the_order_of_what_is_launched_changes_no_token(make, monkeypatch, name, ahead):
+    """Some of the orders there are, other ones every day."""
     expected = generate(make(name), PROMPTS, LENGTHS)
-    for order, eager in ORDERS[:: quick_or(6, 2) if name.startswith("everything") else 7]:
+    everywhere = ORDERS[:: 2 if name.startswith("everything") else 7]
+    for order, eager in quick_or(rotating(name, ahead).sample(ORDERS, 4), everywhere):
         with monkeypatch.context() as patch:
             parts = run_on(make(name, ahead), FakeDevice(order, eager), patch, ahead=ahead)
             assert generate(parts, PROMPTS, LENGTHS) == expected, (order, eager)
