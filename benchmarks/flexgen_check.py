@@ -3,7 +3,7 @@
     python benchmarks/flexgen_check.py              # the table, as Markdown
     python benchmarks/flexgen_check.py --write      # into docs/flexgen_check.md
 
-Their policies are costed for their runtime (`setting.FLEXGEN`) on the placement their code makes of the printed
+Their policies are costed for their runtime (`inputs.FLEXGEN`) on the placement their code makes of the printed
 percentages: whole weight matrices, by the midpoint of each within its layer.
 """
 
@@ -18,10 +18,10 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import peak_bytes
-from batchgen.planner.flow import Stage, stages_of
+from batchgen.planner.flow import Phase, phases_of
+from batchgen.planner.inputs import FLEXGEN, CostInputs, Placement, RuntimeModel
 from batchgen.planner.lp import job_seconds
 from batchgen.planner.search import Candidate, Problem, search
-from batchgen.planner.setting import FLEXGEN, RuntimeModel, Setting, Shares
 from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
@@ -99,12 +99,12 @@ def midpoint_shares(percent_gpu: int, percent_cpu: int, groups: tuple[tuple[floa
     return tuple(placed)
 
 
-def setting_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[Setting, tuple[Stage, ...], Shares]:
+def inputs_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[CostInputs, tuple[Phase, ...], Placement]:
     """The paper's policy for one cell."""
     hardware, model = hardware_of(cell), opt_config(cell.model)
     workload = Workload.uniform(cell.block_size, cell.prompt, cell.output)
     number_format = "int4" if cell.compressed else "float16"
-    setting = Setting(
+    inputs = CostInputs(
         hardware=hardware,
         model=model,
         workload=workload,
@@ -125,16 +125,16 @@ def setting_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> tuple[Setting, tu
     w_gpu, w_cpu, w_disk = midpoint_shares(wg, wc, ((1, 1, 1, 1), (4, 4)))
     kv_cpu, kv_disk = cc / 100, (100 - cg - cc) / 100
     kv_streamed = kv_cpu if cell.compressed else 0.0
-    longest = cell.policy[0] * setting.longest_blocks
-    shares = Shares(
+    longest = cell.policy[0] * inputs.longest_blocks
+    placement = Placement(
         w_gpu, w_cpu, w_disk,
         # Compressed KV is never attended to on the CPU by FlexGen: it is streamed.
         cg / 100, kv_cpu - kv_streamed, kv_streamed, kv_disk,
         hg / 100, hc / 100, 1.0 if wg == 100 else 0.0, 0.0 if wg == 100 else 1.0, 1 - w_gpu, w_disk,
         kv_streamed * longest, kv_disk * longest, float(kv_cpu > kv_streamed), float(hc > 0),
     )  # fmt: skip
-    stages = stages_of(workload, "static", cell.block_size, float(setting.max_num_batched_tokens))
-    return setting, stages, shares
+    phases = phases_of(workload, "static", cell.block_size, float(inputs.max_num_batched_tokens))
+    return inputs, phases, placement
 
 
 def budgets_of(hardware: HardwareProfile) -> dict[str, int]:
@@ -143,8 +143,8 @@ def budgets_of(hardware: HardwareProfile) -> dict[str, int]:
 
 def predict(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> float:
     """Generated tokens/s of the paper's policy."""
-    setting, stages, shares = setting_of(cell, runtime)
-    return cell.block_size * cell.output / job_seconds(setting, stages, shares)
+    inputs, phases, placement = inputs_of(cell, runtime)
+    return cell.block_size * cell.output / job_seconds(inputs, phases, placement)
 
 
 def problem_of(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Problem:
@@ -172,9 +172,9 @@ def own_plan(cell: Cell, runtime: RuntimeModel = FLEXGEN) -> Candidate:
 
 def short_of(cell: Cell) -> str:
     """Which tier the paper's own policy would not fit, as far as the model can tell."""
-    setting, _, shares = setting_of(cell)
-    over = {t: b / GIB for t, b in peak_bytes(setting, shares).items() if b > 1.02 * setting.budgets[t]}
-    return ", ".join(f"{t} {gib:,.0f} GiB of {setting.budgets[t] / GIB:,.0f}" for t, gib in over.items())
+    inputs, _, placement = inputs_of(cell)
+    over = {t: b / GIB for t, b in peak_bytes(inputs, placement).items() if b > 1.02 * inputs.budgets[t]}
+    return ", ".join(f"{t} {gib:,.0f} GiB of {inputs.budgets[t] / GIB:,.0f}" for t, gib in over.items())
 
 
 def markdown(every: int = 1) -> str:

@@ -39,7 +39,7 @@ from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
-from batchgen.planner.memory import plan_memory
+from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.steps.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
@@ -97,9 +97,7 @@ def plain_policy(
         )
 
     def memory_of(policy: Policy) -> MemoryPlan:
-        return plan_memory(
-            config, policy, dtype=dtype, budgets=budgets, process_bytes=held, min_tokens=length, longest_tokens=length
-        )
+        return plan_memory(config, policy, Demand(length, length), dtype=dtype, budgets=budgets, process_bytes=held)
 
     def fits(policy: Policy) -> bool:
         try:

@@ -26,7 +26,7 @@ from batchgen.job.planning import PlanRequest, find_hardware, on_this_machine, p
 from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.lp import Allowed
-from batchgen.profiler.calibration import disk_at_this_moment
+from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def main() -> None:
 
     def machine(device: Device) -> HardwareProfile:
         found = find_hardware(None, dtype="bfloat16", offload_dir=args.work_dir, model=config, notify=print)
-        profile = disk_at_this_moment(on_this_machine(found), args.work_dir)
+        profile = corrected_by_disk_probe(on_this_machine(found), args.work_dir)
         return emulated_profile(profile, device) if device.accelerated else profile
 
     machine(Device("cpu"))  # measured before memory is looked at

@@ -25,8 +25,8 @@ _FIX = {
 def staged(path: Path) -> Iterator[BinaryIO]:
     """A new file at `path`, on stable storage when the block ends, removed when the block raises.
 
-    Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it
-    a name (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole.
+    Removing it at once gives a full disk its space back. A killed process leaves it behind: callers give it a name
+    (`*.tmp`) that nothing but the next start's cleaning looks at, and rename it when it is whole.
     """
     try:
         with open(path, "wb") as file:
@@ -80,7 +80,7 @@ def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> 
     what = error.strerror or " ".join(str(error).split())
     if error.filename is not None and str(error.filename) not in action:
         what += f" ({error.filename})"
-    fix = _FIX.get(error.errno, "check the disk")
+    fix = _FIX.get(error.errno or 0, "check the disk")
     gone = error.errno == errno.ENOENT  # and what was in it, perhaps
     safe = "" if rows_safe is None or gone else f"; {rows_safe} finished rows are safe on disk"
     return BatchgenError(f"cannot {action}: {what}{safe}: {fix} and run the same command again")

@@ -15,8 +15,13 @@ _KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s
 
 @dataclass(frozen=True)
 class Device:
-    """kind: "cpu", "cuda" or "emulated". Of an emulated one: its memory in bytes, and throttled rates of its links in bytes
-    per second (None: as fast as they are)."""
+    """A device that computes.
+
+    Attributes:
+        kind: "cpu", "cuda" or "emulated".
+        gpu_memory_bytes: memory of an emulated one.
+        h2d_bytes_per_s, d2h_bytes_per_s: throttled rates of its links; None: as fast as they are.
+    """
 
     kind: str
     gpu_memory_bytes: int | None = None
@@ -31,7 +36,7 @@ class Device:
     def __str__(self) -> str:
         if self.kind != _EMULATED:
             return self.kind
-        text = f"{_EMULATED}:gpu-memory={format_bytes(self.gpu_memory_bytes).replace(' ', '')}"
+        text = f"{_EMULATED}:gpu-memory={format_bytes(self.gpu_memory_bytes or 0).replace(' ', '')}"
         for name, rate in (("h2d", self.h2d_bytes_per_s), ("d2h", self.d2h_bytes_per_s)):
             text += "" if rate is None else f",{name}={format_bytes(rate).replace(' ', '')}/s"
         return text
@@ -56,8 +61,10 @@ def compute_capability() -> tuple[int, int]:
 
 
 def sixteen_bits(capability: tuple[int, int]) -> str:
-    """The 16-bit dtype that a card of this compute capability multiplies fast: before Ampere (8.0) tensor cores know no
-    bfloat16."""
+    """The 16-bit dtype that a card of this compute capability multiplies fast.
+
+    Before Ampere (8.0) tensor cores know no bfloat16.
+    """
     return "bfloat16" if capability >= (8, 0) else "float16"
 
 

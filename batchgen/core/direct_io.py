@@ -1,6 +1,7 @@
-"""Files read and written past the page cache, in large pieces, so that a memory limit is a limit and rates are the disk's.
+"""Files read and written past the page cache, in large pieces.
 
-Where a filesystem cannot do direct I/O (tmpfs), the cache is used and emptied of the file behind each transfer.
+So a memory limit is a limit, and rates are the disk's. Where a filesystem cannot do direct I/O (tmpfs), the cache is used and
+emptied of the file behind each transfer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def aligned(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int, kind: type[mmap.mmap] = mmap.mmap) -> mmap.mmap:
-    """Fresh memory that direct I/O can use, private to this process, its size rounded up; pages are taken on first
-    use, huge ones where the kernel has them."""
+    """Fresh memory that direct I/O can use, private to this process, its size rounded up.
+
+    Pages are allocated on first use, huge ones where the kernel has them.
+    """
     buffer = kind(-1, max(ALIGNMENT, aligned(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
@@ -39,9 +42,13 @@ class DirectFile:
     """An open file. Offsets are multiples of ALIGNMENT, buffers begin on and have sizes of such multiples."""
 
     def __init__(self, path: Path | str, *, size_bytes: int | None = None) -> None:
-        """size_bytes: makes the file, of that size, to be written and read; None: opens one that is there, to read.
+        """Open a file, or make one.
 
-        Raises OSError."""
+        Raises OSError.
+
+        Args:
+            size_bytes: makes the file, of that size, to be written and read; None: opens one that is there, to read.
+        """
         self.path = Path(path)
         flags = os.O_RDONLY if size_bytes is None else os.O_RDWR | os.O_CREAT
         try:
@@ -59,13 +66,16 @@ class DirectFile:
         self._workers: ThreadPoolExecutor | None = None
 
     def read(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Fills each buffer from its offset; only the end of the file may cut one short. Returns bytes read.
+        """Fill each buffer from its offset; only the end of the file may cut one short.
 
-        Raises OSError."""
+        Returns bytes read.
+
+        Raises OSError.
+        """
         return self._all(self._read_one, pieces)
 
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Writes each buffer at its offset. Returns bytes written. Raises OSError."""
+        """Write each buffer at its offset. Returns bytes written. Raises OSError."""
         return self._all(self._write_one, pieces)
 
     def close(self) -> None:
@@ -75,17 +85,14 @@ class DirectFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _all(self, transfer, pieces: Iterable[tuple[int, memoryview]]) -> int:
+    def _all(self, transfer: Callable[[int, memoryview], int], pieces: Iterable[tuple[int, memoryview]]) -> int:
         pieces = list(pieces)
         if len(pieces) < 2 or len(pieces[0][1]) >= _LARGE_BYTES:
-            return sum(transfer(*piece) for piece in pieces)
+            return _each(transfer, pieces)
         if self._workers is None:
             self._workers = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="batchgen-disk")
-        shares = [
-            self._workers.submit(lambda w=w: sum(transfer(*p) for p in pieces[w::_IN_FLIGHT]))
-            for w in range(_IN_FLIGHT)
-        ]
-        return sum(share.result() for share in shares)
+        parts = [self._workers.submit(_each, transfer, pieces[w::_IN_FLIGHT]) for w in range(_IN_FLIGHT)]
+        return sum(part.result() for part in parts)
 
     def _read_one(self, offset: int, buffer: memoryview) -> int:
         done = 0
@@ -108,6 +115,11 @@ class DirectFile:
         return done
 
 
+def _each(transfer: Callable[[int, memoryview], int], pieces: list[tuple[int, memoryview]]) -> int:
+    """Bytes moved by one transfer after the other."""
+    return sum(transfer(offset, buffer) for offset, buffer in pieces)
+
+
 @contextlib.contextmanager
 def offload_errors(directory: Path) -> Iterator[None]:
     """An OSError within becomes an InputError that names the directory of --offload-dir."""
@@ -116,7 +128,7 @@ def offload_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         what = error.strerror or str(error)
         raise InputError(
-            f"--offload-dir {directory}: {what}; name a directory with room that you may write to"
+            f"--offload-dir {directory}: {what}; name a directory with free space that you may write to"
         ) from error
 
 

@@ -6,7 +6,9 @@ Anything else that escapes is a bug in batchgen.
 
 
 class BatchgenError(Exception):
-    """A job cannot start or go on. The message is one line and names the fix.
+    """A job cannot start or go on.
+
+    The message is one line and names the fix.
 
     `exit_code` is what the process ends with (see `batchgen run --help`).
     """
@@ -21,8 +23,10 @@ class InputError(BatchgenError):
 
 
 class JobStopped(BatchgenError):
-    """A job is not done, and nothing is wrong: the deadline came first, or it waits to be run elsewhere. Finished rows are saved;
-    the same call goes on."""
+    """A job is not done, and nothing is wrong: the deadline came first, or it waits to be run elsewhere.
+
+    Finished rows are saved; the same call goes on.
+    """
 
     exit_code = 3
 

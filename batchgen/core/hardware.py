@@ -20,9 +20,11 @@ SIXTEEN_BIT = ("bfloat16", "float16")
 class Rates:
     """A rate as a function of sizes, as measured at a grid of points.
 
-    axes: names of the sizes, outermost first. points: with no axes a number; else (size, points of the remaining
-    axes) pairs in ascending order. Between points the logarithm of the rate is linear in the logarithm of the
-    size; beyond the ends it is what it is at the end.
+    Attributes:
+        axes: names of the sizes, outermost first.
+        points: with no axes a number; else (size, points of the remaining axes) pairs in ascending order. Between
+            points the logarithm of the rate is linear in the logarithm of the size; beyond the ends it is what it is at
+            the end.
     """
 
     axes: tuple[str, ...]
@@ -41,8 +43,11 @@ class Rates:
 
     @classmethod
     def from_json(cls, value: Any, name: str, known_axes: tuple[str, ...]) -> Rates:
-        """Raises InputError, calling the field `name`, unless every rate and size is a positive number and every axis one
-        of those known."""
+        """Read what `to_json` gives.
+
+        Raises InputError, calling the field `name`, unless every rate and size is a positive number and every axis one
+        of those known.
+        """
         if not isinstance(value, Mapping):
             return cls((), _positive(value, name))
         if not isinstance(value.get("axes"), list) or "points" not in value:
@@ -57,7 +62,8 @@ class Rates:
 
 def _interpolate(points: Any, sizes: list[float]) -> float:
     if not sizes:
-        return points
+        rate: float = points
+        return rate
     xs = [x for x, _ in points]
     x = min(max(sizes[0], xs[0]), xs[-1])
     right = max(1, bisect.bisect_left(xs, x))
@@ -65,8 +71,8 @@ def _interpolate(points: Any, sizes: list[float]) -> float:
     if len(xs) == 1 or x == xs[right]:
         return high
     low = _interpolate(points[right - 1][1], sizes[1:])
-    share = math.log(x / xs[right - 1]) / math.log(xs[right] / xs[right - 1])
-    return math.exp((1 - share) * math.log(low) + share * math.log(high))
+    fraction = math.log(x / xs[right - 1]) / math.log(xs[right] / xs[right - 1])
+    return math.exp((1 - fraction) * math.log(low) + fraction * math.log(high))
 
 
 def _map_points(points: Any, depth: int, function: Callable[[float], float]) -> Any:
@@ -105,18 +111,19 @@ _AXES = {
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What one compute device does, per number format ("bfloat16", "float32", ..., "int4" for KV).
+    """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" for KV).
 
-    gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).
-    prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
-    shared_attention_flops_per_s: attention of many sequences to one prefix of `context` tokens that they share; where
-        there is none, as fast as prefill attention.
-    decode_attention_bytes_per_s: stored KV bytes attended to, over `group` (query heads per KV head), `batch`
-        (sequences) and `context` (tokens each).
-    elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
-    expand_bytes_per_s: 4-bit weights or KV to the compute format, in expanded bytes; None: not supported.
-    step_overhead_s: fixed cost of one layer of one GPU batch. launch_overhead_s: what the host takes to launch one, ahead of a device
-        that computes meanwhile.
+    Attributes:
+        gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).
+        prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
+        shared_attention_flops_per_s: attention of many sequences to one prefix of `context` tokens that they share;
+            where there is none, as fast as prefill attention.
+        decode_attention_bytes_per_s: stored KV bytes attended to, over `group` (query heads per KV head), `batch`
+            (sequences) and `context` (tokens each).
+        elementwise_bytes_per_s: activations read and written by norms, rotary embedding, activation and adds.
+        expand_bytes_per_s: 4-bit weights or KV to the compute dtype, in dequantized bytes; None: not supported.
+        step_overhead_s: fixed cost of one layer of one micro-batch.
+        launch_overhead_s: what the host takes to launch one, ahead of a device that computes meanwhile.
     """
 
     gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
@@ -128,42 +135,48 @@ class ComputeRates:
     step_overhead_s: float = 0.0
     launch_overhead_s: float = 0.0
 
-    def rates(self, kind: str, number_format: str) -> Rates:
+    def rates(self, kind: str, dtype: str) -> Rates:
         """The table `kind` for a format; the two 16-bit formats stand in for each other. Raises InputError."""
-        table = getattr(self, kind)
-        for name in _stand_ins(number_format):
+        table: dict[str, Rates] = getattr(self, kind)
+        for name in _stand_ins(dtype):
             if name in table:
                 return table[name]
         raise InputError(
-            f"the hardware profile has no {kind} for {number_format} (it has {', '.join(table) or 'none'}):"
+            f"the hardware profile has no {kind} for {dtype} (it has {', '.join(table) or 'none'}):"
             " measure with `batchgen profile --refresh`, or choose another --dtype"
         )
 
-    def has_rates(self, kind: str, number_format: str) -> bool:
-        return any(name in getattr(self, kind) for name in _stand_ins(number_format))
+    def has_rates(self, kind: str, dtype: str) -> bool:
+        return any(name in getattr(self, kind) for name in _stand_ins(dtype))
 
 
-def _stand_ins(number_format: str) -> tuple[str, ...]:
-    return (number_format, *(SIXTEEN_BIT if number_format in SIXTEEN_BIT else ()))
+def _stand_ins(dtype: str) -> tuple[str, ...]:
+    return (dtype, *(SIXTEEN_BIT if dtype in SIXTEEN_BIT else ()))
 
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One machine. Rates in bytes, FLOPs or items per second; sizes in bytes.
+    """One machine.
 
-    gpu: None on a CPU-only machine; h2d, d2h and gpu_memory_bytes are then None too.
-    gpu_memory_bytes, cpu_memory_bytes, disk_bytes: what a job may use at most.
-    dram_bytes_per_s: host memory traffic, all of it together.
-    sampling_logits_per_s: logits turned into tokens. sweep_overhead_s: fixed cost of one sweep (scheduling, packing);
-    sequence_overhead_s: per sequence and sweep; row_overhead_s: per row (prompt in, text out).
-    load_bytes_per_s: weights from safetensors to where they belong, in bytes of the compute format. gguf_load_bytes_per_s: from
-    a quantised GGUF, in bytes of 16-bit weights whatever the format; None: GGUFs load as safetensors do.
-    first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
-    disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight; disk_cpu_overhead_s: for
-    which it takes a core.
-    shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns. copy_bytes_per_s:
-    copies between memories that take those cores; None: they take none.
-    sources: where each figure comes from, by field name; empty for a measured profile.
+    Rates in bytes, FLOPs or items per second; sizes in bytes.
+
+    Attributes:
+        gpu: None on a CPU-only machine; h2d, d2h and gpu_memory_bytes are then None too.
+        gpu_memory_bytes, cpu_memory_bytes, disk_bytes: what a job may use at most.
+        dram_bytes_per_s: host memory traffic, all of it together.
+        sampling_logits_per_s: logits turned into tokens.
+        sweep_overhead_s: fixed cost of one sweep (scheduling, packing).
+        sequence_overhead_s: per sequence and sweep.
+        row_overhead_s: per row (prompt in, text out).
+        load_bytes_per_s: weights from safetensors to where they belong, in bytes of the compute format.
+        gguf_load_bytes_per_s: from a quantised GGUF, in bytes of 16-bit weights whatever the format; None: GGUFs load
+            as safetensors do.
+        first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
+        disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
+        disk_cpu_overhead_s: for which it takes a core.
+        shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns.
+        copy_bytes_per_s: copies between memories that take those cores; None: they take none.
+        sources: where each figure comes from, by field name; empty for a measured profile.
     """
 
     name: str
@@ -210,29 +223,31 @@ class HardwareProfile:
     def scaled(self, **factors: float) -> HardwareProfile:
         """A machine with some rates or sizes multiplied: scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1).
 
-        Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise"
-        and "expand" of the compute device; "cpu_decode_attention".
+        Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention",
+        "elementwise" and "expand" of the compute device; "cpu_decode_attention".
         """
         profile = self
+        change: dict[str, Any]
         for name, factor in factors.items():
             if name == "cpu_decode_attention":
                 profile = replace(profile, cpu=_scale_tables(profile.cpu, "decode_attention_bytes_per_s", factor))
             elif name in _COMPUTE_FIELDS:
                 device = "gpu" if profile.gpu else "cpu"
-                scaled = _scale_tables(getattr(profile, device), _COMPUTE_FIELDS[name], factor)
-                profile = replace(profile, **{device: scaled})
+                change = {device: _scale_tables(getattr(profile, device), _COMPUTE_FIELDS[name], factor)}
+                profile = replace(profile, **change)
             else:
                 value = getattr(profile, name) * factor
-                profile = replace(profile, **{name: int(value) if name.endswith("_bytes") else value})
+                change = {name: int(value) if name.endswith("_bytes") else value}
+                profile = replace(profile, **change)
         return profile
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
 
     @classmethod
     def from_json(cls, values: Any) -> HardwareProfile:
-        """Raises InputError, naming the field, where one is missing, unknown or absurd."""
+        """Read what `to_json` gives. Raises InputError, naming the field, where one is missing, unknown or absurd."""
         if not isinstance(values, Mapping):
             raise InputError("a hardware profile is a JSON object: write one with `batchgen profile -o FILE`")
         _check_names(cls, values, "")
@@ -269,18 +284,27 @@ _COMPUTE_FIELDS = {
 
 
 def _scale_tables(rates: ComputeRates, name: str, factor: float) -> ComputeRates:
-    value = getattr(rates, name)
+    value: Any = getattr(rates, name)
     if isinstance(value, dict):
-        return replace(rates, **{name: {key: table.scaled(factor) for key, table in value.items()}})
-    return replace(rates, **{name: value and value * factor})
+        value = {key: table.scaled(factor) for key, table in value.items()}
+    else:
+        value = value and value * factor
+    change: dict[str, Any] = {name: value}
+    return replace(rates, **change)
 
 
-def _check_names(cls: type, values: Mapping, prefix: str) -> None:
-    known = {f.name: f for f in fields(cls)}
+def known(rate: float | None) -> float:
+    """A rate that the machine in question has: of its GPU where there is one, of dequantizing where int4 is allowed."""
+    assert rate is not None
+    return rate
+
+
+def _check_names(cls: type[Any], values: Mapping[str, Any], prefix: str) -> None:
+    own = {f.name: f for f in fields(cls)}
     for name in values:
-        if name not in known:
+        if name not in own:
             raise InputError(f"hardware profile: {prefix}{name} is no field of it")
-    for name, f in known.items():
+    for name, f in own.items():
         has_default = f.default is not f.default_factory  # both are MISSING where there is none
         if name not in values and not has_default and name != "gpu":
             raise InputError(f"hardware profile: {prefix}{name} is missing")
@@ -290,7 +314,7 @@ def _not_negative(value: Any, name: str) -> float:
     return 0.0 if value == 0 and not isinstance(value, bool) else _positive(value, name)
 
 
-def _compute_to_json(rates: ComputeRates) -> dict:
+def _compute_to_json(rates: ComputeRates) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         return {key: table.to_json() for key, table in value.items()} if isinstance(value, dict) else value
 
@@ -309,7 +333,7 @@ def _compute_from_json(values: Any, device: str) -> ComputeRates:
         elif name == "expand_bytes_per_s":
             checked[name] = None if value is None else _positive(value, full)
         elif not isinstance(value, Mapping):
-            raise InputError(f"hardware profile: {full} must map number formats to rates")
+            raise InputError(f"hardware profile: {full} must map dtypes to rates")
         else:
             checked[name] = {key: Rates.from_json(table, f"{full}.{key}", _AXES[name]) for key, table in value.items()}
     return ComputeRates(**checked)

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from batchgen import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -48,7 +48,7 @@ def guarded() -> Iterator[None]:
         guard.start()
         yield
     except BaseException:
-        if guard.interrupted:  # whatever became of it on the way here
+        if guard.interrupted:  # whatever else was raised on the way here
             guard.save_and_end()
         raise
     finally:
@@ -65,7 +65,7 @@ class _Guard:
         self._ending = threading.Lock()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._handlers_before: dict[int, object] = {}
+        self._handlers_before: dict[int, Any] = {}
         self._wakeup_before = -1
 
     def start(self) -> None:
@@ -151,5 +151,5 @@ def _leave_to_parent() -> None:
     _after_fork()
 
 
-_mask_before: set[signal.Signals] = set()
+_mask_before: set[int | signal.Signals] = set()
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_leave_to_parent)

@@ -20,7 +20,7 @@ def available_memory_bytes() -> int:
     available = _meminfo().get("MemAvailable")
     if available is None:  # not Linux
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min([available, *_cgroup_room()])
+    return min([available, *_cgroup_headroom()])
 
 
 def resident_bytes() -> int:
@@ -43,8 +43,10 @@ def peak_resident_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed blocks for the next sweep instead of giving them back to the kernel, which would cost a
-    page fault for every page of every intermediate result. Elsewhere it does nothing."""
+    """Tell glibc to keep freed blocks for the next sweep instead of giving them back to the kernel.
+
+    That would cost a page fault for every page of every intermediate result. Does nothing where there is no glibc.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)
@@ -52,7 +54,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Gives freed blocks back to the kernel after all, once work of another kind is done."""
+    """Give freed blocks back to the kernel after all, once work of another kind is done."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -66,7 +68,7 @@ def _meminfo() -> dict[str, int]:
     return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
 
 
-def _cgroup_room() -> list[int]:
+def _cgroup_headroom() -> list[int]:
     """Limit less use, for every cgroup (version 1 or 2) this process is in and every one above those.
 
     Page cache the kernel would give back first (inactive_file) does not count as used.
@@ -75,7 +77,7 @@ def _cgroup_room() -> list[int]:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
-    room = []
+    headroom = []
     for _, controllers, path in groups:
         if controllers == "":
             root, limit_name, use_name, cache_key = _CGROUP, "memory.max", "memory.current", "inactive_file"
@@ -92,7 +94,7 @@ def _cgroup_room() -> list[int]:
             except (OSError, ValueError):
                 limit = "max"  # not mounted here, or the root, which has no limit
             if limit != "max":
-                room.append(max(0, int(limit) - used + int(stat.get(cache_key, 0))))
+                headroom.append(max(0, int(limit) - used + int(stat.get(cache_key, 0))))
             if group == root:
                 break
-    return room
+    return headroom

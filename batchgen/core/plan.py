@@ -11,7 +11,7 @@ from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
 # Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's
-# result is collected one sweep later) has its place here; no runtime carries it out yet, so no plan uses it.
+# result is collected one sweep later) is named here; no runtime carries it out yet, so no plan uses it.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
@@ -37,17 +37,24 @@ def passing_bytes(block_bytes: int, staging_blocks: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """admission: "continuous" or "static".
-    gpu_batch_size, num_gpu_batches: FlexGen's; their product, the block, is the most sequences in flight.
-    max_num_batched_tokens: most tokens in one sweep. max_model_len: longest prompt plus output, in tokens.
-    kv_block_size: tokens per KV block. kv_blocks: tier -> KV blocks in its pool, for all layers together.
-    share_prefixes: whether rows take over the KV of a prompt prefix that another row has computed.
-    weight_format, kv_format: stored number formats.
-    weight_layers: for each weight matrix of a layer, in how many layers it is homed on (GPU, CPU, disk).
-    head_tier: home of the output matrix. kv_seqs: sequences of the block in each KV class.
-    activation_batches: GPU batches whose activations between layers stay on (GPU, CPU).
-    batch_order: "even": GPU batches of equal tokens; "neo": of two, one has what the CPU attends to (NEO section 3).
-    embedding_tier: home of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
+    """How a job is run: the part of a plan that the engine follows.
+
+    Attributes:
+        admission: "continuous" or "static".
+        gpu_batch_size, num_gpu_batches: FlexGen's; their product, the block, is the most sequences in flight.
+        max_num_batched_tokens: most tokens in one sweep.
+        max_model_len: longest prompt plus output, in tokens.
+        kv_block_size: tokens per KV block.
+        kv_blocks: tier -> KV blocks in its pool, for all layers together.
+        share_prefixes: whether rows take over the KV of a prompt prefix that another row has computed.
+        weight_format, kv_format: stored dtypes.
+        weight_layers: for each weight matrix of a layer, in how many layers it lives on (GPU, CPU, disk).
+        head_tier: tier of the output matrix.
+        kv_seqs: sequences of the block in each KV class.
+        activation_batches: micro-batches whose activations between layers stay on (GPU, CPU).
+        batch_order: "even": micro-batches of equal tokens; "neo": of two, one has what the CPU attends to (NEO section
+            3).
+        embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
     """
 
     admission: str
@@ -74,22 +81,24 @@ class Policy:
 
     @property
     def all_on_gpu(self) -> bool:
-        """Whether nothing moves between tiers in a sweep of one GPU batch."""
+        """Whether nothing moves between tiers in a sweep of one micro-batch."""
         layers = all(not on_cpu and not on_disk for _, on_cpu, on_disk in self.weight_layers.values())
         kv = all(c == "gpu" for c, count in self.kv_seqs.items() if count)
         return self.num_gpu_batches == 1 and self.head_tier == "gpu" and layers and kv
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"max_num_seqs": self.max_num_seqs}
 
 
 def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
-    """The tier of each layer, when `counts` layers are to be on (GPU, CPU, disk): as evenly mixed as can be, so that
-    every layer has about as much to load as the next."""
+    """The tier of each layer, when `counts` layers are to be on (GPU, CPU, disk).
+
+    They are as evenly mixed as can be, so that every layer has about as much to load as the next.
+    """
     total = sum(counts)
     placed = [0, 0, 0]
     for layer in range(total):
-        # The tier that is furthest behind its share.
+        # The tier that is furthest behind its part.
         tier = max(range(3), key=lambda t: (counts[t] * (layer + 1) / total - placed[t], counts[t]))
         placed[tier] += 1
         yield TIERS[tier]
@@ -97,11 +106,15 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where memory goes. budgets: bytes per tier. parts: tier -> what for -> bytes; they add up to at most the budget.
+    """Where memory goes.
 
-    kv_blocks: KV blocks of each tier's pool. staging_blocks: of each buffer through which KV passes on its way to the
-    compute device. batch_tokens: the most tokens of one GPU batch. logit_rows: rows of logits that are made together; None:
-    all of a GPU batch.
+    Attributes:
+        budgets: bytes per tier.
+        parts: tier -> what for -> bytes; they add up to at most the budget.
+        kv_blocks: KV blocks of each tier's pool.
+        staging_blocks: of each buffer through which KV passes on its way to the compute device.
+        batch_tokens: the most tokens of one micro-batch.
+        logit_rows: rows of logits that are made together; None: all of a micro-batch.
     """
 
     budgets: Mapping[str, int]
@@ -111,19 +124,25 @@ class MemoryPlan:
     batch_tokens: int
     logit_rows: int | None = None
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to do. Times in seconds, sizes in bytes.
+    """What a plan is expected to do.
 
-    total_s: the whole job, from start to finished output; low_s and high_s bracket it. startup_s: until the first sweep.
-    bound_s: of the sweeps, what no placement at this block size can beat. lane_s: busy time of each resource.
-    memory_bytes: tier -> part -> bytes. block_latency_s: from a block's first prompt to its last token.
-    memory_price_s: seconds one more GiB of a tier would save; lane_price_s: seconds 10 % more of a lane's rate would
-    save; both to first order, at this block size.
+    Times in seconds, sizes in bytes.
+
+    Attributes:
+        total_s: the whole job, from start to finished output; low_s and high_s bracket it.
+        startup_s: until the first sweep.
+        bound_s: of the sweeps, what no placement at this block size can beat.
+        lane_s: busy time of each resource.
+        memory_bytes: tier -> part -> bytes.
+        block_latency_s: from a block's first prompt to its last token.
+        memory_price_s: seconds one more GiB of a tier would save.
+        lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
     """
 
     total_s: float
@@ -141,15 +160,17 @@ class Prediction:
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy, what it is for, and what it is expected to do. budgets: bytes per tier it was made for.
+    """A policy, what it is for, and what it is expected to do.
 
-    placement_bytes: weights, KV and activations -> tier -> bytes.
+    Attributes:
+        budgets: bytes per tier it was made for.
+        placement_bytes: weights, KV and activations -> tier -> bytes.
     """
 
     model: str
@@ -161,12 +182,12 @@ class Plan:
     placement_bytes: Mapping[str, Mapping[str, float]]
     prediction: Prediction
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}
 
     @classmethod
     def from_json(cls, values: Any) -> Plan:
-        """Raises InputError unless `values` is what `to_json` gives."""
+        """Read what `to_json` gives. Raises InputError where `values` is anything else."""
         try:
             parsed = {
                 "workload": Workload.from_json(values["workload"]),

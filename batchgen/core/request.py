@@ -5,28 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from batchgen.core.errors import InputError
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. Names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+    """How tokens are chosen.
 
-    max_tokens: most tokens generated per sample, at least 1.
-    temperature: 0 is greedy; otherwise logits are divided by it.
-    top_p, top_k, min_p: keep the smallest set of tokens with this probability mass (1 is off), the k
-        likeliest (0 is off), those at least `min_p` times as likely as the likeliest (0 is off).
-    repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied
-        (if negative) by it; 1 is off.
-    n: samples per request. seed: with row id, sample and step it decides every draw.
-    stop: strings that end a sample; the text ends before them. stop_token_ids: tokens that end a sample.
-    ignore_eos: go on past the model's end-of-text tokens.
-    logprobs: None, or how many of the likeliest tokens to report beside each chosen one (0: the chosen only),
-        as log-probabilities of the model's own distribution, before temperature, penalties and grammars.
-    json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be given as a
-        mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A sample ends where
-        its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
+    Names and meanings are vLLM's; `temperature` defaults to 0 (greedy).
+
+    Attributes:
+        max_tokens: most tokens generated per sample, at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p, top_k, min_p: keep the smallest set of tokens with this probability mass (1 is off), the k most likely
+            tokens (0 is off), those at least `min_p` times as likely as the most likely one (0 is off).
+        repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied (if
+            negative) by it; 1 is off.
+        n: samples per request.
+        seed: with row id, sample and step it decides every draw.
+        stop: strings that end a sample; the text ends before them.
+        stop_token_ids: tokens that end a sample.
+        ignore_eos: go on past the model's end-of-text tokens.
+        logprobs: None, or how many of the most likely tokens to report beside each chosen one (0: the chosen only), as
+            log-probabilities of the model's own distribution, before temperature, penalties and grammars.
+        json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be
+            given as a mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A
+            sample ends where its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
     """
 
     max_tokens: int = 256
@@ -77,7 +83,7 @@ class SamplingParams:
         """Whether the text must follow a grammar."""
         return self.json_schema is not None or self.regex is not None
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
@@ -90,15 +96,16 @@ class SamplingParams:
 class Request:
     """One row for the engine.
 
-    prompt: text (tokenized with the model's special tokens), token ids, or chat messages
-        (`[{"role": ..., "content": ...}]`, rendered with the model's chat template).
-    sampling: its parameters; None takes those the engine was given.
-    id: decides the row's random draws, with seed, sample and step; None takes the row's position.
-    error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
-    row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
+    Attributes:
+        prompt: text (tokenized with the model's special tokens), token ids, or chat messages (`[{"role": ...,
+            "content": ...}]`, rendered with the model's chat template).
+        sampling: its parameters; None takes those the engine was given.
+        id: decides the row's random draws, with seed, sample and step; None takes the row's position.
+        error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
+        row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
     """
 
-    prompt: str | Sequence[int] | Sequence[dict]
+    prompt: str | Sequence[int] | Sequence[dict[str, Any]]
     sampling: SamplingParams | None = None
     id: str | int | None = None
     error: str | None = None
@@ -117,17 +124,18 @@ def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlon
 class ScoreRequest:
     """A context and what may follow it, for `Engine.score`.
 
-    context: as `Request.prompt`. "" or (): the model's beginning-of-text token stands there, or else its end-of-text token;
-        continuations that are longer than the model's context are scored in windows then.
-    continuations: one or more, texts or token ids. A text is tokenized together with its context: spaces at the context's
-        end belong to the continuation, and its tokens are those that the whole has beyond the context's.
-    id: that of the `Scored`; None takes the request's position.
-    logprobs: None, or how many of the likeliest tokens to report at each position as well, at most 100.
-    error: the row could not be made into a request; it comes back as a failed Scored with this text.
-    row: as of `Request`.
+    Attributes:
+        context: as `Request.prompt`. "" or (): the model's beginning-of-text token stands there, or else its
+            end-of-text token; continuations that are longer than the model's context are scored in windows then.
+        continuations: one or more, texts or token ids. A text is tokenized together with its context: spaces at the
+            context's end belong to the continuation, and its tokens are those that the whole has beyond the context's.
+        id: that of the `Scored`; None takes the request's position.
+        logprobs: None, or how many of the most likely tokens to report at each position as well, at most 100.
+        error: the row could not be made into a request; it comes back as a failed Scored with this text.
+        row: as of `Request`.
     """
 
-    context: str | Sequence[int] | Sequence[dict]
+    context: str | Sequence[int] | Sequence[dict[str, Any]]
     continuations: tuple[str | Sequence[int], ...]
     id: str | int | None = None
     logprobs: int | None = None
@@ -153,7 +161,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The chosen token at one step, or the one that is scored, and the `logprobs` likeliest ones, best first."""
+    """The chosen token at one step, or the one that is scored, and the `logprobs` most likely ones, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -161,9 +169,12 @@ class PositionLogprobs:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated text. finish_reason: "stop" (end of text or a stop string/token) or "length".
+    """One generated text.
 
     `stop` tells which stop string or stop token id ended it, None where it was the end of text.
+
+    Attributes:
+        finish_reason: "stop" (end of text or a stop string/token) or "length".
     """
 
     text: str
@@ -175,10 +186,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one request: `samples` (one per `n`), or `error` and no samples.
+    """The result of one request: `samples` (one per `n`), or `error` and no samples.
 
-    index: the request's position in the iterable given to the engine, from 0. Completions come in the order
-    in which they finish. cached_tokens: prompt tokens whose KV another row had already computed. row: the request's.
+    Attributes:
+        index: the request's position in the iterable given to the engine, from 0. Completions come in the order in
+            which they finish.
+        cached_tokens: prompt tokens whose KV another row had already computed.
+        row: the request's.
     """
 
     index: int
@@ -197,8 +211,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely a continuation is. logprob: natural logarithm, summed over its tokens. is_greedy: each of them is the
-    likeliest given what is before it (of equally likely ones the first). tokens: one by one."""
+    """How likely a continuation is.
+
+    Attributes:
+        logprob: natural logarithm, summed over its tokens.
+        is_greedy: each of them is the argmax given what is before it (of equally likely ones the first).
+        tokens: one by one.
+    """
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -208,7 +227,7 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of one ScoreRequest: `scores`, one per continuation, or `error` and none. For the rest see Completion."""
+    """The result of one ScoreRequest: `scores`, one per continuation, or `error` and none. For the rest see Completion."""
 
     index: int
     id: str | int

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from batchgen.core.errors import InputError
 
@@ -30,9 +31,9 @@ class Lengths:
         sums = [0, *itertools.accumulate(ordered)]
         width = len(ordered) / limit  # of a part, in counts; one that is cut belongs to both
 
-        def sum_to(place: float) -> float:
-            whole = int(place)
-            return sums[whole] + (place - whole) * (sums[min(whole + 1, len(ordered))] - sums[whole])
+        def sum_to(position: float) -> float:
+            whole = int(position)
+            return sums[whole] + (position - whole) * (sums[min(whole + 1, len(ordered))] - sums[whole])
 
         edges = [sum_to(i * len(ordered) / limit) for i in range(limit + 1)]
         return cls(tuple(round((b - a) / width) for a, b in itertools.pairwise(edges)))
@@ -49,18 +50,22 @@ class Lengths:
     def max(self) -> int:
         return self.values[-1]
 
-    def quantile(self, share: float) -> int:
-        """The value that `share` of the lengths do not exceed."""
-        return self.values[max(0, math.ceil(share * len(self.values)) - 1)]
+    def quantile(self, fraction: float) -> int:
+        """The value that `fraction` of the lengths do not exceed."""
+        return self.values[max(0, math.ceil(fraction * len(self.values)) - 1)]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """num_seqs: sequences to generate (rows times samples). prompt_len, output_len: tokens per sequence.
+    """What a job asks for, in sequences and tokens.
 
-    max_output_len: the limit that KV is reserved for. shared_prefix_len: prompt tokens, on average, whose KV an
-    earlier row has computed already. scored_len: positions of a sequence whose logits are asked for, on average, where
-    sequences are scored: they are over when their prompts have run, as if their outputs were of 1 token; None: they generate.
+    Attributes:
+        num_seqs: sequences to generate (rows times samples).
+        prompt_len, output_len: tokens per sequence.
+        max_output_len: the limit that KV is reserved for.
+        shared_prefix_len: prompt tokens, on average, whose KV an earlier row has computed already.
+        scored_len: positions of a sequence whose logits are computed, on average, where sequences are scored: they are
+            over when their prompts have run, as if their outputs were of 1 token; None: they generate.
     """
 
     num_seqs: int
@@ -105,11 +110,11 @@ class Workload:
         """Prompt tokens per row that have to be prefilled."""
         return self.prompt_len.mean - self.shared_prefix_len
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict) -> Workload:
+    def from_json(cls, values: dict[str, Any]) -> Workload:
         lengths = {name: Lengths(tuple(values[name]["values"])) for name in ("prompt_len", "output_len")}
         return cls(**(values | lengths))
 

@@ -17,7 +17,10 @@ Continuations = tuple[str | list[int], ...]
 @dataclass(frozen=True)
 class ContinuationSpec:
     """Where continuations come from: `column` (a text, a list of texts, token ids, or a list of these), `choices` or
-    `choices_column` (lists of texts); with none of them the prompt is what is scored. Raises InputError."""
+    `choices_column` (lists of texts); with none of them the prompt is what is scored.
+
+    Raises InputError.
+    """
 
     column: str | None = None
     choices: tuple[str, ...] = ()
@@ -39,22 +42,24 @@ class ContinuationSpec:
         """Whether the prompt itself is scored."""
         return not (self.column or self.choices or self.choices_column)
 
-    def identity(self) -> dict:
+    def identity(self) -> dict[str, Any]:
         """What decides the continuations, as JSON values."""
         return {"column": self.column, "choices": list(self.choices), "choices_column": self.choices_column}
 
 
 @dataclass(frozen=True)
 class CompiledContinuations:
-    """A checked spec: the columns it reads, and {column: value} -> continuations, which raises RowError. None: the prompt
-    itself is scored."""
+    """A checked spec: the columns it reads, and {column: value} -> continuations, which raises RowError.
+
+    None: the prompt itself is scored.
+    """
 
     columns: tuple[str, ...] = ()
     of_row: Callable[[dict[str, Any]], Continuations] | None = None
 
 
 def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> CompiledContinuations:
-    """Checks the spec against the columns of the input. Raises InputError."""
+    """Check the spec against the columns of the input. Raises InputError."""
     if spec.whole:
         return CompiledContinuations()
     if spec.choices:
@@ -64,6 +69,7 @@ def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> Compiled
         if not (is_list(kind) and is_text(kind.value_type)):
             raise InputError(f"--choices-column {column!r} holds {kind}: it must be lists of texts")
         return CompiledContinuations((column,), lambda row: _several(row[column], column))
+    assert spec.column is not None  # or it would be `whole`
     column, kind = spec.column, value_type(schema, spec.column, "--continuations-column")
     if is_text(kind) or is_token_list(kind):
         return CompiledContinuations((column,), lambda row: (_one(row[column], column),))
@@ -74,13 +80,13 @@ def compile_continuations(spec: ContinuationSpec, schema: pa.Schema) -> Compiled
     )
 
 
-def _several(values: list | None, column: str) -> Continuations:
+def _several(values: list[Any] | None, column: str) -> Continuations:
     if values is not None and not values:
         raise RowError(f"column {column!r} has no continuations")
     return tuple(_one(value, column) for value in _there(values, column))
 
 
-def _one(value: str | list | None, column: str) -> str | list[int]:
+def _one(value: str | list[Any] | None, column: str) -> str | list[int]:
     if not isinstance(value, str) and None in _there(value, column):
         raise RowError(f"column {column!r} has a null token id")
     if not value:

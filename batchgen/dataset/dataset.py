@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
@@ -11,13 +12,15 @@ from batchgen.dataset.source import Source
 
 
 class Dataset:
-    """The rows of one input that this job is about. Made by `open_dataset`.
+    """The rows of one input that this job is about.
 
-    Row indices count from 0 over the whole input, whatever `limit` and `shard` leave of it. It may be
-    iterated any number of times.
+    Made by `open_dataset`.
+
+    Row indices count from 0 over the whole input, whatever `limit` and `shard` leave of it. It may be iterated any
+    number of times.
     """
 
-    def __init__(self, source: Source, limit: int | None, shard: tuple[int, int] | None):
+    def __init__(self, source: Source, limit: int | None, shard: tuple[int, int] | None) -> None:
         self._source, self._limit, self._shard = source, limit, shard
         self._total = source.total_rows  # rows after `limit`; None until counted
         if self._total is not None and limit is not None:
@@ -41,34 +44,34 @@ class Dataset:
     @property
     def num_rows(self) -> int | None:
         """Rows after limit and shard, or None where only `count_rows()` can tell."""
-        if self._total is None:
-            return None
         begin, stop = self._bounds()
-        return stop - begin
+        return None if self._total is None or stop is None else stop - begin
 
     def count_rows(self) -> int:
         """`num_rows`, with a pass over the input where that is needed (once)."""
         if self._total is None:
             counts = (batch.num_rows for _, batch in self._clipped(0, self._limit, 1024))
             self._total = sum(counts)
-        return self.num_rows
+        num_rows = self.num_rows
+        assert num_rows is not None  # they are counted
+        return num_rows
 
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(index of the first row, batch) in input order, from row `start_row` on.
 
-        Batches hold 1 to `batch_rows` rows, cut wherever the reader finds it cheapest. Raises InputError,
-        naming the file, where it turns out to be corrupt on the way.
+        Batches hold 1 to `batch_rows` rows, cut wherever the reader finds it cheapest. Raises InputError, naming the
+        file, where it turns out to be corrupt on the way.
         """
         if self._shard is not None:
             self.count_rows()
         begin, stop = self._bounds()
         return self._clipped(max(begin, start_row), stop, batch_rows)
 
-    def identity(self) -> dict:
+    def identity(self) -> dict[str, Any]:
         """What decides whether this is the same input, as JSON values: names, sizes, hashes, columns.
 
-        No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the
-        shard, which belong to the job.
+        No absolute path and no time stamp, so that a copied input is the same input; and not the limit or the shard,
+        which belong to the job.
         """
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}

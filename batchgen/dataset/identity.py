@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from batchgen.dataset.source import naming
 
@@ -13,12 +14,12 @@ _HASH_SAMPLE_BYTES = 64 << 10
 _HASH_SAMPLES = 64
 
 
-def files_identity(paths: list[str]) -> dict:
+def files_identity(paths: list[str]) -> dict[str, Any]:
     """What tells these files from others, wherever they lie: see `Dataset.identity`."""
     return {"files": [_file_identity(path) for path in paths]}
 
 
-def _file_identity(path: str) -> dict:
+def _file_identity(path: str) -> dict[str, Any]:
     """Name, size and SHA-256; of a file over 64 MiB, of its head, its tail and 64 evenly spaced samples."""
     digest = hashlib.sha256()
     with naming(path), open(path, "rb") as file:

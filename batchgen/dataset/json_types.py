@@ -30,7 +30,7 @@ _SCALARS = {
 }
 
 
-def infer_schema(rows: Iterable[dict], name: str) -> tuple[pa.Schema, int]:
+def infer_schema(rows: Iterable[dict[str, Any]], name: str) -> tuple[pa.Schema, int]:
     """The schema that holds all rows, and their number. A column that no one type holds is text."""
     kinds: Any = {}
     total = 0
@@ -46,8 +46,8 @@ def infer_schema(rows: Iterable[dict], name: str) -> tuple[pa.Schema, int]:
 def _widen(kind: Any, value: Any, depth: int = 0) -> Any:
     """The narrowest kind that holds `value` and everything that `kind` holds.
 
-    A kind is None (only nulls so far), a `_Kind`, another Arrow type, [kind] for lists or {key: kind} for
-    objects. Lists and objects are widened in place.
+    A kind is None (only nulls so far), a `_Kind`, another Arrow type, [kind] for lists or {key: kind} for objects.
+    Lists and objects are widened in place.
     """
     if value is None or kind is _Kind.MIXED:
         return kind

@@ -7,18 +7,20 @@ from typing import Any
 from batchgen.core.errors import RowError
 
 
-def normalize_messages(value: Any) -> list[dict]:
-    """Chat messages as [{"role", "content"}], content a text. Content in text parts is joined by newlines.
+def normalize_messages(value: Any) -> list[dict[str, Any]]:
+    """Chat messages as [{"role", "content"}], content a text.
 
-    Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take
-    (images, tool calls).
+    Content in text parts is joined by newlines.
+
+    Raises RowError: not a non-empty list of such messages, or they carry what a text model cannot take (images, tool
+    calls).
     """
     if not isinstance(value, list) or not value:
         raise RowError("messages are not a list of {role, content} objects, or it is empty")
     return [_normalize_message(message, number) for number, message in enumerate(value, 1)]
 
 
-def _normalize_message(message: Any, number: int) -> dict:
+def _normalize_message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RowError(f"message {number} is not a {{role, content}} object")
     role, content = message.get("role"), message.get("content")
@@ -38,6 +40,7 @@ def _text_part(part: Any, number: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
         raise RowError(f"message {number} has a part of type {kind!r}: only text parts are supported")
-    return part["text"]
+    return text

@@ -26,7 +26,7 @@ _IGNORED = {
     *("prompt_cache_retention", "parallel_tool_calls", "stream_options", "priority", "request_id"),
 }
 # Parameters that are not supported, and the values with which they ask for nothing.
-_NEUTRAL: dict[str, tuple] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, tuple] = {
 }
 
 
-def line_to_row(line: dict) -> dict[str, str | None]:
+def line_to_row(line: dict[str, Any]) -> dict[str, str | None]:
     """The columns of one line's object; None where a value is missing or no string. The body as JSON."""
     row = {name: line.get(name) if isinstance(line.get(name), str) else None for name in COLUMNS}
     body = line.get("body")
@@ -62,8 +62,10 @@ def rows_to_requests(
 ) -> Iterator[Request]:
     """One Request per row of a batch of `COLUMNS`, whose first row is row `first_row` of the input.
 
-    sampling: its `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's
-        defaults (temperature 1). duplicate_rows: rows that fail because an earlier one has their custom_id.
+    Args:
+        sampling: its `max_tokens` and `seed` are those of bodies without their own; all else has OpenAI's defaults
+            (temperature 1).
+        duplicate_rows: rows that fail because an earlier one has their custom_id.
     """
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
         row_id = index if row["custom_id"] is None else row["custom_id"]
@@ -92,7 +94,7 @@ def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[Any
     return parse_body(row["url"], body, sampling)
 
 
-def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, SamplingParams]:
+def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[Any, SamplingParams]:
     """(prompt, sampling) of a request body; the prompt is text, token ids or chat messages.
 
     `max_tokens` and `seed` come from `sampling` where the body has none. Raises RowError, naming the field.
@@ -137,8 +139,8 @@ def parse_body(url: str, body: dict, sampling: SamplingParams) -> tuple[Any, Sam
         raise RowError(str(error)) from error
 
 
-def _take(fields: dict, name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
-    """Removes a field and returns its value, or the default. Raises RowError where it is not valid."""
+def _take(fields: dict[str, Any], name: str, valid: Callable[[Any], bool], rule: str, default: Any = None) -> Any:
+    """Remove a field and return its value, or the default. Raises RowError where it is not valid."""
     if name not in fields:
         return default
     value = fields.pop(name)
@@ -177,10 +179,11 @@ def _completion_prompt(prompt: Any) -> str | list[int]:
         raise RowError("prompt must be a string or a list of token ids")
     if not prompt:
         raise RowError("the prompt is empty")
-    return prompt
+    checked: str | list[int] = prompt
+    return checked
 
 
-def _chat_logprobs(fields: dict) -> int | None:
+def _chat_logprobs(fields: dict[str, Any]) -> int | None:
     wanted = _take(fields, "logprobs", _is_bool, "true or false", False)
     top = _take(fields, "top_logprobs", _is_int, "an integer", 0)
     if top and not wanted:
@@ -188,7 +191,7 @@ def _chat_logprobs(fields: dict) -> int | None:
     return top if wanted else None
 
 
-def _grammar(fields: dict) -> dict[str, Any]:
+def _grammar(fields: dict[str, Any]) -> dict[str, Any]:
     """json_schema or regex, of OpenAI's response_format or vLLM's structured_outputs."""
     wanted = _take(fields, "response_format", _is_response_format, "of type text, json_object or json_schema", {})
     own = _take(fields, "structured_outputs", _is_structured_outputs, 'an object with "json" or "regex"', {})
@@ -216,7 +219,7 @@ def _is_structured_outputs(value: Any) -> bool:
     return isinstance(value.get("json"), str | dict) or isinstance(value.get("regex"), str)
 
 
-def _refuse_others(fields: dict) -> None:
+def _refuse_others(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
             known = name in _NEUTRAL

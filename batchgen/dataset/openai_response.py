@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from batchgen.core.digest import json_sha256
 
@@ -10,15 +11,16 @@ _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JS
 
 
 def format_response(
-    custom_id: str | None, body: str | dict, completion_row: dict, model_name: str, row_index: int
-) -> dict:
+    custom_id: str | None, body: str | dict[str, Any], completion_row: dict[str, Any], model_name: str, row_index: int
+) -> dict[str, Any]:
     """A line of the success file.
 
-    body: the request's, as in the column `body`; it tells a chat from a completion. completion_row:
-        {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
-        "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
-    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is
-    written.
+    Ids come from `custom_id` and `row_index`, and `created` is 0, so that the line is the same whenever it is written.
+
+    Args:
+        body: the request's, as in the column `body`; it tells a chat from a completion.
+        completion_row: {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
+            "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
     """
     chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
     digest = _digest(custom_id, row_index)
@@ -49,7 +51,7 @@ def format_response(
     }
 
 
-def format_error(custom_id: str | None, message: str, row_index: int) -> dict:
+def format_error(custom_id: str | None, message: str, row_index: int) -> dict[str, Any]:
     """A line of the error file: the message as a status 400 response and as the line's own `error`."""
     digest = _digest(custom_id, row_index)
     details = {"message": message, "type": "invalid_request_error", "param": None, "code": "row_failed"}
@@ -65,7 +67,7 @@ def _digest(custom_id: str | None, row_index: int) -> str:
     return json_sha256([custom_id, row_index])[:24]
 
 
-def _chat_choice(index: int, sample: dict) -> dict:
+def _chat_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
     logprobs = sample.get("logprobs")
     positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
     return {
@@ -76,18 +78,18 @@ def _chat_choice(index: int, sample: dict) -> dict:
     }
 
 
-def _position(position: dict) -> dict:
+def _position(position: dict[str, Any]) -> dict[str, Any]:
     return {**_token(position), "top_logprobs": [_token(token) for token in position["top"]]}
 
 
-def _token(token: dict) -> dict:
+def _token(token: dict[str, Any]) -> dict[str, Any]:
     # A token that is only part of a character shows as U+FFFD: its own bytes are not known here.
     text = token["token"]
     known = "\ufffd" not in text
     return {"token": text, "logprob": _logprob(token), "bytes": list(text.encode()) if known else None}
 
 
-def _text_choice(index: int, sample: dict) -> dict:
+def _text_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
     return {
         "index": index,
         "text": sample["text"],
@@ -96,13 +98,13 @@ def _text_choice(index: int, sample: dict) -> dict:
     }
 
 
-def _text_logprobs(positions: list[dict]) -> dict:
+def _text_logprobs(positions: list[dict[str, Any]]) -> dict[str, Any]:
     tops = []  # one {token: logprob} a position, with the chosen token always among them
     offsets, offset = [], 0
     for position in positions:
         ranked: dict[str, float] = {}
         for token in [*position["top"], position]:
-            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the likeliest
+            ranked.setdefault(token["token"], _logprob(token))  # of tokens with one text the most likely
         tops.append(ranked)
         offsets.append(offset)
         offset += len(position["token"])
@@ -114,5 +116,6 @@ def _text_logprobs(positions: list[dict]) -> dict:
     }
 
 
-def _logprob(token: dict) -> float:
-    return max(token["logprob"], _LOWEST_LOGPROB)
+def _logprob(token: dict[str, Any]) -> float:
+    logprob: float = token["logprob"]
+    return max(logprob, _LOWEST_LOGPROB)

@@ -24,15 +24,20 @@ def open_dataset(
     limit: int | None = None,
     shard: tuple[int, int] | None = None,
 ) -> Dataset:
-    """Opens an input and checks all of it that can be checked without keeping it in memory.
+    """Open an input and check all of it that can be checked without keeping it in memory.
 
-    source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or
-        CSV (.csv, .tsv) files, the last two also with .gz; a directory written by `datasets.save_to_disk`; a
-        hub dataset id; or a `datasets` object. The files of one input are read in the order of their names
-        and must have the same columns.
-    input_format: one of `FORMATS`, where the name does not tell. split: of a `datasets` dataset.
-    limit: only the first so many rows. shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
-    Raises InputError: nothing found, nothing in it, not readable, or not what its name says.
+    Args:
+        source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
+            (.csv, .tsv) files, the last two also with .gz; a directory written by `datasets.save_to_disk`; a hub
+            dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
+            have the same columns.
+        input_format: one of `FORMATS`, where the name does not tell.
+        split: of a `datasets` dataset.
+        limit: only the first so many rows.
+        shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
+
+    Raises:
+        InputError: nothing found, nothing in it, not readable, or not what its name says.
     """
     if input_format is not None and input_format not in FORMATS:
         raise InputError(f"--input-format {input_format!r} is not one of {', '.join(FORMATS)}")
@@ -64,11 +69,11 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
     if split is not None:
         raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
     paths = find_files(name, input_format)
-    formats = {input_format or format_of(path): path for path in paths}
-    if None in formats:
+    formats = dict.fromkeys(found for path in paths if (found := input_format or format_of(path)) is not None)
+    if unknown := [path for path in paths if (input_format or format_of(path)) is None]:
         known = " ".join(EXTENSIONS)
         raise InputError(
-            f"{formats[None]}: cannot tell its format from the name (known: {known}, text also as .gz): "
+            f"{unknown[-1]}: cannot tell its format from the name (known: {known}, text also as .gz): "
             f"give --input-format, one of {', '.join(FORMATS)}"
         )
     if len(formats) > 1:

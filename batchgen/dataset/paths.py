@@ -14,8 +14,13 @@ from batchgen.dataset.readers.datasets import files_behind
 
 @dataclass(frozen=True)
 class InputPaths:
-    """files: those that are read. folder, pattern: the name that was given, if it is one of these; what comes to lie there later
-    is read by the next run."""
+    """The files of an input, and the name that stands for them.
+
+    Attributes:
+        files: those that are read.
+        folder, pattern: the name that was given, if it is one of these; what comes to lie there later is read by the
+            next run.
+    """
 
     files: tuple[str, ...] = ()
     folder: str | None = None
@@ -36,7 +41,7 @@ class InputPaths:
             return cls(tuple(path for path in found if os.path.isfile(path)), pattern=name)
         return cls()
 
-    def includes(self, path: str | os.PathLike) -> str | None:
+    def includes(self, path: str | os.PathLike[str]) -> str | None:
         """How a file at `path`, which need not be there, would be a part of the input, as the end of a sentence; else None."""
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
@@ -47,14 +52,14 @@ class InputPaths:
         return None
 
 
-def same_file(a: str | os.PathLike, b: str | os.PathLike) -> bool:
+def same_file(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
     """Whether two paths lead to one file or folder: through links of either kind, and before it is there."""
     if os.path.realpath(a) == os.path.realpath(b):
         return True
     return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 
-def is_in(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
+def is_in(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder or leads into it, at any depth."""
     path = os.path.realpath(path)
     while True:
@@ -66,8 +71,11 @@ def is_in(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether `glob` would find a file at a real path if it were there. Of the pattern's components some are tried on the disk,
-    as there may be links among the folders, and the rest on the names, as folders of the path may not be there yet."""
+    """Whether `glob` would find a file at a real path if it were there.
+
+    Of the pattern's components some are tried on the disk, as there may be links among the folders, and the rest on the
+    names, as folders of the path may not be there yet.
+    """
     parts = [part for part in os.path.join(os.getcwd(), pattern).split("/") if part not in ("", ".")]
     first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     for cut in range(first, len(parts)):

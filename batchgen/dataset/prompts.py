@@ -1,8 +1,6 @@
-"""A row of the input into a `Request` or `ScoreRequest`: its prompt from a column of text or token ids, a Jinja template, or a
-column of chat messages.
+"""A row of the input into a `Request` or `ScoreRequest`.
 
-What is wrong for every row (no such column, an unknown variable) is found by `compile_prompts`, before
-anything else is loaded. What is wrong with one row becomes that `Request`'s error, and never an exception.
+Its prompt comes from a column of text or token ids, a Jinja template, or a column of chat messages.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -22,19 +20,23 @@ from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
 
-Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages with "role" and "content"
+Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
 
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """Where prompts come from: one of `column`, `template` and `messages_column`; with none of them it is the
-    column "prompt", or else "messages".
+    """Where prompts come from: one of `column`, `template` and `messages_column`; with none of them it is the column
+    "prompt", or else "messages".
 
-    column: of text, taken as it is, or of token ids. template: Jinja over the columns (see `compile_prompts`); "@file" is read
-    at once and replaced by the file's text. messages_column: lists of {role, content}, or those as JSON text.
-    system_prompt: goes in front of every row's messages that do not begin with their own.
-    chat: text is a user's message to the model's chat template, which `system_prompt` implies.
     Raises InputError.
+
+    Attributes:
+        column: of text, taken as it is, or of token ids.
+        template: Jinja over the columns (see `compile_prompts`); "@file" is read at once and replaced by the file's
+            text.
+        messages_column: lists of {role, content}, or those as JSON text.
+        system_prompt: goes in front of every row's messages that do not begin with their own.
+        chat: text is a user's message to the model's chat template, which `system_prompt` implies.
     """
 
     column: str | None = None
@@ -56,7 +58,7 @@ class PromptSpec:
         """Whether text becomes a chat message."""
         return self.chat or self.system_prompt is not None
 
-    def identity(self) -> dict:
+    def identity(self) -> dict[str, Any]:
         """What decides the prompts, as JSON values; the template's text, not its file's name."""
         return {
             "column": self.column,
@@ -71,7 +73,8 @@ class PromptSpec:
 class CompiledPrompts:
     """A checked `PromptSpec`: the columns it reads, and {column: value} -> prompt, which raises RowError.
 
-    uses_chat: prompts are messages, for which the model must have a chat template.
+    Attributes:
+        uses_chat: prompts are messages, for which the model must have a chat template.
     """
 
     columns: tuple[str, ...]
@@ -82,14 +85,19 @@ class CompiledPrompts:
 def compile_prompts(
     spec: PromptSpec, schema: pa.Schema, id_column: str | None = None, *, may_be_empty: bool = False
 ) -> CompiledPrompts:
-    """Checks the spec and the id column against the columns of the input. may_be_empty: of prompts, that is no error.
+    """Check the spec and the id column against the columns of the input.
 
-    Templates: the variables are the columns, and `row` is all of them as a mapping, for names that are no
-    identifiers: `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template
-    is dropped, because editors add it and a prompt that ends in one makes models answer differently. `tojson`
-    writes plain JSON, not the kind escaped for HTML. All else is as Jinja has it. Templates are sandboxed,
-    and anything undefined is an error of the row.
-    Raises InputError: a column or variable that is not there, a wrong type, a syntax error (with its line).
+    Templates: the variables are the columns, and `row` is all of them as a mapping, for names that are no identifiers:
+    `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template is dropped, because
+    editors add it and a prompt that ends in one makes models answer differently. `tojson` writes plain JSON, not the
+    kind escaped for HTML. All else is as Jinja has it. Templates are sandboxed, and anything undefined is an error of
+    the row.
+
+    Args:
+        may_be_empty: of prompts, that is no error.
+
+    Raises:
+        InputError: a column or variable that is not there, a wrong type, a syntax error (with its line).
     """
     if id_column is not None:
         id_type = value_type(schema, id_column, "--id-column")
@@ -147,7 +155,8 @@ def rows_to_score_requests(
             if error is not None:
                 raise error
             if continuations.of_row is None:
-                yield ScoreRequest("", (prompt,), row_id, logprobs)
+                # Chat messages are refused where prompts are what is scored.
+                yield ScoreRequest("", (cast("str | list[int]", prompt),), row_id, logprobs)
             else:
                 yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs)
         except RowError as error:
@@ -188,13 +197,13 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     elif spec.column is not None:
         column, flag, messages = spec.column, "--prompt-column", False
     else:
-        column = next((c for c in ("prompt", "messages") if c in schema.names), None)
-        if column is None:
+        found = next((c for c in ("prompt", "messages") if c in schema.names), None)
+        if found is None:
             raise InputError(
                 "no column is named 'prompt' or 'messages': give --prompt-column, --prompt-template or "
                 f"--messages-column (columns: {', '.join(schema.names)})"
             )
-        column_type = schema.field(column).type
+        column, column_type = found, schema.field(found).type
         flag, messages = "column", column == "messages" or (is_list(column_type) and not is_token_list(column_type))
     column_type = value_type(schema, column, flag)
     if pa.types.is_null(column_type):
@@ -209,7 +218,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     return column, messages
 
 
-def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Callable[[dict], str]]:
+def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]:
     """(columns used, {column: value} -> text)."""
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -246,8 +255,10 @@ def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Ca
     return columns, render
 
 
-def _text_prompts(render: Callable[[dict], str], spec: PromptSpec, may_be_empty: bool) -> Callable[[dict], Prompt]:
-    def prompt(row: dict) -> Prompt:
+def _text_prompts(
+    render: Callable[[dict[str, Any]], str], spec: PromptSpec, may_be_empty: bool
+) -> Callable[[dict[str, Any]], Prompt]:
+    def prompt(row: dict[str, Any]) -> Prompt:
         text = render(row)
         if not text and (spec.makes_chat or not may_be_empty):
             raise RowError("the prompt is empty")
@@ -258,7 +269,7 @@ def _text_prompts(render: Callable[[dict], str], spec: PromptSpec, may_be_empty:
     return prompt
 
 
-def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict]:
+def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict[str, Any]]:
     if value is None:
         raise RowError(f"column {column!r} is null")
     if isinstance(value, str):
@@ -269,7 +280,7 @@ def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict]:
     return _with_system(normalize_messages(value), spec)
 
 
-def _with_system(messages: list[dict], spec: PromptSpec) -> list[dict]:
+def _with_system(messages: list[dict[str, Any]], spec: PromptSpec) -> list[dict[str, Any]]:
     if spec.system_prompt is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": spec.system_prompt}, *messages]
@@ -281,7 +292,7 @@ def _text_of(value: str | None, column: str) -> str:
     return value
 
 
-def _ids_of(value: list | None, column: str, may_be_empty: bool) -> list[int]:
+def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[int]:
     if value is None:
         raise RowError(f"column {column!r} is null")
     if None in value:

@@ -10,9 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.dataset.source import ReadRows
 
 
-def row_reader(rows_from: Callable[[int], Iterator[dict]], schema: pa.Schema, total_rows: int, name: str):
+def row_reader(
+    rows_from: Callable[[int], Iterator[dict[str, Any]]], schema: pa.Schema, total_rows: int, name: str
+) -> ReadRows:
     """A `Source.read` over rows as dicts; keys that a row does not have are null.
 
     It stops after `total_rows`: the rows beyond may be anything, they were not seen by the first pass.
@@ -33,7 +36,7 @@ def row_reader(rows_from: Callable[[int], Iterator[dict]], schema: pa.Schema, to
     return read
 
 
-def _to_array(values: list, column_type: pa.DataType) -> pa.Array:
+def _to_array(values: list[Any], column_type: pa.DataType) -> pa.Array:
     if column_type == pa.string():  # strings as they are, anything else that shares their column as JSON
         values = [v if v is None or isinstance(v, str) else to_json(v) for v in values]
     return pa.array(values, column_type)

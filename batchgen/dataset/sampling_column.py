@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from batchgen.dataset.column_types import is_text, value_type
 
 @dataclass(frozen=True)
 class SamplingColumn:
-    """A checked column of structs, or of JSON objects as text, whose fields are those of SamplingParams; nulls, of a field or
-    of all, leave the job's values."""
+    """A checked column of structs, or of JSON objects as text, whose fields are those of SamplingParams.
+
+    Nulls, of a field or of all, leave the job's values.
+    """
 
     name: str
     job: SamplingParams
@@ -53,7 +56,7 @@ class SamplingColumn:
 
 
 def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:
-    """Checks the column's type and the names of its fields. Raises InputError."""
+    """Check the column's type and the names of its fields. Raises InputError."""
     kind = value_type(schema, name, "--sampling-column")
     if pa.types.is_struct(kind):
         unknown = [field.name for field in kind if field.name not in SamplingParams.names()]
@@ -68,7 +71,7 @@ def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -
 
 _GRAMMARS = ("json_schema", "regex")
 # Of each parameter: what its values are, and in words.
-_KINDS = {
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),
     "float": (lambda v: isinstance(v, int | float) and not isinstance(v, bool), "a number"),
     "bool": (lambda v: isinstance(v, bool), "true or false"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -18,27 +19,30 @@ from batchgen.core.errors import InputError, one_line
 FORMATS = ("parquet", "jsonl", "csv", "datasets", "openai")
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)
 
+ReadRows = Callable[[int, int], Iterator[tuple[int, pa.RecordBatch]]]  # (start_row, batch_rows) -> (first row, batch)
+
 
 @dataclass(frozen=True)
 class Source:
     """One input of a known format, before limit and shard.
 
-    total_rows: None where only a full pass can tell. read(start_row, batch_rows) yields (first row, batch) in
-    order; it may begin with rows before `start_row` where that is cheaper than cutting, and batches may be
-    larger than `batch_rows`.
+    Attributes:
+        total_rows: None where only a full pass can tell.
+        read: yields batches in order; it may begin with rows before `start_row` where that is cheaper than cutting, and
+            batches may be larger than `batch_rows`.
     """
 
     format: str
     schema: pa.Schema
     total_rows: int | None
-    read: Callable[[int, int], Iterator[tuple[int, pa.RecordBatch]]]
-    identity: Callable[[], dict]
+    read: ReadRows
+    identity: Callable[[], dict[str, Any]]
     duplicates: frozenset[int] = frozenset()
 
 
 @contextmanager
-def naming(path: str, *more_errors: type[Exception]):
-    """Turns what a reader raises about `path` into one line that names it."""
+def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Turn what a reader raises about `path` into one line that names it."""
     try:
         yield
     except (*_READ_ERRORS, *more_errors) as error:
@@ -52,15 +56,15 @@ def naming(path: str, *more_errors: type[Exception]):
         ) from error
 
 
-def open_bytes(path: str):
+def open_bytes(path: str) -> BinaryIO:
     """The file's bytes, decompressed if it is gzip, which its first bytes tell."""
     with open(path, "rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if zipped else open(path, "rb")
+    return cast(BinaryIO, gzip.open(path)) if zipped else open(path, "rb")
 
 
-def check_same_columns(columns: dict[str, Iterable[str]]) -> None:
-    """Raises InputError unless every file of {path: column names} has the same ones, in any order."""
+def check_same_columns(columns: Mapping[str, Iterable[str]]) -> None:
+    """Raise InputError unless every file of {path: column names} has the same ones, in any order."""
     (first, expected), *others = ((path, set(names)) for path, names in columns.items())
     for path, names in others:
         if names != expected:
@@ -72,7 +76,7 @@ def check_same_columns(columns: dict[str, Iterable[str]]) -> None:
 
 
 def check_unique(names: list[str], path: str) -> None:
-    """Raises InputError where two columns have the same name."""
+    """Raise InputError where two columns have the same name."""
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise InputError(f"{path} has more than one column named {', '.join(map(repr, twice))}: rename one")

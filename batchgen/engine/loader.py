@@ -30,7 +30,7 @@ from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
-from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory, stream_bytes
+from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -340,10 +340,12 @@ def _plan_memory(request: LoadRequest) -> MemoryPlan:
         dtype=request.dtype,
         budgets=request.budgets,
         process_bytes=held_bytes,
-        min_tokens=min(request.min_output_len + 1, context),
-        longest_tokens=min(context, request.longest_tokens or context),
-        most_kv_tokens=request.most_kv_tokens,
-        task=request.task,
+        demand=Demand(
+            min_tokens=min(request.min_output_len + 1, context),
+            longest_tokens=min(context, request.longest_tokens or context),
+            most_kv_tokens=request.most_kv_tokens,
+            task=request.task,
+        ),
     )
 
 

@@ -32,7 +32,7 @@ from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.cache import Wanted, load_or_measure
-from batchgen.profiler.calibration import at_this_moment, disk_at_this_moment
+from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
@@ -181,7 +181,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     profile = on_this_machine(profile)
     budgets = job.budgets
     if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
-        profile = disk_at_this_moment(profile, job.offload_dir)
+        profile = corrected_by_disk_probe(profile, job.offload_dir)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device)
     store = False
@@ -238,7 +238,7 @@ def find_hardware(
         model = None  # large products reach the same rates whatever their shape, and take long to measure
     wanted = Wanted(device, (dtype,), formats, model)
     profile = load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh, notify=notify)
-    return at_this_moment(profile, dtype)
+    return corrected_by_probe(profile, dtype)
 
 
 def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:
@@ -305,7 +305,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
 
     What stays on disk is not read, but where there is no store yet it is written first.
     """
-    s, at = best.setting, best.counts.shares(best.setting)
+    s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.num_layers * s.model.params_per_layer / s.model.num_params
     seconds = whole_s * (1 - at.w_disk * layers)
     if at.w_disk or s.weight_format == INT4:
@@ -368,7 +368,7 @@ def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
 
 def _first_touch_s(best: Candidate) -> float:
     """Seconds for the host's KV pages to be provided by the kernel, as they are first used."""
-    s, at = best.setting, best.counts.shares(best.setting)
+    s, at = best.inputs, best.counts.placement(best.inputs)
     if s.hardware.first_touch_bytes_per_s is None:
         return 0.0
     workload = s.workload

@@ -19,7 +19,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
-from batchgen.planner.memory import plan_memory
+from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence
@@ -131,13 +131,15 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
     return plan_memory(
         config,
         plan.policy,
+        Demand(
+            min_tokens=min(workload.max_output_len + 1, context),
+            longest_tokens=min(context, longest_tokens(plan)),
+            most_kv_tokens=most_kv_tokens(plan),
+            task=workload.task,
+        ),
         dtype=plan.dtype,
         budgets=plan.budgets,
         process_bytes=process_share(plan),
-        min_tokens=min(workload.max_output_len + 1, context),
-        longest_tokens=min(context, longest_tokens(plan)),
-        most_kv_tokens=most_kv_tokens(plan),
-        task=workload.task,
     )
 
 

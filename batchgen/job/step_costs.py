@@ -16,16 +16,16 @@ from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
     decode_attention_s,
+    dequantize_weights_s,
     elementwise_s,
-    expand_weights_s,
     head_lanes,
     linear_s,
     prefill_attention_s,
     shared_attention_s,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Stage
-from batchgen.planner.setting import BATCHGEN, Setting, Shares
+from batchgen.planner.flow import Phase
+from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.extents import runs_of
 from batchgen.runtime.scheduling.micro_batches import residency_of
@@ -33,7 +33,7 @@ from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import tier_of
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
-_NOTHING_PLACED = Shares(*[0] * 13)
+_NOTHING_PLACED = Placement(*[0] * 13)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class StepCosts:
     def __init__(self, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> None:
         policy = plan.policy
         self.config, self.hardware = config, hardware
-        s = self._setting = Setting(
+        s = self._setting = CostInputs(
             hardware=hardware,
             model=config,
             workload=plan.workload,
@@ -206,7 +206,7 @@ class StepCosts:
         self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
         sizes = {group: rows * columns for group, (rows, columns) in config.layer_matrices.items()}
         self._pre_frac = sizes["qkv"] / sum(sizes.values())
-        self._expand_s = expand_weights_s(s)
+        self._expand_s = dequantize_weights_s(s)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
@@ -247,18 +247,18 @@ class StepCosts:
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Scheduling, packing and bookkeeping of a sweep."""
-        return sweep_overhead_s(self._setting, Stage(1, 0, sum(load.sampled for load in loads), 0, 0))
+        return sweep_overhead_s(self._setting, Phase(1, 0, sum(load.sampled for load in loads), 0, 0))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
         """Attention in one layer, for sequences of one residency."""
         s, total = self._by_window[window], 0.0
         if attended.contexts:
             seen = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
-            total += decode_attention_s(s, Stage(1, 0, 0, len(seen), sum(seen) / len(seen)), device)
+            total += decode_attention_s(s, Phase(1, 0, 0, len(seen), sum(seen) / len(seen)), device)
         for new, before in attended.chunks:
             key = (new, before, window)
             if key not in self._chunks_s:
-                own = prefill_attention_s(replace(s, workload=Workload.uniform(1, new, 1)), Stage(1, new, 1, 0, 0))
+                own = prefill_attention_s(replace(s, workload=Workload.uniform(1, new, 1)), Phase(1, new, 1, 0, 0))
                 self._chunks_s[key] = own + _prefix_s(s, new, before)
             total += self._chunks_s[key]
         return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
@@ -267,8 +267,8 @@ class StepCosts:
         s = self._setting
 
         def matrices_s(tokens: int) -> float:
-            stage = Stage(1, tokens, 0, 0, 0)
-            return linear_s(s, stage) + elementwise_s(s, stage)
+            phase = Phase(1, tokens, 0, 0, 0)
+            return linear_s(s, phase) + elementwise_s(s, phase)
 
         on_device, on_cpu = {}, {}
         requests_s = 0.0
@@ -281,7 +281,7 @@ class StepCosts:
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = matrices_s(load.tokens)
         head_s = (
-            head_lanes(s, Stage(1, 0, load.logits_rows, 0, 0), _NOTHING_PLACED)["compute"] if load.logits_rows else 0.0
+            head_lanes(s, Phase(1, 0, load.logits_rows, 0, 0), _NOTHING_PLACED)["compute"] if load.logits_rows else 0.0
         )
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
@@ -338,6 +338,6 @@ class _Computing:
         return own[step.kind]
 
 
-def _prefix_s(s: Setting, new: int, prefix: int) -> float:
+def _prefix_s(s: CostInputs, new: int, prefix: int) -> float:
     """Attention of new tokens to a prefix before all of them."""
-    return shared_attention_s(replace(s, workload=Workload.uniform(1, prefix + new, 1, prefix)), Stage(1, new, 1, 0, 0))
+    return shared_attention_s(replace(s, workload=Workload.uniform(1, prefix + new, 1, prefix)), Phase(1, new, 1, 0, 0))

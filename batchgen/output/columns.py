@@ -60,9 +60,11 @@ ONE_SAMPLE = SampleColumns()
 class ScoreColumns:
     """Of scored texts: lists with an entry a continuation, null in rows that failed.
 
-    whole: there is one continuation, the prompt itself: numbers instead of lists, and its perplexity. choices: the
-    continuations, where they are the same for every row; choices_column: the column that has them; with either, the likeliest
-    one is a column of its own. token_logprobs: each token's.
+    Attributes:
+        whole: there is one continuation, the prompt itself: numbers instead of lists, and its perplexity.
+        choices: the continuations, where they are the same for every row.
+        choices_column: the column that has them; with either, the most likely one is a column of its own.
+        token_logprobs: each token's.
     """
 
     whole: bool = False
@@ -101,7 +103,7 @@ class ScoreColumns:
         return [*arrays, *([each_token] if self.token_logprobs else [])]
 
     def _choice(self, rows: pa.RecordBatch, logprobs: pa.ListArray) -> list[pa.Array]:
-        index = [None if values is None else _likeliest(values) for values in logprobs.to_pylist()]
+        index = [None if values is None else _argmax(values) for values in logprobs.to_pylist()]
         if self.choices:
             texts = [None if i is None else self.choices[i] for i in index]
         else:
@@ -110,7 +112,7 @@ class ScoreColumns:
         return [pa.array(texts, pa.string()), pa.array(index, pa.int32())]
 
 
-def _likeliest(logprobs: list[float]) -> int:
+def _argmax(logprobs: list[float]) -> int:
     """The first of the largest; NaN is none."""
     return max(range(len(logprobs)), key=lambda i: -math.inf if math.isnan(logprobs[i]) else logprobs[i])
 

@@ -78,10 +78,10 @@ def _value_bytes(array: pa.Array) -> int:
     if pa.types.is_struct(kind):
         return sum(_value_bytes(child) for child in array.flatten())
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        return 4 * len(array) + (pc.sum(pc.binary_length(array)).as_py() or 0)
+        return 4 * len(array) + int(pc.sum(pc.binary_length(array)).as_py() or 0)
     if pa.types.is_primitive(kind):
-        return (len(array) * kind.bit_width + 7) // 8
-    return array.nbytes
+        return (len(array) * int(kind.bit_width) + 7) // 8
+    return int(array.nbytes)
 
 
 def _write_jsonl(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
@@ -104,7 +104,7 @@ def _is_plain(kind: pa.DataType) -> bool:
     t = pa.types
     is_text = t.is_string(kind) or t.is_large_string(kind)
     is_number = t.is_boolean(kind) or t.is_integer(kind) or t.is_floating(kind)
-    return is_text or is_number or t.is_date(kind) or t.is_timestamp(kind)
+    return bool(is_text or is_number or t.is_date(kind) or t.is_timestamp(kind))
 
 
 def _as_text(column: pa.Array) -> pa.Array:

@@ -33,15 +33,17 @@ class Dataset(Protocol):
 
 
 def output_schema(input_schema: pa.Schema, columns: Columns = ONE_SAMPLE, prefix: str = "") -> pa.Schema:
-    """The input's columns, then the output columns, each with `prefix` before its name. Raises InputError where a name is
-    taken already."""
+    """The input's columns, then the output columns, each with `prefix` before its name.
+
+    Raises InputError where a name is taken already.
+    """
     types = columns.types()
     taken = [prefix + name for name in types if prefix + name in input_schema.names]
     if taken:
         candidates = ("gen_", *(f"gen{i}_" for i in range(2, 1000)))
         free = next(p for p in candidates if not any(p + name in input_schema.names for name in types))
-        columns = f"columns named {', '.join(taken)}" if len(taken) > 1 else f"a column named {taken[0]}"
-        raise InputError(f"the input has {columns} already: add --output-prefix {free}")
+        named = f"columns named {', '.join(taken)}" if len(taken) > 1 else f"a column named {taken[0]}"
+        raise InputError(f"the input has {named} already: add --output-prefix {free}")
     fields = [pa.field(prefix + name, kind) for name, kind in types.items()]
     return pa.schema([*input_schema, *fields], metadata=input_schema.metadata)
 
@@ -58,8 +60,8 @@ def join(
 ) -> dict[str, int]:
     """Write the final file of format `suffix` and return its totals.
 
-    `note` goes into a Parquet file's metadata under "batchgen". Raises BatchgenError where results are
-    missing, OSError where the disk fails. Holds a few row groups in memory, whatever the row count.
+    `note` goes into a Parquet file's metadata under "batchgen". Raises BatchgenError where results are missing, OSError
+    where the disk fails. Holds a few row groups in memory, whatever the row count.
     """
     schema = output_schema(dataset.schema, columns, prefix)
     totals = _no_totals()

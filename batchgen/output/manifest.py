@@ -20,10 +20,13 @@ _SHOWN_CHARS = 48
 
 @dataclass(frozen=True)
 class Manifest:
-    """fingerprint: what decides the output, nested dicts of JSON values.
+    """What a run directory says of its job.
 
-    state: "running" or "complete". may_replace: an output that is there may be replaced without asking, since
-    the user said so or this job wrote it. totals and files (name: bytes) of the output: once it is complete.
+    Attributes:
+        fingerprint: what decides the output, nested dicts of JSON values.
+        state: "running" or "complete".
+        may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
+            it. totals and files (name: bytes) of the output: once it is complete.
     """
 
     fingerprint: dict[str, Any]
@@ -69,7 +72,7 @@ def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with dotted names."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, dict) and item:
             flat |= _flat(item, f"{prefix}{name}.")

@@ -21,19 +21,20 @@ class _Row(NamedTuple):
 
 
 class _Barrier(NamedTuple):
-    """Asks for everything before it to be written, and for a word on `answer` then."""
+    """A wish to have everything before it written, and to hear so on `answer`."""
 
-    answer: queue.SimpleQueue
+    answer: queue.SimpleQueue[None]
     last: bool
 
 
 class PartWriter:
-    """Takes finished rows and flushes them as parts: after `flush_interval_s`, `flush_rows` or `flush_bytes`.
+    """A thread that takes finished rows and flushes them as parts: after `flush_interval_s`, `flush_rows` or
+    `flush_bytes`.
 
-    add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is raised
-    there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
-    they are on stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere
-    close() can still write what was added.
+    add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is
+    raised there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
+    they are on stable storage. The calling thread holds no lock, so that after a KeyboardInterrupt anywhere close() can
+    still write what was added.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PartWriter:
         self._failure_raised = False
         # Not Thread.join and is_alive: after a KeyboardInterrupt in them a live thread passes for ended.
         self._ended = False
-        self._farewell: queue.SimpleQueue = queue.SimpleQueue()
+        self._farewell: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="part-writer", daemon=True).start()
 
     def add(self, row: int, result: Result) -> None:
@@ -73,7 +74,7 @@ class PartWriter:
     def flush(self) -> None:
         """Return when everything added so far is on stable storage."""
         self._check()
-        answer: queue.SimpleQueue = queue.SimpleQueue()
+        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox.put(_Barrier(answer, last=False))
         answer.get()
         self._raise_failure()
@@ -87,9 +88,11 @@ class PartWriter:
             self._raise_failure()
 
     def stop(self) -> None:
-        """Flush and end the thread, called by any thread. What goes wrong is not raised, and add() raises from now on: this is
-        for a process that is about to end."""
-        answer: queue.SimpleQueue = queue.SimpleQueue()
+        """Flush and end the thread, called by any thread.
+
+        What goes wrong is not raised, and add() raises from now on: this is for a process that is about to end.
+        """
+        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox.put(_Barrier(answer, last=True))
         while not self._ended:  # another thread's barrier may be the one that is answered
             with contextlib.suppress(queue.Empty):

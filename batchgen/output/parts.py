@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +46,8 @@ def next_part_number(parts_dir: Path) -> int:
 
 def write_part(parts_dir: Path, number: int, results: Mapping[int, Result]) -> pa.RecordBatch:
     """Write one part of results of one kind atomically and return what it holds. Raises OSError, leaving nothing behind."""
-    batch = next(iter(results.values())).to_batch(results)
+    kind: Any = type(next(iter(results.values())))  # of all of them
+    batch = kind.to_batch(results)
     rows_per_group = max(1, min(8192, batch.num_rows * _GROUP_BYTES // max(1, batch.nbytes)))
     path = parts_dir / f"part-{number:06d}.parquet"
     temporary = path.with_name(path.name + ".tmp")
@@ -68,8 +70,8 @@ class PartGroup:
     """One row group of a part. rows: int64 [n], ascending; failed: bool [n]; size_bytes: uncompressed."""
 
     number: int
-    rows: np.ndarray
-    failed: np.ndarray
+    rows: np.ndarray[Any, Any]
+    failed: np.ndarray[Any, Any]
     size_bytes: int
 
 
@@ -90,7 +92,8 @@ def part_output_lens(path: Path) -> list[int]:
     with file:
         groups = range(file.metadata.num_row_groups)
         column = _read(path, file, list(groups), ["generated_tokens"]).column(0)
-        return column.combine_chunks().flatten().to_pylist()
+        lengths: list[int] = column.combine_chunks().flatten().to_pylist()
+        return lengths
 
 
 def _open_part(path: Path) -> pq.ParquetFile:
@@ -170,7 +173,7 @@ def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:
             yield _read(path, file, [number])
 
 
-def _reporting_damage(path: Path, items: Iterator) -> Iterator:
+def _reporting_damage(path: Path, items: Iterator[Any]) -> Iterator[Any]:
     """The same items; a damaged part is set aside and becomes the one line that says what to do."""
     try:
         yield from items

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -11,10 +13,10 @@ class RowMap:
     One thread may put while others get.
     """
 
-    def __init__(self, dtype: type) -> None:
+    def __init__(self, dtype: type[Any]) -> None:
         self._span = (0, np.zeros(0, dtype))  # first row, values; replaced as one
 
-    def put(self, rows: np.ndarray, values: np.ndarray | int) -> None:
+    def put(self, rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | int) -> None:
         """Set rows (int64 [n]) to values ([n] or one for all)."""
         if not len(rows):
             return
@@ -31,7 +33,7 @@ class RowMap:
         held[rows - first] = values
         self._span = (first, held)
 
-    def get(self, first_row: int, count: int) -> np.ndarray:
+    def get(self, first_row: int, count: int) -> np.ndarray[Any, Any]:
         """The values of rows first_row to first_row + count - 1, [count]."""
         first, held = self._span
         low, end = max(first_row, first), min(first_row + count, first + len(held))
@@ -68,8 +70,8 @@ class DoneRows:
     def __init__(self) -> None:
         self._state = RowMap(np.uint8)
 
-    def mark(self, rows: np.ndarray, failed: np.ndarray) -> None:
-        """rows: int64 [n]; failed: bool [n]. A later mark of the same row wins."""
+    def mark(self, rows: np.ndarray[Any, Any], failed: np.ndarray[Any, Any]) -> None:
+        """Mark rows (int64 [n]) as done, and as failed where `failed` (bool [n]) says so; a later mark of a row wins."""
         self._state.put(rows, np.where(failed, self._FAILED, self._OK).astype(np.uint8))
 
     def forget_failed(self) -> None:

@@ -1,9 +1,10 @@
-"""What became of one input row, as the output keeps it, and as columns of an Arrow batch."""
+"""The result of one input row, as the output keeps it, and as columns of an Arrow batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -33,7 +34,10 @@ RESULT_SCHEMA = pa.schema(
 class RowResult:
     """One finished row: either `error`, or one entry per sample in each tuple.
 
-    finish_reason: "stop" or "length". generated_tokens: token counts. logprobs: [samples][positions].
+    Attributes:
+        finish_reason: "stop" or "length".
+        generated_tokens: token counts.
+        logprobs: [samples][positions].
     """
 
     text: tuple[str, ...]
@@ -71,7 +75,7 @@ class RowResult:
         """Results by row index as a batch of RESULT_SCHEMA, sorted by row."""
         rows = sorted(results)
         ordered = [results[row] for row in rows]
-        columns = [
+        columns: list[list[Any]] = [
             rows,
             [r.text for r in ordered],
             [r.finish_reason for r in ordered],
@@ -83,7 +87,7 @@ class RowResult:
         return make_batch(columns, RESULT_SCHEMA)
 
 
-def make_batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
+def make_batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     """Columns of Python values as a batch, in which text is always valid UTF-8."""
     try:
         return _batch(columns, schema)
@@ -91,7 +95,7 @@ def make_batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
         return _batch(repair_surrogates(columns), schema)
 
 
-def _batch(columns: list[list], schema: pa.Schema) -> pa.RecordBatch:
+def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -101,7 +105,7 @@ def positions_bytes(logprobs: Positions | None) -> int:
     return sum(len(p) * 200 * (1 + (len(p[0].top) if p else 0)) for p in logprobs or ())
 
 
-def position_tuples(logprobs: Positions | None) -> list | None:
+def position_tuples(logprobs: Positions | None) -> list[Any] | None:
     """[texts][positions] tuples in the field order of POSITION_TYPE."""
     if logprobs is None:
         return None

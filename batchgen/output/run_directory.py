@@ -56,7 +56,7 @@ def target_path(output_path: Path) -> Path:
 
 
 def open_run(
-    output_path: str | os.PathLike,
+    output_path: str | os.PathLike[str],
     fingerprint: dict[str, Any],
     *,
     resume: bool = True,
@@ -66,14 +66,16 @@ def open_run(
 ) -> Run:
     """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
 
-    fingerprint: nested dicts of JSON values; two runs with equal ones would give the same output.
-    resume: go on from finished rows; otherwise refuse to start while there are any.
-    overwrite: drop old progress; an old output stays until the new one is whole.
-    retry_failed: count failed rows as not done, so that they are run again.
-    errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
+    Args:
+        fingerprint: nested dicts of JSON values; two runs with equal ones would give the same output.
+        resume: go on from finished rows; otherwise refuse to start while there are any.
+        overwrite: drop old progress; an old output stays until the new one is whole.
+        retry_failed: count failed rows as not done, so that they are run again.
+        errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
 
-    Raises InputError where the output cannot be written or is something else's, BatchgenError where another
-    process holds it.
+    Raises:
+        InputError: where the output cannot be written or is something else's.
+        BatchgenError: where another process holds it.
     """
     output_path = target_path(Path(output_path))
     if output_format(output_path) != ".jsonl" and errors_file:
@@ -105,12 +107,15 @@ def open_run(
 class Run:
     """One process's hold on an output, from open_run() to close().
 
-    complete: the output is there and nothing is to be done; totals: its counts then (`rows`, `rows_ok`,
-    `rows_failed`, `prompt_tokens`, `generated_tokens`). done_rows: rows that need no work, growing as the
-    writer flushes; rows_resumed: how many they were at the start. notices: lines that a person should see.
+    Attributes:
+        complete: the output is there and nothing is to be done.
+        totals: its counts then (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
+        done_rows: rows that need no work, growing as the writer flushes.
+        rows_resumed: how many they were at the start.
+        notices: lines that a person should see.
     """
 
-    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict, lock: int) -> None:
+    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
@@ -133,7 +138,8 @@ class Run:
         return self._writer
 
     def save(self) -> int:
-        """Put all rows that the writer was given on stable storage, and take no more; return how many rows are finished.
+        """Put all rows that the writer was given on stable storage, and take no more; return how many rows are
+        finished.
 
         Any thread may call it, as the last thing before the process ends.
         """
@@ -151,28 +157,32 @@ class Run:
     ) -> dict[str, int]:
         """Join the parts into the output, put it in place atomically, and return its totals.
 
-        columns, prefix: as for output_schema(). format_row: write JSON lines of its making instead, into
-        the output and the errors file. Raises BatchgenError where rows are missing or the disk fails; all
-        finished rows are kept then, and the next run goes on from them.
+        Args:
+            columns, prefix: as for output_schema().
+            format_row: write JSON lines of its making instead, into the output and the errors file.
+
+        Raises:
+            BatchgenError: where rows are missing or the disk fails; all finished rows are kept then, and the next run
+                goes on from them.
         """
         joined = [self.directory / f"joined-{i}.tmp" for i in range(len(self._targets))]
         try:
             with contextlib.ExitStack() as stack:
                 files = [stack.enter_context(staged(path)) for path in joined]
                 if format_row is not None:
-                    totals = join_formatted(dataset, self.parts_dir, *files, format_row)
+                    totals = join_formatted(dataset, self.parts_dir, files[0], files[1], format_row)
                 else:
                     origin = {"version": __version__, "fingerprint": self._manifest.fingerprint}
                     totals = join(
                         dataset, self.parts_dir, files[0], output_format(self.output_path),
                         columns=columns, prefix=prefix, note=json.dumps(origin, sort_keys=True),
                     )  # fmt: skip
-            places = list(zip(joined, self._targets, strict=True))
-            sizes_bytes = {target.name: path.stat().st_size for path, target in places}
+            moves = list(zip(joined, self._targets, strict=True))
+            sizes_bytes = {target.name: path.stat().st_size for path, target in moves}
             # From here on the output may be this job's own: a crash before the last line must not make the
             # next run take it for somebody else's.
             self._write_manifest(replace(self._manifest, may_replace=True))
-            for path, target in places:
+            for path, target in moves:
                 replace_durably(path, target)
             complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes)
             self._write_manifest(complete)
@@ -220,35 +230,17 @@ class Run:
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
             return
-        is_complete = held.state == "complete"
-        is_intact = is_complete and all(_size_bytes(t) == held.files.get(t.name) for t in self._targets)
-        for target in self._targets if is_complete else ():
-            if _size_bytes(target) not in (None, held.files.get(target.name)):  # somebody worked on it since
-                raise InputError(
-                    f"{target} was changed since this job wrote it: move it away and run again, "
-                    "or replace it with --overwrite"
-                )
+        is_complete, is_intact = held.state == "complete", self._is_intact(held)
         if not is_intact or retry_failed:
             self._scan_parts()
-        rows = held.totals["rows"] if is_intact else len(self.done_rows)
-        changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
-        if changes and not rows:
+        if not self._belongs_here(held, is_intact, resume):
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
             return
-        if changes:
-            raise InputError(
-                f"{self._where(is_intact)} has {rows} rows made with other settings: {changes}. "
-                "Use the old settings to go on, or --overwrite to start again"
-            )
-        if rows and not resume:
-            raise InputError(
-                f"{self._where(is_intact)} has {rows} finished rows: leave out --no-resume to keep them, "
-                "or start again with --overwrite"
-            )
-        if is_intact and not (retry_failed and held.totals["rows_failed"]):
+        totals = held.totals or {}  # which an intact output has
+        if is_intact and not (retry_failed and totals["rows_failed"]):
             self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows()
-            if not held.totals["rows_failed"]:
+            if not totals["rows_failed"]:
                 self._delete_parts()
             return
         if not is_complete and not held.may_replace:
@@ -260,6 +252,38 @@ class Run:
             self.done_rows.forget_failed()
         self.rows_resumed = len(self.done_rows)
         self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
+
+    def _is_intact(self, held: Manifest) -> bool:
+        """Whether the output is complete and there. Raises InputError where somebody worked on it since."""
+        if held.state != "complete":
+            return False
+        expected = {target: (held.files or {}).get(target.name) for target in self._targets}
+        for target, size_bytes in expected.items():
+            if _size_bytes(target) not in (None, size_bytes):
+                raise InputError(
+                    f"{target} was changed since this job wrote it: move it away and run again, "
+                    "or replace it with --overwrite"
+                )
+        return all(_size_bytes(target) == size_bytes for target, size_bytes in expected.items())
+
+    def _belongs_here(self, held: Manifest, is_intact: bool, resume: bool) -> bool:
+        """Whether what is there is of this job; False where it is of another one that has no rows yet.
+
+        Raises InputError where it has rows that this run may not go on from.
+        """
+        rows = held.totals["rows"] if held.totals and is_intact else len(self.done_rows)
+        changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
+        if changes and rows:
+            raise InputError(
+                f"{self._where(is_intact)} has {rows} rows made with other settings: {changes}. "
+                "Use the old settings to go on, or --overwrite to start again"
+            )
+        if rows and not resume:
+            raise InputError(
+                f"{self._where(is_intact)} has {rows} finished rows: leave out --no-resume to keep them, "
+                "or start again with --overwrite"
+            )
+        return not changes
 
     def _where(self, is_complete: bool) -> Path:
         return self.output_path if is_complete else self.directory

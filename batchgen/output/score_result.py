@@ -1,9 +1,10 @@
-"""What became of one scored row, as parts keep it."""
+"""The result of one scored row, as parts keep it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -26,8 +27,14 @@ SCORE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """One finished row: either `error`, or one entry per continuation in each tuple: its log-probability, whether it is
-    greedy, its tokens, and the log-probabilities of these."""
+    """One finished row: either `error`, or one entry per continuation in each tuple.
+
+    Attributes:
+        logprobs: of each continuation, the sum over its tokens (natural logarithm).
+        is_greedy: whether each of its tokens is the argmax.
+        num_tokens: of each continuation.
+        token_logprobs: those of its tokens; None where they are not asked for.
+    """
 
     logprobs: tuple[float, ...]
     is_greedy: tuple[bool, ...]
@@ -42,7 +49,12 @@ class ScoreResult:
 
     @classmethod
     def from_scored(cls, scored: Scored, *, whole: bool, token_logprobs: bool) -> ScoreResult:
-        """whole: the row's prompt is what was scored. token_logprobs: whether they are asked for."""
+        """Keep a row's scores.
+
+        Args:
+            whole: the row's prompt is what was scored.
+            token_logprobs: whether those of each token are kept.
+        """
         scores = scored.scores if scored.error is None else ()
         num_tokens = tuple(len(score.token_ids) for score in scores)
         return cls(
@@ -64,7 +76,7 @@ class ScoreResult:
         """Results by row index as a batch of SCORE_SCHEMA, sorted by row."""
         rows = sorted(results)
         ordered = [results[row] for row in rows]
-        columns = [
+        columns: list[list[Any]] = [
             rows,
             [r.logprobs for r in ordered],
             [r.is_greedy for r in ordered],

@@ -9,10 +9,10 @@ from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
-from batchgen.planner.flow import stages_of
+from batchgen.planner.flow import phases_of
+from batchgen.planner.inputs import CostInputs, Placement
 from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
-from batchgen.planner.setting import Setting, Shares
 
 GIB = 1 << 30
 LANE_NAMES = {
@@ -44,14 +44,18 @@ def make_plan(
     startup_s: float,
     output_len_known: bool,
 ) -> Plan:
-    """The candidate as a plan. startup_s: time before the first sweep. output_len_known: whether the workload's output
-    lengths are more than an upper limit."""
-    s, counts = candidate.setting, candidate.counts
-    at = counts.shares(s)
+    """The candidate as a plan.
+
+    Args:
+        startup_s: time before the first sweep.
+        output_len_known: whether the workload's output lengths are more than an upper limit.
+    """
+    s, counts = candidate.inputs, candidate.counts
+    at = counts.placement(s)
     kv_blocks: dict[str, int] = {}
     for kv_class, count in counts.kv_seqs.items():
-        home = KV_TIERS[kv_class]
-        kv_blocks[home] = kv_blocks.get(home, 0) + count * (s.disk_seq_blocks if home == "disk" else s.seq_blocks)
+        tier = KV_TIERS[kv_class]
+        kv_blocks[tier] = kv_blocks.get(tier, 0) + int(count) * (s.disk_seq_blocks if tier == "disk" else s.seq_blocks)
     policy = Policy(
         admission=s.admission,
         gpu_batch_size=s.gpu_batch_size,
@@ -63,11 +67,11 @@ def make_plan(
         share_prefixes=share_prefixes,
         weight_format=s.weight_format,
         kv_format=s.kv_format,
-        weight_layers=counts.weight_layers,
+        weight_layers={group: (int(a), int(b), int(c)) for group, (a, b, c) in counts.weight_layers.items()},
         head_tier="gpu" if counts.head_on_gpu else "cpu",
         embedding_tier="gpu" if counts.embeddings_on_gpu else "cpu",
-        kv_seqs={name: count for name, count in counts.kv_seqs.items() if count},
-        activation_batches=counts.activation_batches,
+        kv_seqs={name: int(count) for name, count in counts.kv_seqs.items() if count},
+        activation_batches=(int(counts.activation_batches[0]), int(counts.activation_batches[1])),
         batch_order=_batch_order(s, counts),
     )
     return Plan(
@@ -82,16 +86,16 @@ def make_plan(
     )
 
 
-def _batch_order(s: Setting, counts: Counts) -> str:
+def _batch_order(s: CostInputs, counts: Counts) -> str:
     """NEO's two batches where there are two kinds of sequences for them."""
     classes = {name for name, count in counts.kv_seqs.items() if count}
     return "neo" if s.on_gpu and s.num_gpu_batches == 2 and "cpu" in classes and len(classes) > 1 else "even"
 
 
 def _predict(
-    problem: Problem, candidate: Candidate, at: Shares, startup_s: float, output_len_known: bool
+    problem: Problem, candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool
 ) -> Prediction:
-    s, workload = candidate.setting, candidate.setting.workload
+    s, workload = candidate.inputs, candidate.inputs.workload
     lane_s = lane_seconds(candidate, at)
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
     total_s = startup_s + candidate.seconds + rows_s
@@ -103,40 +107,41 @@ def _predict(
         low_s=startup_s + (candidate.seconds * shortest + rows_s) * (1 - _RATE_SPREAD),
         high_s=startup_s + (candidate.seconds + rows_s) * (1 + _RATE_SPREAD),
         startup_s=startup_s,
-        sweeps=sum(stage.sweeps for stage in candidate.stages),
+        sweeps=sum(phase.sweeps for phase in candidate.phases),
         bound_s=candidate.relaxed.seconds,
         generated_tokens_per_s=generated / total_s,
         total_tokens_per_s=tokens / total_s,
         block_latency_s=block_latency_s(candidate),
         lane_s=lane_s,
-        bottleneck=max(lane_s, key=lane_s.get),
+        bottleneck=max(lane_s, key=lane_s.__getitem__),
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
     )
 
 
-def _shorter(candidate: Candidate, at: Shares) -> float:
+def _shorter(candidate: Candidate, at: Placement) -> float:
     """The job's time if outputs end as early as they might, as part of the time at full length."""
-    s = candidate.setting
+    s = candidate.inputs
     outputs = tuple(max(1, round(n * _SHORTEST_OUTPUT)) for n in s.workload.output_len.values)
     workload = replace(s.workload, output_len=Lengths(outputs))
-    stages = stages_of(workload, s.admission, s.block_size, s.max_num_batched_tokens)
-    return min(1.0, job_seconds(replace(s, workload=workload), stages, at) / candidate.seconds)
+    phases = phases_of(workload, s.admission, s.block_size, s.max_num_batched_tokens)
+    return min(1.0, job_seconds(replace(s, workload=workload), phases, at) / candidate.seconds)
 
 
-def lane_seconds(candidate: Candidate, at: Shares) -> dict[str, float]:
+def lane_seconds(candidate: Candidate, at: Placement) -> dict[str, float]:
     """Busy seconds of every lane over the whole job, without bounds that are none's; fixed overheads count as compute."""
-    s, total = candidate.setting, {}
-    for stage in candidate.stages:
-        for times, lanes in ((s.model.num_layers, layer_lanes(s, stage, at)), (1, head_lanes(s, stage, at))):
+    s = candidate.inputs
+    total: dict[str, float] = {}
+    for phase in candidate.phases:
+        for times, lanes in ((s.model.num_layers, layer_lanes(s, phase, at)), (1, head_lanes(s, phase, at))):
             for lane, seconds in lanes.items():
-                total[lane] = total.get(lane, 0.0) + stage.sweeps * times * seconds
-        total["compute"] += stage.sweeps * sweep_overhead_s(s, stage)
+                total[lane] = total.get(lane, 0.0) + phase.sweeps * times * seconds
+        total["compute"] += phase.sweeps * sweep_overhead_s(s, phase)
     return {lane: seconds for lane, seconds in total.items() if lane in LANE_NAMES}
 
 
-def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
+def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
     """Weights, KV and activations by tier; FlexGen's wg..hd in bytes."""
     weights = s.layer_bytes * s.model.num_layers
     by_tier = {"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights}
@@ -146,15 +151,15 @@ def placement_bytes(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
     )
     activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
     kv = kv_bytes(s, at)
-    homes = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}
+    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}
     return {
         "weights": by_tier,
-        "KV": {tier: kv[tier] if share else 0.0 for tier, share in homes.items()},
+        "KV": {tier: kv[tier] if fraction else 0.0 for tier, fraction in fractions.items()},
         "activations": {"gpu": at.act_gpu * activations, "cpu": at.act_cpu * activations, "disk": 0.0},
     }
 
 
-def memory_parts(s: Setting, at: Shares) -> dict[str, dict[str, float]]:
+def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
     """Peak bytes of each tier: what is placed there, and the buffers beside it."""
     placed = placement_bytes(s, at)
     parts: dict[str, dict[str, float]] = {}
@@ -202,7 +207,7 @@ def explain(plan: Plan) -> list[str]:
         )
         + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
         "",
-        f"block of {policy.max_num_seqs:,} sequences = {policy.num_gpu_batches} GPU batch"
+        f"block of {policy.max_num_seqs:,} sequences = {policy.num_gpu_batches} micro-batch"
         f"{'es' if policy.num_gpu_batches > 1 else ''} of {policy.gpu_batch_size:,}, {policy.admission} admission, up to"
         f" {policy.max_num_batched_tokens:,} tokens a sweep, weights {policy.weight_format}, KV {policy.kv_format}",
         "",
@@ -279,12 +284,12 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
         return [label, *(value(plan) for _, plan in plans)]
 
     def placed(kind: str) -> Callable[[Plan], str]:
-        def shares(plan: Plan) -> str:
+        def fractions(plan: Plan) -> str:
             by_tier = plan.placement_bytes[kind]
             total = sum(by_tier.values()) or 1.0
             return " ".join(f"{TIER_NAMES[t]} {by_tier[t] / total:.0%}" for t in TIER_NAMES if by_tier[t])
 
-        return shares
+        return fractions
 
     return aligned(
         [
@@ -309,10 +314,10 @@ def frontier_lines(problem: Problem) -> list[str]:
     made = "generated" if problem.workload.task == "generate" else "scored"
     rows = [["block latency", f"{made} tokens/s", "block", "bottleneck"]]
     for latency_s, rate, candidate in frontier(problem):
-        s = candidate.setting
-        lanes = lane_seconds(candidate, candidate.counts.shares(s))
+        s = candidate.inputs
+        lanes = lane_seconds(candidate, candidate.counts.placement(s))
         block = f"{s.num_gpu_batches} x {s.gpu_batch_size}"
-        rows.append([format_seconds(latency_s), f"{rate:,.4g}", block, LANE_NAMES[max(lanes, key=lanes.get)]])
+        rows.append([format_seconds(latency_s), f"{rate:,.4g}", block, LANE_NAMES[max(lanes, key=lanes.__getitem__)]])
     return aligned(rows)
 
 

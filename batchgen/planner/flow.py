@@ -1,8 +1,8 @@
 """How a job flows through the sweeps: how many rows are prefilled and how many decode, from first to last.
 
-A fluid model of the scheduler: rows enter as soon as a place and a sweep's token budget allow, stay for as many
+A fluid model of the scheduler: rows enter as soon as the block and a sweep's token budget allow, stay for as many
 sweeps as their outputs have tokens, and the last ones leave a block half empty. Lengths are a distribution, not
-one number. The result is a handful of stages, each a number of like sweeps.
+one number. The result is a handful of phases, each a number of like sweeps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _GENERATIONS = 6
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """`sweeps` sweeps that are alike.
 
-    prefill_tokens, prefill_seqs: prompt tokens computed per sweep, and prompts completed per sweep.
-    decode_seqs: sequences that gain a token from decoding, per sweep. context: tokens each of them attends to.
-    asked_per_prompt: rows of logits that a prompt asks for.
+    Attributes:
+        prefill_tokens, prefill_seqs: prompt tokens computed per sweep, and prompts completed per sweep.
+        decode_seqs: sequences that gain a token from decoding, per sweep.
+        context: tokens each of them attends to.
+        logits_rows_per_prompt: rows of logits computed for a prompt.
     """
 
     sweeps: float
@@ -34,7 +36,7 @@ class Stage:
     prefill_seqs: float
     decode_seqs: float
     context: float
-    asked_per_prompt: float = 1.0
+    logits_rows_per_prompt: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -47,16 +49,17 @@ class Stage:
         return self.prefill_seqs + self.decode_seqs
 
     @property
-    def asked(self) -> float:
+    def logits_rows(self) -> float:
         """Rows of logits per sweep."""
-        return self.prefill_seqs * self.asked_per_prompt + self.decode_seqs
+        return self.prefill_seqs * self.logits_rows_per_prompt + self.decode_seqs
 
 
 @lru_cache(maxsize=4096)
-def stages_of(workload: Workload, admission: str, block_size: int, max_num_batched_tokens: float) -> tuple[Stage, ...]:
-    """The stages of a whole job with at most `block_size` sequences in flight.
+def phases_of(workload: Workload, admission: str, block_size: int, max_num_batched_tokens: float) -> tuple[Phase, ...]:
+    """The phases of a whole job with at most `block_size` sequences in flight.
 
-    admission: "continuous" refills places at once, "static" when the whole block has ended.
+    Args:
+        admission: "continuous" refills the block at once, "static" when the whole block has ended.
     """
     block_size = min(block_size, workload.num_seqs)
     simulated = min(workload.num_seqs, _GENERATIONS * block_size)
@@ -64,24 +67,24 @@ def stages_of(workload: Workload, admission: str, block_size: int, max_num_batch
     left = workload.num_seqs - simulated
     if left:
         steps = _repeat_middle(steps, workload, block_size, left)
-    asked = workload.scored_len or 1.0
-    return tuple(replace(stage, asked_per_prompt=asked) for stage in _merged(steps, block_size))
+    logits_rows = workload.scored_len or 1.0
+    return tuple(replace(phase, logits_rows_per_prompt=logits_rows) for phase in _merged(steps, block_size))
 
 
-def _simulate(workload: Workload, admission: str, block_size: int, budget: float, num_seqs: float) -> list[Stage]:
+def _simulate(workload: Workload, admission: str, block_size: int, budget: float, num_seqs: float) -> list[Phase]:
     outputs = np.array(workload.output_len.values, dtype=float)
     step = max(1.0, float(outputs.mean()) / _STEPS_PER_OUTPUT)  # sweeps
     # A row is prefilled somewhere within its first step, on average half way; its first token comes with that sweep.
     lost = (step + 1) / 2
     starts = np.maximum(0.0, np.arange(int(outputs.max() / step) + 3) * step - lost)
-    room = np.full(len(starts), step)
-    room[0] = step - lost
-    # decoding[j]: of a row admitted j steps ago, the expected share of this step it decodes in.
-    decoding = np.clip(outputs[:, None] - 1 - starts, 0, room).mean(0) / step
-    ages = starts + room / 2
+    width = np.full(len(starts), step)
+    width[0] = step - lost
+    # decoding[j]: of a row admitted j steps ago, the expected fraction of this step it decodes in.
+    decoding = np.clip(outputs[:, None] - 1 - starts, 0, width).mean(0) / step
+    ages = starts + width / 2
     prompt = workload.computed_prompt_len
     admitted = np.zeros(0)
-    stages = []
+    phases: list[Phase] = []
     left = float(num_seqs)
     filling = True
     while True:
@@ -89,15 +92,15 @@ def _simulate(workload: Workload, admission: str, block_size: int, budget: float
         alive = recent * decoding[1 : len(recent) + 1]
         decode_seqs = float(alive.sum())
         if left <= 0 and decode_seqs <= 1e-9:
-            return stages
-        places = block_size - decode_seqs
+            return phases
+        vacant = block_size - decode_seqs
         if admission == "static":
             if decode_seqs <= 1e-9:
                 filling, in_block = True, 0.0
-            places = block_size - in_block if filling else 0.0
+            vacant = block_size - in_block if filling else 0.0
         # At least a token a sweep, so that a tiny budget is slow rather than endless.
         affordable = max(1.0, budget - decode_seqs) * step / prompt
-        entering = max(0.0, min(left, places, affordable))
+        entering = max(0.0, min(left, vacant, affordable))
         if admission == "static":
             in_block += entering
             filling = filling and in_block < block_size - 1e-9 and left > entering
@@ -107,11 +110,11 @@ def _simulate(workload: Workload, admission: str, block_size: int, budget: float
         total = decode_seqs + first
         age = float((alive * ages[1 : len(recent) + 1]).sum() + first * ages[0]) / total if total > 0 else 0.0
         context = workload.prompt_len.mean + 0.5 + age
-        stages.append(Stage(step, entering * prompt / step, entering / step, total, context))
+        phases.append(Phase(step, entering * prompt / step, entering / step, total, context))
 
 
-def _repeat_middle(steps: list[Stage], workload: Workload, block_size: int, more_seqs: int) -> list[Stage]:
-    """Stretches the steps in which the third and fourth filling entered, to admit `more_seqs` more.
+def _repeat_middle(steps: list[Phase], workload: Workload, block_size: int, more_seqs: int) -> list[Phase]:
+    """Stretch the steps in which the third and fourth filling entered, to admit `more_seqs` more.
 
     Those steps need not be whole periods, so what decodes in them is set to what the job's tokens come to.
     """
@@ -138,28 +141,29 @@ def _repeat_middle(steps: list[Stage], workload: Workload, block_size: int, more
     ]
 
 
-def _decoded(stages: Iterable[Stage]) -> float:
-    return sum(s.decode_seqs * s.sweeps for s in stages)
+def _decoded(phases: Iterable[Phase]) -> float:
+    return sum(s.decode_seqs * s.sweeps for s in phases)
 
 
-def _merged(steps: Iterable[Stage], block_size: int) -> list[Stage]:
+def _merged(steps: Iterable[Phase], block_size: int) -> list[Phase]:
     """Like steps as one: by how full the block is and how much is prefilled. Totals are kept exactly."""
     steps = list(steps)
     most = max(s.prefill_tokens for s in steps)
-    groups: dict[tuple[int, int], list[Stage]] = {}
+    groups: dict[tuple[int, int], list[Phase]] = {}
     for s in steps:
         prefill = 0 if s.prefill_tokens == 0 else 1 + (s.prefill_tokens > most / 2)
         groups.setdefault((prefill, min(2, int(3 * s.decode_seqs / block_size))), []).append(s)
-    return [_mean_stage(group) for group in groups.values()]
+    return [_mean_phase(group) for group in groups.values()]
 
 
-def _mean_stage(group: list[Stage]) -> Stage:
+def _mean_phase(group: list[Phase]) -> Phase:
     sweeps = sum(s.sweeps for s in group)
     decoded = _decoded(group)
     attended = sum(s.context * s.decode_seqs * s.sweeps for s in group)
 
     def mean(name: str) -> float:
-        return sum(getattr(s, name) * s.sweeps for s in group) / sweeps
+        total: float = sum(getattr(s, name) * s.sweeps for s in group)
+        return total / sweeps
 
     context = attended / decoded if decoded else group[0].context
-    return Stage(sweeps, mean("prefill_tokens"), mean("prefill_seqs"), mean("decode_seqs"), context)
+    return Phase(sweeps, mean("prefill_tokens"), mean("prefill_seqs"), mean("decode_seqs"), context)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
@@ -18,6 +19,7 @@ DEVICE_WORKSPACE_BYTES = 32 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
+Add = Callable[[str, str, int], None]  # tier, what for, bytes
 _FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
 
@@ -34,8 +36,10 @@ def activation_bytes(
 
     Of all tokens there are the residual before and after, queries, keys, values, and attention's result, perhaps in two
     parts; of `chunk_tokens` also the norm and what projections make, where rotary embedding works in fp32. Logits are
-    held in the weights' dtype and in fp32, with one row of work space each. captured_tokens: of the
-    largest decode sweep that may be captured on a GPU, which has memory of its own.
+    held in the weights' dtype and in fp32, with one row of work space each.
+
+    Args:
+        captured_tokens: of the largest decode sweep that may be captured on a GPU, which has memory of its own.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
@@ -51,8 +55,11 @@ def activation_bytes(
 
 
 def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
-    """Tokens that go through a layer's products together: enough for their best rate, few enough for what is between two
-    of them to stay in a CPU's cache, or to take little of a GPU's memory."""
+    """Tokens that go through a layer's products together.
+
+    Enough for their best rate, few enough for what is between two of them to stay in a CPU's cache, or to take little of a
+    GPU's memory.
+    """
     if on_gpu:
         return _GPU_CHUNK_TOKENS
     widest = max(config.intermediate_size * (2 if config.gated_mlp else 1), config.qkv_size)
@@ -67,12 +74,15 @@ def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
 def planned_logit_rows(
     config: ModelConfig, dtype_bytes: int, batch_tokens: int, gpu_batch_size: int, task: str | None
 ) -> int:
-    """The same of a GPU batch that has no more: a row a sequence, or, where sequences are scored, perhaps one a token.
+    """Rows of logits that are made together for one micro-batch.
 
-    task: "generate", "score", or None for either.
+    A row a sequence, or, where sequences are scored, perhaps one a token; no more than `logit_rows`.
+
+    Args:
+        task: "generate", "score", or None for either.
     """
-    asked = gpu_batch_size if task == "generate" else max(gpu_batch_size, batch_tokens)
-    return min(asked, logit_rows(config, dtype_bytes))
+    rows = gpu_batch_size if task == "generate" else max(gpu_batch_size, batch_tokens)
+    return min(rows, logit_rows(config, dtype_bytes))
 
 
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
@@ -89,29 +99,45 @@ def kv_block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:
     return 2 * config.num_kv_heads * block_size * row_bytes(config.head_dim, kv_format)
 
 
-def plan_memory(
-    config: ModelConfig,
-    policy: Policy,
-    *,
-    dtype: str,
-    budgets: Mapping[str, int],
-    process_bytes: int,
-    min_tokens: int,
-    longest_tokens: int,
-    most_kv_tokens: int | None = None,
-    task: str | None = "generate",
-) -> MemoryPlan:
-    """The split of each budget under a policy. An accelerator is there if there is a budget for "gpu".
+@dataclass(frozen=True)
+class Demand:
+    """What rows ask of the memory.
 
-    process_bytes: what the process holds before weights are loaded. min_tokens: the smallest row that must fit (its
-    prompt and output); longest_tokens: the longest that is looked for. most_kv_tokens: what the job is expected to use.
-    task: as for `planned_logit_rows`. Raises InputError, naming the smallest budget that would do.
+    Attributes:
+        min_tokens: of the smallest row that must fit, prompt and output.
+        longest_tokens: of the longest row that staging buffers must hold.
+        most_kv_tokens: KV that the job is expected to use at most; None: nothing is known of it.
+        task: as for `planned_logit_rows`.
+    """
+
+    min_tokens: int
+    longest_tokens: int
+    most_kv_tokens: int | None = None
+    task: str | None = "generate"
+
+
+def plan_memory(
+    config: ModelConfig, policy: Policy, demand: Demand, *, dtype: str, budgets: Mapping[str, int], process_bytes: int
+) -> MemoryPlan:
+    """Split each budget under a policy: fixed parts first, KV pools take what is left.
+
+    Args:
+        config: the model.
+        policy: where weights, KV and activations are, and how many sequences and tokens there are in a sweep.
+        demand: what must fit beside them.
+        dtype: the compute dtype.
+        budgets: bytes of each tier; with one for "gpu" there is an accelerator.
+        process_bytes: what the process holds before weights are loaded.
+
+    Raises:
+        InputError: a budget is too small; the message names the smallest that would do.
     """
     device = "gpu" if "gpu" in budgets else "cpu"
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
     parts["cpu"]["process"] = process_bytes
     batch_tokens = -(-max(policy.max_num_batched_tokens, policy.max_num_seqs) // policy.num_gpu_batches)
-    staging_blocks = _staging_blocks(policy, device, batch_tokens, longest_tokens)
+    staging_blocks = _staging_blocks(policy, device, batch_tokens, demand.longest_tokens)
+    task = demand.task
 
     def add(tier: str, what: str, num_bytes: int) -> None:
         if num_bytes:
@@ -123,13 +149,13 @@ def plan_memory(
     _add_staging(config, policy, device, staging_blocks, add)
     block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
-    kv_blocks = _kv_blocks(policy, parts, budgets, sizes, min_tokens, most_kv_tokens)
+    kv_blocks = _kv_blocks(policy, parts, budgets, sizes, demand)
     for tier, count in kv_blocks.items():
         add(tier, "KV", count * sizes[tier])
     return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
 
 
-def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add) -> None:
+def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add: Add) -> None:
     size = int(FORMAT_BYTES[dtype])
     groups = group_bytes(config, dtype, policy.weight_format)
     on_disk = 0
@@ -144,8 +170,8 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
         add("gpu", "weights in transit", 2 * sum(groups[group] for group in away))
     add("cpu", "weights in transit", 2 * on_disk)
     if policy.weight_format == INT4:
-        expanded = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
-        add(device, "expanded weights", expanded * config.params_per_layer * size)
+        copies = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
+        add(device, "expanded weights", copies * config.params_per_layer * size)
     embedding, head = config.embedding_params * size, config.head_params * size
     head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
@@ -158,7 +184,7 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
 
 
 def _add_activations(
-    config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, logit_rows: int, add
+    config: ModelConfig, policy: Policy, dtype: str, device: str, batch_tokens: int, logit_rows: int, add: Add
 ) -> None:
     size = int(FORMAT_BYTES[dtype])
     captured = policy.gpu_batch_size if device == "gpu" else 0
@@ -198,7 +224,7 @@ def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype:
 
 
 def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_tokens: int) -> int:
-    """Blocks of one buffer: a GPU batch's share of what does not live on the compute device, at its longest."""
+    """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
     away = {c: n for c, n in policy.kv_seqs.items() if n and KV_TIERS[c] != device}
     if not away:
         return 0
@@ -210,7 +236,7 @@ def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_toke
     return blocks
 
 
-def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add) -> None:
+def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_blocks: int, add: Add) -> None:
     block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     add(device, "KV in transit", 2 * staging_blocks * block)
     if device == "gpu" and staging_blocks:
@@ -225,8 +251,7 @@ def _kv_blocks(
     parts: Mapping[str, Mapping[str, int]],
     budgets: Mapping[str, int],
     sizes: Mapping[str, int],
-    min_tokens: int,
-    most_kv_tokens: int | None,
+    demand: Demand,
 ) -> dict[str, int]:
     """Blocks of each pool, `sizes` bytes each: what is left of the budget, but no more than its sequences can make use of."""
     block_size = policy.kv_block_size
@@ -234,13 +259,13 @@ def _kv_blocks(
     for kv_class, count in policy.kv_seqs.items():
         if count:
             seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
-    least = -(-min_tokens // block_size)
+    least = -(-demand.min_tokens // block_size)
     found, short = {}, {}
     for tier, count in seqs.items():
-        # More than every sequence at full length is never used; `most_kv_tokens` may know better, but any row must fit.
+        # More than every sequence at full length is never used; the demand may know better, but any row must fit.
         useful = count * -(-policy.max_model_len // block_size)
-        if most_kv_tokens is not None:
-            expected = -(-most_kv_tokens * count // policy.max_num_seqs)
+        if demand.most_kv_tokens is not None:
+            expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
             useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
         left = budgets[tier] - sum(parts[tier].values())
         found[tier] = max(0, min(left // sizes[tier], useful))
@@ -250,11 +275,13 @@ def _kv_blocks(
         if sum(own.values()) > budgets[tier]:
             short.setdefault(tier, sum(own.values()) - budgets[tier])
     if short:
-        raise InputError(_too_small(short, parts, budgets, min_tokens))
+        raise InputError(_too_small(short, parts, budgets, demand.min_tokens))
     return found
 
 
-def _too_small(short: Mapping[str, int], parts: Mapping, budgets: Mapping[str, int], min_tokens: int) -> str:
+def _too_small(
+    short: Mapping[str, int], parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int], min_tokens: int
+) -> str:
     tier, missing = max(short.items(), key=lambda item: item[1])
     own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
     return (

@@ -1,9 +1,9 @@
 """From hardware, model and workload to the fastest policy: enumerate what is discrete, solve the LP inside.
 
-FlexGen 4.3, two levels: block size, GPU batches, token budget, formats and admission are enumerated, placement is an
-LP. Here the search is exact on its ladder: settings are visited in the order of a lower bound that needs no solver,
-each LP is a bound on what its integer placement can reach, and the search ends when no bound beats the best integer
-placement found. So more memory or a faster rate can never lead to a slower plan.
+FlexGen 4.3, two levels: block size, micro-batches, token budget, dtypes and admission are enumerated, placement is an LP.
+Here the search is exact on its ladder: inputs are visited in the order of a lower bound that needs no solver, each LP is a
+bound on what its integer placement can reach, and the search ends when no bound beats the best integer placement found. So more
+memory or a faster rate can never lead to a slower plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile
+from batchgen.core.hardware import HardwareProfile, known
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
@@ -21,19 +21,19 @@ from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import (
     can_delegate,
     decode_attention_s,
+    dequantize_weights_s,
     elementwise_s,
-    expand_weights_s,
     linear_s,
     prefill_attention_s,
     shared_attention_s,
     streamed_kv_bytes,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Stage, stages_of
+from batchgen.planner.flow import Phase, phases_of
+from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve, with_embeddings
-from batchgen.planner.setting import BATCHGEN, RuntimeModel, Setting
 
-_GPU_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4
 # Fewer tokens than this leave matrix products far from their best rate.
@@ -44,11 +44,13 @@ _LEAST_BATCHED_TOKENS = 1024
 class Problem:
     """What the search is given.
 
-    budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
-    weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked for.
-    block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
-    max_block_latency_s: longest time from a block's first prompt to its last token. longest_tokens: of a sequence that
-        staging buffers must hold; None: the longest of the workload.
+    Attributes:
+        budgets: bytes per tier of policy.TIERS; "gpu" only where there is one.
+        weight_formats, kv_formats: those the user allows, the compute format among them unless quantisation is asked
+            for.
+        block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
+        max_block_latency_s: longest time from a block's first prompt to its last token.
+        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
     """
 
     hardware: HardwareProfile
@@ -73,10 +75,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting and the best placement found for it. bound_s: the LP's, which no placement of this setting beats."""
+    """Inputs and the best placement found for them.
 
-    setting: Setting
-    stages: tuple[Stage, ...]
+    Attributes:
+        inputs: what was fixed.
+        phases: how the job flows through it.
+        relaxed: the LP's optimum, a bound that no placement of these inputs beats.
+        realised: the placement in whole things.
+    """
+
+    inputs: CostInputs
+    phases: tuple[Phase, ...]
     relaxed: Solution
     realised: Solution
 
@@ -94,50 +103,55 @@ def search(problem: Problem) -> Candidate:
     check_budgets(problem)
     best: Candidate | None = None
     bounded = sorted(
-        ((lower_bound_s(s, stages), i, s, stages) for i, (s, stages) in enumerate(settings(problem))),
+        ((lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(search_space(problem))),
         key=lambda entry: entry[:2],
     )
     too_slow = False
-    for bound, _, setting, stages in bounded:
+    for bound, _, inputs, phases in bounded:
         if best is not None and bound >= best.seconds:
             break
         found = []
         for integer in (False, True):
-            solution = solve(setting, stages, problem.allowed, integer=integer)
+            solution = solve(inputs, phases, problem.allowed, integer=integer)
             if solution is None or (best is not None and solution.seconds >= best.seconds):
                 break
-            if _block_latency_s(setting, stages, solution.seconds) > (problem.max_block_latency_s or float("inf")):
+            if _block_latency_s(inputs, phases, solution.seconds) > (problem.max_block_latency_s or float("inf")):
                 too_slow = True
                 break
             found.append(solution)
         if len(found) == 2:
-            best = Candidate(setting, stages, *found)
+            best = Candidate(inputs, phases, *found)
     if best is None:
         raise InputError(_too_slow(problem) if too_slow else explain_infeasible(problem))
-    return _tidied(best, problem.allowed)
+    return _least_movement(best, problem.allowed)
 
 
-def _tidied(best: Candidate, allowed: Allowed) -> Candidate:
-    """Where one resource binds, many placements are equally fast: the one that moves least, which leaves the disk alone
-    if it is not needed."""
-    calm = solve(best.setting, best.stages, allowed, integer=True, within_s=best.seconds * (1 + _EQUALLY_FAST))
-    return replace(best, realised=with_embeddings(best.setting, calm or best.realised))
+def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
+    """The candidate with the placement that moves least, among those that are about as fast.
+
+    Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
+    """
+    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=best.seconds * (1 + _EQUALLY_FAST))
+    return replace(best, realised=with_embeddings(best.inputs, found or best.realised))
 
 
 def block_latency_s(candidate: Candidate) -> float:
     """Seconds from the first prompt of a block to its last token."""
-    return _block_latency_s(candidate.setting, candidate.stages, candidate.seconds)
+    return _block_latency_s(candidate.inputs, candidate.phases, candidate.seconds)
 
 
-def _block_latency_s(s: Setting, stages: tuple[Stage, ...], seconds: float) -> float:
-    sweeps = sum(stage.sweeps for stage in stages)
+def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
+    sweeps = sum(phase.sweeps for phase in phases)
     fill = s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens
     return seconds * min(1.0, (max(1.0, fill) + s.workload.output_len.max - 1) / sweeps)
 
 
 def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
-    """The latency-throughput trade-off (FlexGen figure 1): (block latency in s, generated or scored tokens/s, plan), from the
-    shortest latency to the highest throughput, without those that another one beats in both."""
+    """The latency-throughput trade-off (FlexGen figure 1), from the shortest latency to the highest throughput.
+
+    Returns:
+        (block latency in s, generated or scored tokens/s, plan), without those that another one beats in both.
+    """
     found = []
     for block_size in _block_sizes(problem):
         try:
@@ -155,7 +169,7 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
     return pareto
 
 
-def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
+def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
     """Everything that is enumerated, and how the job flows through it."""
     workload = problem.workload
     for weight_format in problem.weight_formats:
@@ -163,9 +177,9 @@ def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
             for admission in problem.admissions:
                 for block_size in _block_sizes(problem):
                     for tokens in _token_budgets(problem, block_size):
-                        stages = stages_of(workload, admission, block_size, tokens)
-                        for batches in _gpu_batches(problem, block_size):
-                            setting = Setting(
+                        phases = phases_of(workload, admission, block_size, tokens)
+                        for batches in _micro_batches(problem, block_size):
+                            inputs = CostInputs(
                                 hardware=problem.hardware,
                                 model=problem.model,
                                 workload=workload,
@@ -182,15 +196,15 @@ def settings(problem: Problem) -> Iterator[tuple[Setting, tuple[Stage, ...]]]:
                                 process_bytes=problem.process_bytes,
                                 longest_tokens=problem.longest_tokens,
                             )
-                            if _supported(setting):
-                                yield setting, stages
+                            if _supported(inputs):
+                                yield inputs, phases
 
 
 def _no_rates(problem: Problem) -> str:
     return f"{problem.hardware.name} has no rates for the formats asked for: allow another --quantization"
 
 
-def _supported(s: Setting) -> bool:
+def _supported(s: CostInputs) -> bool:
     """Whether the machine has rates for these formats."""
     if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
         return False
@@ -220,20 +234,22 @@ def _token_budgets(problem: Problem, block_size: int) -> list[int]:
     return sorted(sizes | {whole})
 
 
-def _gpu_batches(problem: Problem, block_size: int) -> list[int]:
-    """Numbers of GPU batches that part the block equally; a block of all rows is rounded up."""
+def _micro_batches(problem: Problem, block_size: int) -> list[int]:
+    """Numbers of micro-batches that part the block equally; a block of all rows is rounded up."""
     if problem.num_gpu_batches is not None:
         return [problem.num_gpu_batches]
     if problem.hardware.gpu is None:
         return [1]  # nothing runs beside the products: parts of a batch only make them smaller
     whole_job = block_size in (problem.workload.num_seqs, problem.block_size)
-    return [k for k in _GPU_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
+    return [k for k in _MICRO_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
 
 
-def lower_bound_s(s: Setting, stages: tuple[Stage, ...]) -> float:
-    """Seconds that no placement can beat, without a solver: compute with decode attention shared out between GPU and CPU
-    at its best, what the GPU cannot hold and must cross the bus or be attended to by the CPU, and what must come from
-    disk."""
+def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
+    """Seconds that no placement can beat, without a solver.
+
+    Compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus or be
+    attended to by the CPU, and what must come from disk.
+    """
     layers = s.model.num_layers
     weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
     gpu, cpu = s.budgets.get("gpu", 0), s.budgets["cpu"]
@@ -241,29 +257,29 @@ def lower_bound_s(s: Setting, stages: tuple[Stage, ...]) -> float:
     on_disk = max(0.0, weights + kv - gpu - cpu) / layers
     serial = "h2d" in s.runtime.serial
     total = 0.0
-    for stage in stages:
-        compute = linear_s(s, stage) + elementwise_s(s, stage) + prefill_attention_s(s, stage)
-        compute += shared_attention_s(s, stage) + expand_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
-        moved, own = streamed_kv_bytes(s, stage), decode_attention_s(s, stage, s.rates)
+    for phase in phases:
+        compute = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase)
+        compute += shared_attention_s(s, phase) + dequantize_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
+        moved, own = streamed_kv_bytes(s, phase), decode_attention_s(s, phase, s.rates)
         # Weights count in full in every sweep, KV as far as it is filled.
         filled = min(1.0, moved * layers / kv)
         bus = 0.0
         if not s.on_gpu:
             compute += own
         elif own and can_delegate(s):
-            delegated = decode_attention_s(s, stage, s.hardware.cpu)
+            delegated = decode_attention_s(s, phase, s.hardware.cpu)
             if s.hardware.shared_cores:
                 compute += min(own, delegated)
             else:
                 compute = max(compute, (compute + own) * delegated / (own + delegated))
-            bus = filled * off_gpu / (s.hardware.h2d_bytes_per_s + moved / delegated)
+            bus = filled * off_gpu / (known(s.hardware.h2d_bytes_per_s) + moved / delegated)
         else:
             compute += own
-            bus = filled * off_gpu / s.hardware.h2d_bytes_per_s
+            bus = filled * off_gpu / known(s.hardware.h2d_bytes_per_s)
         disk = filled * on_disk / s.hardware.disk_read_bytes_per_s
-        streamed = max(0.0, weights - gpu) / layers / s.hardware.h2d_bytes_per_s if s.on_gpu else 0.0
+        streamed = max(0.0, weights - gpu) / layers / known(s.hardware.h2d_bytes_per_s) if s.on_gpu else 0.0
         together = compute + streamed if serial else max(compute, bus, streamed)
-        total += stage.sweeps * (layers * max(together, disk) + sweep_overhead_s(s, stage))
+        total += phase.sweeps * (layers * max(together, disk) + sweep_overhead_s(s, phase))
     return total
 
 
@@ -271,16 +287,17 @@ _TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-mem
 
 
 def check_budgets(problem: Problem) -> None:
-    """Raises InputError for a budget the machine does not have."""
+    """Raise InputError for a budget the machine does not have."""
     hardware = problem.hardware
     sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
     for tier, budget in problem.budgets.items():
-        if sizes[tier] is None:
+        size = sizes[tier]
+        if size is None:
             raise InputError(f"{_TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
-        if budget > sizes[tier]:
+        if budget > size:
             raise InputError(
                 f"{_TIER_FLAGS[tier]} {format_bytes(budget)} is more than {hardware.name} has"
-                f" ({format_bytes(sizes[tier])}): give at most that"
+                f" ({format_bytes(size)}): give at most that"
             )
         if budget <= 0 and tier != "disk":
             raise InputError(f"{_TIER_FLAGS[tier]} must be above 0")
@@ -296,12 +313,12 @@ def explain_infeasible(problem: Problem) -> str:
             max_num_batched_tokens=problem.max_num_batched_tokens or _LEAST_BATCHED_TOKENS,
         )
     least: dict[str, float] = {}
-    for setting, stages in settings(smallest):
+    for inputs, phases in search_space(smallest):
         for tier in problem.budgets:
-            short = shortfall_bytes(setting, stages, problem.allowed, tier)
+            short = shortfall_bytes(inputs, phases, problem.allowed, tier)
             if short is not None:
                 least[tier] = min(short, least.get(tier, short))
-    if not least and not any(True for _ in settings(smallest)):
+    if not least and not any(True for _ in search_space(smallest)):
         return _no_rates(problem)
     weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
     what = f"the model's weights take {format_bytes(weights)}"

@@ -85,8 +85,10 @@ def load_or_measure(
 def profile_path(
     cache_dir: Path, device: str, offload_dir: Path, model: ModelConfig | None = None, dtypes: Sequence[str] = ()
 ) -> Path:
-    """The file of the profile of this machine, as it is now, with this offload directory: for models of any size in any
-    dtype, or for layers like the model's in these."""
+    """The file of this machine's profile with this offload directory.
+
+    Of models of any size in any dtype, or of layers like the model's in these dtypes.
+    """
     shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]
     key = json_sha256([identity(device), str(offload_dir.resolve()), shape])
     return cache_dir / "profiles" / f"{device}-{key[:16]}.json"

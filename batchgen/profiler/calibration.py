@@ -1,8 +1,8 @@
-"""Corrects a measured profile by whole sweeps: in a sweep every operation finds the caches as the one before left them,
-so that it takes longer than by itself, over and over, which is how curves are measured.
+"""Corrects a measured profile by whole sweeps.
 
-A few sweeps of known composition are run by the executor, on a few layers of the model with made-up weights. Each kind
-of cost gets the factor with which the cost terms come closest to all of the times.
+In a sweep every operation finds the caches as the one before left them, so that it takes longer than by itself, over and
+over, which is how curves are measured. A few sweeps of known composition are run by the executor, on a few layers of the model
+with dummy weights. Each kind of cost gets the factor with which the cost terms come closest to all of the times.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
-from batchgen.planner.flow import Stage
-from batchgen.planner.search import Problem, settings
-from batchgen.planner.setting import Setting
+from batchgen.planner.flow import Phase
+from batchgen.planner.inputs import CostInputs
+from batchgen.planner.search import Problem, search_space
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
@@ -38,9 +38,9 @@ _RUNS, _ROUNDS = 3, 3
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
 # Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
 _PRIOR = 0.05
-_PULSE_S, _MOST_SLOWER = 0.5, 1.5
+_PROBE_S, _MOST_SLOWER = 0.5, 1.5
 # Disks that others use too differ more from one moment to another than cores do.
-_DISK_PULSE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
+_DISK_PROBE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
 
 
@@ -82,20 +82,23 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> Hard
     terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
     with _runner(part, dtype) as run:
-        pulses = [pulse_s(dtype)]
+        probes = [probe_s(dtype)]
         # In rounds, so that a moment in which the machine is slow does not decide about one of them.
         rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
     times = np.median(rounds, axis=0)
     factors = fit(np.array([terms[i] for i in affordable]), times).tolist()
     scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
     noted = {name: round(float(factor), 3) for name, factor in zip(_FACTORS, factors, strict=True)}
-    kept = {"sweep_factors": {dtype: noted}, "pulse_s": {dtype: statistics.median([*pulses, pulse_s(dtype)])}}
+    kept = {"sweep_factors": {dtype: noted}, "pulse_s": {dtype: statistics.median([*probes, probe_s(dtype)])}}
     return replace(scaled, measured=profile.measured | kept)
 
 
-def pulse_s(dtype: str) -> float:
-    """Seconds of a fixed piece of work, half arithmetic and half memory traffic, to compare one moment with another: on a
-    machine shared with others the same work takes up to a third longer at times. Takes half a second."""
+def probe_s(dtype: str) -> float:
+    """Seconds of a fixed piece of work, half arithmetic and half memory traffic: a spot benchmark of the CPU.
+
+    It compares one moment with another: on a machine shared with others the same work takes up to a third longer at times.
+    Takes half a second.
+    """
     import torch
 
     keep_freed_memory()
@@ -103,7 +106,7 @@ def pulse_s(dtype: str) -> float:
     x = torch.ones(512, 1024, dtype=weights.dtype)
     source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)
     times = []
-    deadline = time.perf_counter() + _PULSE_S
+    deadline = time.perf_counter() + _PROBE_S
     while len(times) < 4 or time.perf_counter() < deadline:
         started = time.perf_counter()
         for weight in weights:
@@ -113,23 +116,27 @@ def pulse_s(dtype: str) -> float:
     return statistics.median(times[1:])
 
 
-def at_this_moment(profile: HardwareProfile, dtype: str) -> HardwareProfile:
-    """A calibrated profile with its compute rates corrected for how the machine is doing now: by the square root of the
-    difference, as half of what one moment shows does not last."""
+def corrected_by_probe(profile: HardwareProfile, dtype: str) -> HardwareProfile:
+    """A calibrated profile, its compute rates corrected by a spot benchmark of the machine as it is now.
+
+    By the square root of the difference, as half of what one moment shows does not last.
+    """
     then = profile.measured.get("pulse_s", {}).get(dtype)
     if then is None:
         return profile
-    slower = _half_of(pulse_s(dtype) / then, _MOST_SLOWER)
+    slower = _half_of(probe_s(dtype) / then, _MOST_SLOWER)
     return profile.scaled(**dict.fromkeys((*_FACTORS, "sampling_logits_per_s"), 1 / slower))
 
 
-def disk_at_this_moment(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
-    """A profile measured with this directory, its disk's rates corrected in the same way; left alone where the disk has no
-    room to measure in. Takes a second."""
+def corrected_by_disk_probe(profile: HardwareProfile, offload_dir: Path) -> HardwareProfile:
+    """A profile measured with this directory, its disk's rates corrected by a spot benchmark in the same way.
+
+    It is left alone where the disk has no space to measure in. Takes a second.
+    """
     if profile.measured.get("offload_dir") != str(offload_dir.resolve()):
         return profile
     try:
-        now = disk_rates(offload_dir, _DISK_PULSE)
+        now = disk_rates(offload_dir, _DISK_PROBE)
     except InputError:
         return profile
 
@@ -156,19 +163,19 @@ def fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Sweep) -> list[float]:
     """Seconds of each kind of cost in the sweep, as the profile has it."""
     prefix = sweep.cached if sweep.shared else 0
-    setting = _setting(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
+    inputs = _inputs(profile, model, dtype, Workload.uniform(sweep.count, max(2, prefix + sweep.new), 2, prefix))
     if sweep.new == 1:
-        stage = Stage(1, 0, 0, sweep.count, sweep.cached + 1)
-        decode = decode_attention_s(setting, stage, setting.rates)
+        phase = Phase(1, 0, 0, sweep.count, sweep.cached + 1)
+        decode = decode_attention_s(inputs, phase, inputs.rates)
     else:
-        stage = Stage(1, sweep.count * sweep.new, sweep.count, 0, 0)
+        phase = Phase(1, sweep.count * sweep.new, sweep.count, 0, 0)
         decode = 0.0
-    fixed = setting.rates.step_overhead_s
-    own = (linear_s(setting, stage), elementwise_s(setting, stage) + fixed, prefill_attention_s(setting, stage))
-    return [model.num_layers * seconds for seconds in (*own, decode, shared_attention_s(setting, stage))]
+    fixed = inputs.rates.step_overhead_s
+    own = (linear_s(inputs, phase), elementwise_s(inputs, phase) + fixed, prefill_attention_s(inputs, phase))
+    return [model.num_layers * seconds for seconds in (*own, decode, shared_attention_s(inputs, phase))]
 
 
-def _setting(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> Setting:
+def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> CostInputs:
     problem = Problem(
         hardware=profile,
         model=model,
@@ -180,7 +187,7 @@ def _setting(profile: HardwareProfile, model: ModelConfig, dtype: str, workload:
         block_size=workload.num_seqs,
         max_num_batched_tokens=1 << 20,
     )
-    return next(iter(settings(problem)))[0]
+    return next(iter(search_space(problem)))[0]
 
 
 @contextlib.contextmanager
@@ -206,7 +213,7 @@ def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float
         times = []
         for _ in range(_RUNS):
             started = time.perf_counter()
-            executor.run([batch], lambda asked, logits, start: None)
+            executor.run([batch], lambda rows, logits, start: None)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 

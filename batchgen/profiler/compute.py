@@ -99,7 +99,7 @@ def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, INT4)
     )
-    expand = timed(f"expanding weights {where}", lambda: expand_rate(device, pool, subjects.main, effort))
+    expand = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
     return ComputeRates(
         prefill_attention_flops_per_s={INT4: prefill},
         decode_attention_bytes_per_s={INT4: decode},
@@ -108,7 +108,7 @@ def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     )
 
 
-def expand_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
+def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
     """Expanded bytes per second of a layer's 4-bit matrices, as many rows of each as the pool has numbers for."""
     packed, targets = [], []
     for rows, columns in model.layer_matrices.values():
@@ -124,8 +124,10 @@ def expand_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort
 
 
 def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
-    """FLOP/s over width and tokens, of the matrix products of a layer, each model's in turn; the activation and the residual
-    adds go with them."""
+    """FLOP/s of a layer's matrix products over width and tokens, each model's in turn.
+
+    The activation and the residual adds go with them.
+    """
 
     def trial(model: ModelConfig, tokens: int) -> Trial:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -164,7 +166,9 @@ def decode_rates(
 ) -> Rates:
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
-    kv_format: "int4", or None: the pool's dtype."""
+    Args:
+        kv_format: "int4", or None: the pool's dtype.
+    """
     kvs = [_paged_kv(pool, model, kv_format) for model in models]
 
     def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
@@ -199,11 +203,14 @@ def prefill_rates(
 def _paged_attention(
     kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> Callable[[int], Tensor]:
-    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plan. dtype: of the queries.
+    """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plan.
 
     Run after run goes through all KV blocks that there are, a window of them at a time. The plan counts blocks from the
-    window's first one, so that one plan does for all runs: making it takes longer than many of them, and a sweep makes one
-    for all its layers.
+    window's first one, so that one plan does for all runs: making it takes longer than many of them, and a sweep makes
+    one for all its layers.
+
+    Args:
+        dtype: of the queries.
     """
     heads, size = model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE
     used = [-(-(new + cached) // size) for new, cached in sequences]
@@ -234,8 +241,10 @@ def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
     """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
-    matrix products and attention, over tokens: many leave the caches between one operation and the next. What goes with
-    the products counts among the bytes, but takes its time there."""
+    matrix products and attention, over tokens: many leave the caches between one operation and the next.
+
+    What goes with the products counts among the bytes, but takes its time there.
+    """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
     kv = _paged_kv(pool, model, kv_format)
@@ -243,8 +252,10 @@ def elementwise_rates(
 
 
 def _elementwise(pool: Tensor, kv: Tensor, model: ModelConfig, tokens: int) -> Trial:
-    """One layer's element-wise work, of a llama as wide as `model`; what products and attention would give is taken
-    from the pool."""
+    """One layer's element-wise work, of a llama as wide as `model`.
+
+    What products and attention would give is taken from the pool.
+    """
     heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.hidden_size
     config = _llama(width, heads, kv_heads, model.head_dim, model.intermediate_size)
     qkvs = pieces(pool, tokens, config.qkv_size)

@@ -16,11 +16,14 @@ _HANDOVERS = 100
 
 
 def emulated_profile(cpu: HardwareProfile, device: Device) -> HardwareProfile:
-    """The machine of `cpu`, a profile without GPU, as it is with an emulated one. Takes less than a second.
+    """The machine of `cpu`, a profile without GPU, as it is with an emulated one.
+
+    Takes less than a second.
 
     Its memory is taken from the host's. Compute and CPU attention have the same cores, and copies take them for as long
     as they would last unthrottled: a link that is throttled sleeps for the rest of its time. (Measured on two cores:
-    copies at 2, 6 and 19 GB/s make a matrix product take 1.05, 1.2 and 1.8 times as long, at 35 to 40 GB/s unthrottled.)
+    copies at 2, 6 and 19 GB/s make a matrix product take 1.05, 1.2 and 1.8 times as long, at 35 to 40 GB/s
+    unthrottled.)
     """
     h2d_s, d2h_s, free_s = (piece_times(rate) for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s, None))
     return replace(

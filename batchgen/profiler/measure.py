@@ -32,8 +32,10 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class Overheads:
-    """What only a running engine can show. Fields are those of HardwareProfile; step_overhead_s is that of its
-    compute device."""
+    """What only a running engine can show.
+
+    Fields are those of HardwareProfile; step_overhead_s is that of its compute device.
+    """
 
     sweep_overhead_s: float
     sequence_overhead_s: float
@@ -45,7 +47,7 @@ class Overheads:
 
 
 def check_measurable(device: str, dtypes: Sequence[str]) -> None:
-    """Raises InputError for a device that is not there or an unknown dtype."""
+    """Raise InputError for a device that is not there or an unknown dtype."""
     if device not in DEVICES:
         raise InputError(f"device {device!r} cannot be measured: use {' or '.join(DEVICES)}")
     if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
@@ -73,9 +75,14 @@ def measure(
 ) -> HardwareProfile:
     """Everything a profile has, for jobs in these dtypes.
 
-    model: rates for its layers alone, which are truer for it; None: for models of any size. device: "cpu" or "cuda".
-    offload_dir: made where it does not exist; its disk is measured. notify: told what is being measured. Raises
-    InputError for a device that is not there, an unknown dtype or an unusable offload_dir.
+    Args:
+        model: rates for its layers alone, which are truer for it; None: for models of any size.
+        device: "cpu" or "cuda".
+        offload_dir: made where it does not exist; its disk is measured.
+        notify: told what is being measured.
+
+    Raises:
+        InputError: for a device that is not there, an unknown dtype or an unusable offload_dir.
     """
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
@@ -198,7 +205,7 @@ def identity(device: str) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """Runs parts of the measurement: says which, and keeps how long each took."""
+    """A stopwatch that runs parts of the measurement, says which, and keeps how long each took."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.parts_s: dict[str, float] = {}

@@ -21,11 +21,11 @@ from batchgen.profiler.measure import Overheads
 _MANY = 128  # sequences
 _LAYERS = 9
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
-_VOCAB = 49_152  # for the sampler's share
+_VOCAB = 49_152  # for the sampler
 
 
 def measure_overheads(device: str) -> Overheads:
-    """Of an engine that computes on the device, "cpu" or "cuda". Takes a few seconds."""
+    """Measure an engine that computes on the device, "cpu" or "cuda". Takes a few seconds."""
     _sweep_s(device, 1, 1)  # warm-up
     one, deep, many = _sweep_s(device, 1, 1), _sweep_s(device, _LAYERS, 1), _sweep_s(device, 1, _MANY)
     step_s = max(0.0, (deep - one) / (_LAYERS - 1))
@@ -172,8 +172,10 @@ def _load_bytes_per_s() -> float:
 
 
 def _gguf_load_bytes_per_s() -> float | None:
-    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights. None without `gguf`: then
-    no GGUF can be loaded either."""
+    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights.
+
+    None without `gguf`: then no GGUF can be loaded either.
+    """
     import numpy as np
 
     try:

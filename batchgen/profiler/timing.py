@@ -23,11 +23,16 @@ _GPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Effort:
-    """Grid points, sizes and time limits of a measurement. The defaults take about 15 s on two cores.
+    """Grid points, sizes and time limits of a measurement.
 
-    point_s: time for one grid point, warm-up not included. call_s: points whose single run would take longer are
-    not measured. sample_s: short runs are repeated to make up a sample of this length. disk_s: time for each of
-    disk reads and writes. pool_bytes: operands are spread over this much memory; None: as much as defeats caches.
+    The defaults take about 15 s on two cores.
+
+    Attributes:
+        point_s: time for one grid point, warm-up not included.
+        call_s: points whose single run would take longer are not measured.
+        sample_s: short runs are repeated to make up a sample of this length.
+        disk_s: time for each of disk reads and writes.
+        pool_bytes: operands are spread over this much memory; None: as much as defeats caches.
     """
 
     widths: tuple[int, ...] = (512, 2048, 4096)
@@ -51,8 +56,12 @@ FULL = Effort()
 
 @dataclass(frozen=True)
 class Trial:
-    """run(i): the i-th run, on operands that have left the caches since they were last used. work: its bytes or
-    FLOPs."""
+    """A piece of work to be timed.
+
+    Attributes:
+        run: the i-th run, on operands that have left the caches since they were last used.
+        work: its bytes or FLOPs.
+    """
 
     work: float
     run: Callable[[int], object]
@@ -94,8 +103,10 @@ class Device:
         return trial.work / statistics.median(samples)
 
     def rising_rates(self, sizes: Iterable[int], trial: Callable[[int], Trial], effort: Effort) -> tuple:
-        """(size, rate) for ascending sizes. Once a run would take too long, the last rate is carried on: rates
-        have levelled off by then."""
+        """(size, rate) for ascending sizes.
+
+        Once a run would take too long, the last rate is carried on: rates have levelled off by then.
+        """
         points: list[tuple[int, float]] = []
         for size in sizes:
             attempt = trial(size)

@@ -35,7 +35,8 @@ _COPY_BYTES = 64 << 20
 class _File:
     """An open file without a name, and one aligned buffer of _REQUEST_BYTES for each request in flight.
 
-    direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
+    Attributes:
+        direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
     """
 
     descriptor: int
@@ -52,8 +53,11 @@ class _File:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time. cpu_overhead_s:
-    for which a small one takes a core."""
+    """Bytes per second of large requests, and what each request takes beside its bytes; several at a time.
+
+    Attributes:
+        cpu_overhead_s: for which a small one takes a core.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -63,7 +67,9 @@ class DiskRates:
 
 
 def disk_rates(directory: Path, effort: Effort) -> DiskRates:
-    """With direct I/O. Raises InputError.
+    """Measure the disk of a directory with direct I/O.
+
+    Raises InputError.
 
     Writes a file of at most `effort.disk_bytes`, which nothing is left of.
     """
@@ -127,7 +133,7 @@ def _open_file(directory: Path) -> Iterator[_File]:
 
 
 def _make_direct(descriptor: int, buffer: mmap.mmap) -> bool:
-    """Switches the file to direct I/O if its filesystem takes a request that way, which warms it up too."""
+    """Switch the file to direct I/O if its filesystem takes a request that way, which warms it up too."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -172,8 +178,10 @@ def dram_read_rate(effort: Effort) -> float:
 
 
 def first_touch_rate(effort: Effort) -> float:
-    """Bytes per second of memory used for the first time, as KV pools are: the kernel clears its pages, and a virtual
-    machine may have to ask its host for them."""
+    """Bytes per second of memory used for the first time, as KV pools are.
+
+    The kernel clears its pages, and a virtual machine may have to ask its host for them.
+    """
     size = effort.touch_bytes
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):

@@ -217,7 +217,7 @@ def test_tables_of_the_wrong_form(table, words):
         ("gpu", "an A100", "gpu must be an object of rates"),
         ("cpu", [], "cpu must be an object of rates"),
         ("cpu", None, "cpu must be an object of rates"),
-        ("gpu/gemm_flops_per_s", 1e12, "gpu.gemm_flops_per_s must map number formats to rates"),
+        ("gpu/gemm_flops_per_s", 1e12, "gpu.gemm_flops_per_s must map dtypes to rates"),
         ("gpu/gemm_flops_per_s", ..., "needs gpu.gemm_flops_per_s"),
         ("gpu/elementwise_bytes_per_s", {}, "needs gpu.elementwise_bytes_per_s"),
         ("gpu/expand_bytes_per_s", "slow", "gpu.expand_bytes_per_s must be a number above 0, not 'slow'"),

@@ -22,7 +22,7 @@ from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizer import load_tokenizer
 from batchgen.planner.cost import head_lanes
-from batchgen.planner.flow import stages_of
+from batchgen.planner.flow import phases_of
 from batchgen.planner.memory import planned_logit_rows
 from batchgen.planner.search import search
 
@@ -42,10 +42,10 @@ def planned(hardware, model, workload, **changes):
 
 def test_nothing_decodes_and_every_prompt_is_computed():
     for admission in ("continuous", "static"):
-        stages = stages_of(scored(shared_prefix_len=20), admission, 64, 2048)
-        assert sum(s.decode_seqs * s.sweeps for s in stages) == 0
-        assert sum(s.prefill_tokens * s.sweeps for s in stages) == pytest.approx(400 * (PROMPTS.mean - 20))
-        assert sum(s.asked * s.sweeps for s in stages) == pytest.approx(400 * 30)
+        phases = phases_of(scored(shared_prefix_len=20), admission, 64, 2048)
+        assert sum(s.decode_seqs * s.sweeps for s in phases) == 0
+        assert sum(s.prefill_tokens * s.sweeps for s in phases) == pytest.approx(400 * (PROMPTS.mean - 20))
+        assert sum(s.logits_rows * s.sweeps for s in phases) == pytest.approx(400 * 30)
 
 
 def test_it_costs_what_a_single_token_would_but_for_the_logits():
@@ -57,8 +57,8 @@ def test_it_costs_what_a_single_token_would_but_for_the_logits():
     assert seconds[1.0] == pytest.approx(planned(hardware, model, one, max_num_seqs=64).prediction.total_s, rel=1e-6)
     plan = planned(hardware, model, scored(each=50.0), max_num_seqs=64)
     best = search(problem_of(hardware, model, scored(each=50.0), replace(REQUEST, max_num_seqs=64)))
-    at = best.counts.shares(best.setting)
-    logits = sum(s.sweeps * head_lanes(best.setting, s, at)["compute"] for s in best.stages)
+    at = best.counts.placement(best.inputs)
+    logits = sum(s.sweeps * head_lanes(best.inputs, s, at)["compute"] for s in best.phases)
     flops = 2 * model.vocab_size * model.embed_size * 400 * 50
     assert logits == pytest.approx(flops / 1e12 + 400 * 50 * model.vocab_size / 3e9, rel=0.1)
     assert seconds[50.0] - seconds[1.0] == pytest.approx(logits * 49 / 50, rel=0.1)

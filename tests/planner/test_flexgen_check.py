@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from thorough import quick_or
 
+from batchgen.planner.inputs import FLEXGEN, LANES
 from batchgen.planner.lp import Allowed, job_seconds
 from batchgen.planner.search import search
-from batchgen.planner.setting import FLEXGEN, LANES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import flexgen_check
@@ -44,7 +44,7 @@ def test_our_policy_is_predicted_at_least_as_fast_as_the_papers(cell):
     own = flexgen_check.own_plan(cell)
     assert cell.block_size * cell.output / own.seconds >= flexgen_check.predict(cell) * 0.9999
     hardware = flexgen_check.hardware_of(cell)
-    assert own.setting.budgets == flexgen_check.budgets_of(hardware)
+    assert own.inputs.budgets == flexgen_check.budgets_of(hardware)
 
 
 def cell_of(model, prompt=512, table=15):
@@ -60,7 +60,7 @@ def test_cpu_attention_matters_for_30b_and_little_for_175b():
     without = Allowed(kv_classes=("gpu", "streamed", "disk"))
     thirty, large = cell_of("30B"), next(c for c in CHECKED if c.model == "175B")
     plan = flexgen_check.own_plan(thirty)
-    assert plan.counts.kv_seqs["cpu"] > plan.setting.block_size / 2
+    assert plan.counts.kv_seqs["cpu"] > plan.inputs.block_size / 2
     loss = own_seconds(thirty, allowed=without) / plan.seconds
     assert loss > 1.05
     no_delegation = replace(FLEXGEN, attends_disk_kv_on_cpu=False)
@@ -73,7 +73,7 @@ def test_disk_matters_for_175b_only():
     thirty, large = cell_of("30B"), cell_of("175B")
     in_memory = Allowed(weight_tiers=("gpu", "cpu"), kv_classes=("gpu", "cpu", "streamed"))
     assert own_seconds(thirty, allowed=in_memory) == pytest.approx(own_seconds(thirty), rel=1e-3)
-    assert flexgen_check.own_plan(large).counts.shares(flexgen_check.own_plan(large).setting).kv_disk > 0.5
+    assert flexgen_check.own_plan(large).counts.placement(flexgen_check.own_plan(large).inputs).kv_disk > 0.5
     with pytest.raises(Exception, match="no plan fits"):
         own_seconds(large, allowed=in_memory)
 
@@ -85,23 +85,23 @@ def test_compression_takes_175b_off_the_disk():
         flexgen_check.problem_of(large), weight_formats=("float16", "int4"), kv_formats=("float16", "int4")
     )
     plan = search(problem)
-    at = plan.counts.shares(plan.setting)
-    assert plan.setting.weight_format == "int4" and at.w_disk == 0 and at.kv_disk < 0.5
+    at = plan.counts.placement(plan.inputs)
+    assert plan.inputs.weight_format == "int4" and at.w_disk == 0 and at.kv_disk < 0.5
     assert plan.seconds < own_seconds(large)
     # 6.7B fits the GPU as it is: nothing is compressed for the weights' sake on a roomy machine.
     small = replace(cell_of("6.7B"), compressed=True)
     roomy = flexgen_check.problem_of(small)
     hardware = roomy.hardware.scaled(gpu_memory_bytes=10)
     roomy = replace(roomy, hardware=hardware, budgets=flexgen_check.budgets_of(hardware))
-    assert search(roomy).setting.weight_format == "float16"
+    assert search(roomy).inputs.weight_format == "float16"
 
 
 def test_overlap_matters_as_in_the_ablation():
     """Table 23: 7.32 to 5.86 tokens/s for 30B, 0.69 to 0.59 for 175B without overlapping."""
     for cell, least, most in ((cell_of("30B"), 1.05, 1.6), (cell_of("175B"), 1.05, 1.6)):
-        setting, stages, shares = flexgen_check.setting_of(cell)
-        alone = job_seconds(replace(setting, runtime=replace(FLEXGEN, serial=LANES)), stages, shares)
-        assert least < alone / job_seconds(setting, stages, shares) < most
+        inputs, phases, placement = flexgen_check.inputs_of(cell)
+        alone = job_seconds(replace(inputs, runtime=replace(FLEXGEN, serial=LANES)), phases, placement)
+        assert least < alone / job_seconds(inputs, phases, placement) < most
 
 
 def test_a_policy_that_exceeds_the_machine_is_named():

@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.flow import stages_of
+from batchgen.planner.flow import phases_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -20,17 +20,17 @@ from batchgen.planner.flow import stages_of
 )
 def test_every_token_is_accounted_for(rows, prompts, outputs, block_size, budget, admission):
     workload = Workload(rows, Lengths(tuple(prompts)), Lengths(tuple(outputs)), max(outputs))
-    stages = stages_of(workload, admission, block_size, budget)
-    prefilled = sum(s.sweeps * s.prefill_tokens for s in stages)
-    generated = sum(s.sweeps * s.sampled for s in stages)
+    phases = phases_of(workload, admission, block_size, budget)
+    prefilled = sum(s.sweeps * s.prefill_tokens for s in phases)
+    generated = sum(s.sweeps * s.sampled for s in phases)
     assert prefilled == pytest.approx(rows * workload.prompt_len.mean, rel=1e-6)
     assert generated == pytest.approx(rows * workload.output_len.mean, rel=1e-6)
-    assert all(s.decode_seqs <= block_size * 1.05 + 1 for s in stages)
+    assert all(s.decode_seqs <= block_size * 1.05 + 1 for s in phases)
 
 
 def test_static_admission_is_flexgens_block_schedule():
     """One sweep prefills the block, n - 1 decode it (FlexGen 4.3)."""
-    prefill, decode = stages_of(Workload.uniform(144, 512, 32), "static", 144, 144 * 512)
+    prefill, decode = phases_of(Workload.uniform(144, 512, 32), "static", 144, 144 * 512)
     assert (prefill.sweeps, prefill.prefill_tokens, prefill.decode_seqs) == (1, 144 * 512, 0)
     assert (decode.sweeps, decode.prefill_tokens, decode.decode_seqs) == (31, 0, pytest.approx(144))
     assert decode.context == pytest.approx(512 + 16, abs=0.51)
@@ -39,7 +39,7 @@ def test_static_admission_is_flexgens_block_schedule():
 def test_continuous_admission_keeps_the_block_fuller_than_static():
     lengths = Lengths((100,)), Lengths(tuple(range(8, 129, 8)))
     workload = Workload(4000, *lengths, 128)
-    sweeps = {a: sum(s.sweeps for s in stages_of(workload, a, 128, 4096)) for a in ("continuous", "static")}
+    sweeps = {a: sum(s.sweeps for s in phases_of(workload, a, 128, 4096)) for a in ("continuous", "static")}
     assert sweeps["continuous"] < 0.75 * sweeps["static"]
 
 
@@ -70,10 +70,10 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
                         scheduler.finish(sequence)
             sweeps += 1
         workload = Workload(len(rows), Lengths.of(p for p, _ in rows), Lengths.of(o for _, o in rows), 60)
-        expected = sum(s.sweeps for s in stages_of(workload, "continuous", block_size, budget))
+        expected = sum(s.sweeps for s in phases_of(workload, "continuous", block_size, budget))
         assert expected == pytest.approx(sweeps, rel=0.08), (block_size, budget)
 
 
 def test_a_shared_prefix_is_not_computed_again():
-    stages = stages_of(Workload.uniform(100, 500, 4, shared_prefix_len=400), "continuous", 32, 2048)
-    assert sum(s.sweeps * s.prefill_tokens for s in stages) == pytest.approx(100 * 100)
+    phases = phases_of(Workload.uniform(100, 500, 4, shared_prefix_len=400), "continuous", 32, 2048)
+    assert sum(s.sweeps * s.prefill_tokens for s in phases) == pytest.approx(100 * 100)

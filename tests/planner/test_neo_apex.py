@@ -12,9 +12,9 @@ from thorough import quick_or
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import bounds, layer_lanes
-from batchgen.planner.flow import Stage
+from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Allowed, Counts
-from batchgen.planner.search import Problem, search, settings
+from batchgen.planner.search import Problem, search, search_space
 from batchgen.profiler.shipped import shipped_profile
 
 GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
@@ -103,7 +103,7 @@ def test_more_cpu_bandwidth_gains_more_and_holds_longer(gains):
 def test_apex_inequality_6():
     """Asymmetric pipelining beats the GPU alone if and only if N_G / N_C < 2 T_l / T_a + 3 + T_a / T_l.
 
-    Its setting: decoding only, resident weights, products bound by reading the weights (so that two batches take
+    Its inputs: decoding only, resident weights, products bound by reading the weights (so that two batches take
     twice as long), no transfer costs.
     """
     draw = random.Random(11)
@@ -150,8 +150,8 @@ def layer_seconds(hardware, model, on_gpu, on_cpu, context, *, batches):
         num_gpu_batches=batches,
         admissions=("continuous",),
     )
-    setting, _ = next(iter(settings(problem)))
-    setting = replace(setting, block_size=total)
+    inputs, _ = next(iter(search_space(problem)))
+    inputs = replace(inputs, block_size=total)
     layers = dict.fromkeys(model.layer_tensors, (model.num_layers, 0, 0))
-    at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).shares(setting)
-    return max(bounds(setting.runtime, layer_lanes(setting, Stage(1, 0, 0, total, context), at)))
+    at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).placement(inputs)
+    return max(bounds(inputs.runtime, layer_lanes(inputs, Phase(1, 0, 0, total, context), at)))

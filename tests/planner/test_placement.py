@@ -18,11 +18,10 @@ from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
 from batchgen.planner.explain import make_plan
+from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
-from batchgen.planner.memory import kv_block_bytes, plan_memory
-from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search
-from batchgen.planner.search import settings as settings_of
-from batchgen.planner.setting import BATCHGEN, FLEXGEN
+from batchgen.planner.memory import Demand, kv_block_bytes, plan_memory
+from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search, search_space
 
 OPT_13B = opt(5120, 40, 40)
 
@@ -42,12 +41,12 @@ def problem(hardware=None, model=OPT_13B, workload=None, **options):
 
 
 def check_placement(candidate):
-    s, counts = candidate.setting, candidate.counts
+    s, counts = candidate.inputs, candidate.counts
     for tiers in counts.weight_layers.values():
         assert sum(tiers) == s.model.num_layers and all(isinstance(n, int) and n >= 0 for n in tiers)
     assert sum(counts.kv_seqs.values()) == s.block_size and all(n >= 0 for n in counts.kv_seqs.values())
     assert sum(counts.activation_batches) == s.num_gpu_batches
-    at = counts.shares(s)
+    at = counts.placement(s)
     assert at.w_gpu + at.w_cpu + at.w_disk == pytest.approx(1)
     assert at.kv_gpu + at.kv_cpu + at.kv_streamed + at.kv_disk == pytest.approx(1)
     assert at.act_gpu + at.act_cpu == pytest.approx(1) and at.head_gpu + at.head_cpu == pytest.approx(1)
@@ -74,7 +73,7 @@ def test_realised_plans_fit_and_come_close_to_the_bound(name):
     best = search(CASES[name])
     check_placement(best)
     assert best.relaxed.seconds * (1 - 1e-6) <= best.seconds <= 1.1 * best.relaxed.seconds
-    assert best.seconds == pytest.approx(job_seconds(best.setting, best.stages, best.counts.shares(best.setting)))
+    assert best.seconds == pytest.approx(job_seconds(best.inputs, best.phases, best.counts.placement(best.inputs)))
 
 
 MODELS = (
@@ -141,16 +140,14 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
     memory = plan_memory(
         p.model,
         plan.policy,
+        Demand(p.workload.prompt_len.values[0] + 1, longest, task=p.workload.task),
         dtype=p.compute_format,
         budgets=p.budgets,
         process_bytes=p.process_bytes,
-        min_tokens=p.workload.prompt_len.values[0] + 1,
-        longest_tokens=longest,
-        task=p.workload.task,
     )
     for tier, blocks in plan.policy.kv_blocks.items():
         assert memory.kv_blocks[tier] >= blocks, tier
-    peaks = peak_bytes(best.setting, best.counts.shares(best.setting))
+    peaks = peak_bytes(best.inputs, best.counts.placement(best.inputs))
     for tier, parts in memory.parts.items():
         taken = sum(parts.values()) - parts.get("KV", 0)
         planned = peaks[tier] - plan.policy.kv_blocks.get(tier, 0) * taken_per_block(p, tier)
@@ -164,10 +161,10 @@ def test_input_embeddings_are_on_the_gpu_where_the_plan_leaves_room():
     size = model.embedding_params * 2
     fitting = problem(gpu_box(gpu_memory_bytes=40 * GIB), model, Workload.uniform(50, 100, 20), block_size=50)
     best = search(fitting)
-    setting = best.setting
+    inputs = best.inputs
     assert best.counts.embeddings_on_gpu == 1
     off = replace(best.counts, embeddings_on_gpu=0)
-    on_gpu, on_host = (peak_bytes(setting, counts.shares(setting)) for counts in (best.counts, off))
+    on_gpu, on_host = (peak_bytes(inputs, counts.placement(inputs)) for counts in (best.counts, off))
     assert on_gpu["gpu"] - on_host["gpu"] == on_host["cpu"] - on_gpu["cpu"] == size
     short = replace(fitting, budgets=fitting.budgets | {"gpu": int(on_gpu["gpu"])})  # less than the solver's tolerance
     without = search(short)
@@ -208,24 +205,24 @@ def random_counts(s, draw):
 def test_no_random_placement_beats_the_lp():
     draw = random.Random(5)
     feasible = closest = 0
-    choices = [(s, stages) for s, stages in settings_of(replace(CASES["streamed weights"], block_size=48))]
-    choices += [(s, stages) for s, stages in settings_of(replace(CASES["FlexGen's runtime"], block_size=48))]
-    for s, stages in draw.sample(choices, 6):
-        optimum = solve(s, stages, Allowed(), integer=False)
-        whole = solve(s, stages, Allowed(), integer=True)
+    choices = [(s, phases) for s, phases in search_space(replace(CASES["streamed weights"], block_size=48))]
+    choices += [(s, phases) for s, phases in search_space(replace(CASES["FlexGen's runtime"], block_size=48))]
+    for s, phases in draw.sample(choices, 6):
+        optimum = solve(s, phases, Allowed(), integer=False)
+        whole = solve(s, phases, Allowed(), integer=True)
         assert (optimum is None) == (whole is None)
         if optimum is None:
             continue
         done = 0
         while done < 1000:
             counts = random_counts(s, draw)
-            at = counts.shares(s)
+            at = counts.placement(s)
             if any(peak > s.budgets[tier] for tier, peak in peak_bytes(s, at).items()):
                 done += 0.02  # mostly infeasible settings end, too
                 continue
             done += 1
             feasible += 1
-            seconds = job_seconds(s, stages, at)
+            seconds = job_seconds(s, phases, at)
             assert seconds >= optimum.seconds * (1 - 1e-6)
             assert seconds >= whole.seconds * (1 - 2e-4)
             closest = max(closest, optimum.seconds / seconds)
@@ -236,13 +233,13 @@ def test_no_random_placement_beats_the_lp():
 def test_the_bound_that_orders_the_search_is_one(name):
     """No LP is faster than what the search assumes without solving it, or it could end too early."""
     draw = random.Random(7)
-    enumerated = list(settings_of(CASES[name]))
+    enumerated = list(search_space(CASES[name]))
     solved = 0
-    for s, stages in draw.sample(enumerated, min(60, len(enumerated))):
-        optimum = solve(s, stages, CASES[name].allowed, integer=False)
+    for s, phases in draw.sample(enumerated, min(60, len(enumerated))):
+        optimum = solve(s, phases, CASES[name].allowed, integer=False)
         if optimum is not None:
             solved += 1
-            assert lower_bound_s(s, stages) <= optimum.seconds * (1 + 1e-6)
+            assert lower_bound_s(s, phases) <= optimum.seconds * (1 + 1e-6)
     assert solved > 5
 
 
@@ -284,11 +281,11 @@ def test_lanes_agree_with_the_paper_in_its_own_setting():
         runtime=FLEXGEN, admissions=("static",), block_size=8, num_gpu_batches=2, max_num_batched_tokens=8 * 256
     )
     p = replace(p, workload=Workload.uniform(8, 256, 32), kv_block_size=1)
-    (s, stages), *_ = settings_of(p)
+    (s, phases), *_ = search_space(p)
     layers = OPT_13B.num_layers
     counts = Counts(dict.fromkeys(OPT_13B.layer_tensors, (0, layers, 0)), {"streamed": 8}, (0, 2), 0)
-    prefill, decode = stages
-    at = counts.shares(s)
+    prefill, decode = phases
+    at = counts.placement(s)
     h, weights = 5120, OPT_13B.params_per_layer * 2
     assert layer_lanes(s, prefill, at)["h2d"] * 1.2e10 == pytest.approx(weights + 2 * 8 * 256 * h)
     stored = 2 * 8 * 256 * h * (layers - 1) / layers  # what the last layer makes stays for the head
@@ -311,24 +308,24 @@ def test_a_lane_that_is_not_overlapped_adds_up():
 
 
 def test_grouped_queries_shrink_kv_and_the_head_counts():
-    s, stages = next(iter(settings_of(problem(model=llama_8b()))))
+    s, phases = next(iter(search_space(problem(model=llama_8b()))))
     assert s.kv_token_bytes == 2 * 8 * 128 * 2
-    at = search(problem(model=llama_8b())).counts.shares(s)
-    head = head_lanes(s, stages[0], at)["compute"]
-    assert head >= 2 * 128256 * 4096 * stages[0].sampled / 4e13
+    at = search(problem(model=llama_8b())).counts.placement(s)
+    head = head_lanes(s, phases[0], at)["compute"]
+    assert head >= 2 * 128256 * 4096 * phases[0].sampled / 4e13
 
 
 def test_prices_are_what_a_little_more_saves():
     best = search(CASES["streamed weights"])
-    s, stages, relaxed = best.setting, best.stages, best.relaxed
+    s, phases, relaxed = best.inputs, best.phases, best.relaxed
     lane, saved = max(relaxed.lane_price_s.items(), key=lambda item: item[1])
     field = {"h2d": "h2d_bytes_per_s", "cpu_attention": "cpu_decode_attention", "dram": "dram_bytes_per_s"}
     if lane in field:
         faster = replace(s, hardware=s.hardware.scaled(**{field[lane]: 1.1}))
-        real = relaxed.seconds - solve(faster, stages, Allowed(), integer=False).seconds
+        real = relaxed.seconds - solve(faster, phases, Allowed(), integer=False).seconds
         assert 0.3 * saved <= real <= 1.2 * saved
     more = replace(s, budgets=s.budgets | {"gpu": s.budgets["gpu"] + GIB // 8})
-    real = relaxed.seconds - solve(more, stages, Allowed(), integer=False).seconds
+    real = relaxed.seconds - solve(more, phases, Allowed(), integer=False).seconds
     assert real == pytest.approx(relaxed.memory_price_s["gpu"] / 8, rel=0.2, abs=1e-3)
 
 
@@ -371,17 +368,17 @@ def test_equally_fast_plans_leave_the_disk_alone():
     """Compute binds, and memory is plentiful: nothing is gained from the disk."""
     roomy = gpu_box(cpu_memory_bytes=400 * GIB)
     best = search(problem(roomy, workload=Workload.uniform(512, 512, 32)))
-    at = best.counts.shares(best.setting)
+    at = best.counts.placement(best.inputs)
     assert at.w_disk == at.kv_disk == 0
 
 
 def test_only_allowed_formats_and_tiers_are_used():
     best = search(CASES["4-bit allowed"])
-    assert best.setting.weight_format == "int4"
+    assert best.inputs.weight_format == "int4"
     assert best.seconds < search(CASES["streamed weights"]).seconds
     resident = Allowed(("cpu",), ("cpu",))
     in_memory = search(problem(cpu_box(), model=llama_8b(), allowed=resident))
-    assert in_memory.counts.shares(in_memory.setting).w_disk == 0
+    assert in_memory.counts.placement(in_memory.inputs).w_disk == 0
     with pytest.raises(InputError, match="no rates for the formats"):
         search(problem(gpu_box(gpu=replace(gpu_box().gpu, expand_bytes_per_s=None)), weight_formats=("int4",)))
 

@@ -12,7 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.models.config import ModelConfig
 from batchgen.profiler import calibration
-from batchgen.profiler.calibration import at_this_moment, calibrated, disk_at_this_moment, fit
+from batchgen.profiler.calibration import calibrated, corrected_by_disk_probe, corrected_by_probe, fit
 from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
@@ -113,7 +113,7 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
     monkeypatch.setattr(
         calibration, "_runner", lambda part, dtype: nullcontext(lambda sweep: sweep_s(true, sweep, part))
     )
-    monkeypatch.setattr(calibration, "pulse_s", lambda dtype: 0.02)
+    monkeypatch.setattr(calibration, "probe_s", lambda dtype: 0.02)
     monkeypatch.setattr(calibration, "_LONGEST_S", 60.0)
     found = calibrated(believed, model, "float32")
     assert found.measured["sweep_factors"]["float32"]["gemm"] == pytest.approx(1.5, rel=0.05)
@@ -133,9 +133,9 @@ class TestAtThisMoment:
 
     def slower(self, monkeypatch, then_s, now_s, dtype="float16"):
         """By how much each compute rate falls; and the profile."""
-        monkeypatch.setattr(calibration, "pulse_s", lambda dtype: now_s)
+        monkeypatch.setattr(calibration, "probe_s", lambda dtype: now_s)
         before = cpu_box(measured={"pulse_s": {"float16": then_s}})
-        after = at_this_moment(before, dtype)
+        after = corrected_by_probe(before, dtype)
         assert untouched(replace(after, sampling_logits_per_s=1.0)) == untouched(
             replace(before, sampling_logits_per_s=1.0)
         )
@@ -157,10 +157,10 @@ class TestAtThisMoment:
         def never(dtype):
             raise AssertionError("nothing to compare with")
 
-        monkeypatch.setattr(calibration, "pulse_s", never)
-        assert at_this_moment(cpu_box(), "float16") == cpu_box()
+        monkeypatch.setattr(calibration, "probe_s", never)
+        assert corrected_by_probe(cpu_box(), "float16") == cpu_box()
         other = cpu_box(measured={"pulse_s": {"float32": 0.02}})
-        assert at_this_moment(other, "float16") == other
+        assert corrected_by_probe(other, "float16") == other
 
 
 class TestTheDiskAtThisMoment:
@@ -169,7 +169,7 @@ class TestTheDiskAtThisMoment:
             calibration, "disk_rates", lambda directory, effort: DiskRates(3e9 * read, 1e9 * write, 1e-5, 1e-5, 1e-5)
         )
         before = cpu_box(disk_read_bytes_per_s=3e9, disk_write_bytes_per_s=1e9, measured={"offload_dir": measured_with})
-        after = disk_at_this_moment(before, Path("/offload"))
+        after = corrected_by_disk_probe(before, Path("/offload"))
         return after.disk_read_bytes_per_s / 3e9, after.disk_write_bytes_per_s / 1e9
 
     def test_half_of_the_difference_counts(self, monkeypatch):
@@ -184,7 +184,7 @@ class TestTheDiskAtThisMoment:
 
         monkeypatch.setattr(calibration, "disk_rates", full)
         profile = cpu_box(measured={"offload_dir": "/offload"})
-        assert disk_at_this_moment(profile, Path("/offload")) == profile
+        assert corrected_by_disk_probe(profile, Path("/offload")) == profile
 
     def test_another_disk_says_nothing(self, monkeypatch):
         assert self.now(monkeypatch, 0.5, 0.5, measured_with="/elsewhere") == (1, 1)
@@ -192,5 +192,5 @@ class TestTheDiskAtThisMoment:
 
 def test_a_pulse_is_about_as_long_as_the_next(monkeypatch):
     monkeypatch.setattr(calibration, "_PULSE_S", 0.1)
-    first, second = calibration.pulse_s("float32"), calibration.pulse_s("float32")
+    first, second = calibration.probe_s("float32"), calibration.probe_s("float32")
     assert 1e-4 < first < 5 and 0.2 < first / second < 5

@@ -16,10 +16,10 @@ from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
-from batchgen.planner.flow import Stage, stages_of
+from batchgen.planner.flow import Phase, phases_of
+from batchgen.planner.inputs import LANES, RuntimeModel
 from batchgen.planner.lp import Counts
-from batchgen.planner.search import Problem, search, settings
-from batchgen.planner.setting import LANES, RuntimeModel
+from batchgen.planner.search import Problem, search, search_space
 from batchgen.profiler.emulated import emulated_profile, piece_times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,15 +88,15 @@ def llama(tiny_models):
 
 
 class TestSharedCores:
-    STAGE = Stage(1, 100, 2, 16, 60)
+    PHASE = Phase(1, 100, 2, 16, 60)
 
     def lanes(self, config, hardware, batches, **changes):
-        setting, _ = next(settings(problem(config, hardware, Workload.uniform(16, 40, 20), **changes)))
-        setting = replace(setting, num_gpu_batches=batches, block_size=16)
+        inputs, _ = next(search_space(problem(config, hardware, Workload.uniform(16, 40, 20), **changes)))
+        inputs = replace(inputs, num_gpu_batches=batches, block_size=16)
         layers = dict.fromkeys(config.layer_tensors, (config.num_layers, 0, 0))
-        at = Counts(layers, {"gpu": 8, "cpu": 8}, (batches, 0), 1).shares(setting)
-        lanes = layer_lanes(setting, self.STAGE, at)
-        return lanes, max(bounds(setting.runtime, lanes)), moved_bytes(setting, self.STAGE, at)
+        at = Counts(layers, {"gpu": 8, "cpu": 8}, (batches, 0), 1).placement(inputs)
+        lanes = layer_lanes(inputs, self.PHASE, at)
+        return lanes, max(bounds(inputs.runtime, lanes)), moved_bytes(inputs, self.PHASE, at)
 
     @pytest.mark.parametrize("batches", [1, 2])
     def test_compute_attention_and_copies_add_up(self, llama, batches):
@@ -117,11 +117,11 @@ class TestSharedCores:
         assert seconds == pytest.approx(sum(lanes.values()))
 
     def test_the_head_needs_cores_too(self, llama):
-        setting, stages = next(settings(problem(llama[1], emulated_box(), Workload.uniform(16, 40, 20))))
+        inputs, phases = next(search_space(problem(llama[1], emulated_box(), Workload.uniform(16, 40, 20))))
         layers = everywhere(llama[1], llama[1].num_layers, 0, 0)
-        at = Counts(layers, {"gpu": setting.block_size}, (0, setting.num_gpu_batches), 0).shares(setting)
-        lanes = head_lanes(setting, stages[0], at)
-        assert lanes["cores"] == pytest.approx(lanes["compute"] + setting.head_bytes / 2e10)
+        at = Counts(layers, {"gpu": inputs.block_size}, (0, inputs.num_gpu_batches), 0).placement(inputs)
+        lanes = head_lanes(inputs, phases[0], at)
+        assert lanes["cores"] == pytest.approx(lanes["compute"] + inputs.head_bytes / 2e10)
 
     def test_the_search_knows(self, llama):
         """Nothing is gained from the CPU attending beside a device that is the CPU."""
@@ -180,17 +180,17 @@ def test_bytes_are_predicted_as_they_move(name, llama, tmp_path_factory):
         num_gpu_batches=policy.num_gpu_batches,
         max_num_batched_tokens=policy.max_num_batched_tokens,
     )
-    setting = next(s for s, _ in settings(p) if s.admission == "continuous")
-    stages = stages_of(workload, "continuous", 8, 10_000)
+    inputs = next(s for s, _ in search_space(p) if s.admission == "continuous")
+    phases = phases_of(workload, "continuous", 8, 10_000)
     counts = Counts(policy.weight_layers, policy.kv_seqs, policy.activation_batches, int(policy.head_tier == "gpu"))
-    at = counts.shares(setting)
+    at = counts.placement(inputs)
     expected: dict[str, float] = {}
-    for stage in stages:
-        for lane, size in moved_bytes(setting, stage, at).items():
-            expected[lane] = expected.get(lane, 0.0) + stage.sweeps * config.num_layers * size
+    for phase in phases:
+        for lane, size in moved_bytes(inputs, phase, at).items():
+            expected[lane] = expected.get(lane, 0.0) + phase.sweeps * config.num_layers * size
         if device.accelerated:
-            head_s = head_lanes(setting, stage, at)["h2d"]
-            expected["h2d"] += stage.sweeps * head_s * hardware.h2d_bytes_per_s
+            head_s = head_lanes(inputs, phase, at)["h2d"]
+            expected["h2d"] += phase.sweeps * head_s * hardware.h2d_bytes_per_s
     assert any(size for lane, size in moved.items())
     for lane, size in moved.items():
         assert expected[lane] == pytest.approx(size, rel=0.12, abs=1000), lane
@@ -208,9 +208,11 @@ def test_int4_costs_what_it_was_measured_to_cost(llama):
             weight_formats=(weight_format,),
             kv_formats=(kv_format,),
         )
-        setting, _ = next(settings(p))
-        at = Counts(everywhere(config, 0, config.num_layers, 0), {"cpu": setting.block_size}, (0, 1), 0).shares(setting)
-        return layer_lanes(setting, Stage(1, 100, 2, 0, 0), at)["compute"]
+        inputs, _ = next(search_space(p))
+        at = Counts(everywhere(config, 0, config.num_layers, 0), {"cpu": inputs.block_size}, (0, 1), 0).placement(
+            inputs
+        )
+        return layer_lanes(inputs, Phase(1, 100, 2, 0, 0), at)["compute"]
 
     plain = compute_s(FP32, FP32)
     assert compute_s(INT4, FP32) - plain == pytest.approx(config.params_per_layer * 4 / 1e10)

@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.files import suggestion
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.row_batches import row_reader, to_json
-from batchgen.dataset.source import Source, conform, naming
+from batchgen.dataset.source import ReadRows, Source, conform, naming
 
 
 def saved_source(name: str, split: str | None, limit: int | None) -> Source:
@@ -84,7 +84,7 @@ def _table_source(dataset: Any) -> Source:
         rest = dataset.select(range(start_row, len(dataset))).with_format("arrow")
         return _table_batches(rest.iter(batch_rows), schema, start_row)
 
-    def identity() -> dict:
+    def identity() -> dict[str, Any]:
         return {"fingerprint": dataset._fingerprint, "rows": len(dataset)}
 
     return Source("datasets", schema, len(dataset), read, identity)
@@ -93,23 +93,25 @@ def _table_source(dataset: Any) -> Source:
 def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
     """A stream: of unknown length, unless its features are unknown too and a pass has to find them."""
     dataset = dataset.with_format(None)
+    read: ReadRows
     if dataset.features is not None:
         schema, total = dataset.features.arrow_schema, None
 
-        def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        def stream(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
             with naming(name):
                 yield from _table_batches(dataset.with_format("arrow").iter(batch_rows), schema, 0)
 
+        read = stream
     else:
 
-        def rows_from(start_row: int) -> Iterator[dict]:
+        def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
             with naming(name):
                 yield from itertools.islice(dataset, start_row, None)
 
         schema, total = infer_schema(itertools.islice(rows_from(0), limit), name)
         read = row_reader(rows_from, schema, total, name)
 
-    def identity() -> dict:
+    def identity() -> dict[str, Any]:
         _, head = next(read(0, 64))
         return {"head_sha256": hashlib.sha256(to_json(head.slice(0, 64).to_pylist()).encode()).hexdigest()}
 

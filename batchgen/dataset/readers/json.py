@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,7 +28,7 @@ def json_source(paths: list[str], limit: int | None) -> Source:
     """JSON lines files as one input. Raises InputError, naming the line that is not valid."""
     columns: dict[str, set[str]] = {}
 
-    def noting_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[dict]:
+    def noting_columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         for path, row in rows:
             columns.setdefault(path, set()).update(row)
             yield row
@@ -64,7 +65,7 @@ def looks_like_openai(path: str) -> bool:
     return all(name in row for name in COLUMNS)
 
 
-def _json_rows(paths: list[str], start_row: int = 0) -> Iterator[tuple[str, dict]]:
+def _json_rows(paths: list[str], start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) from a row on; the lines before it are not parsed."""
     lines = ((path, number, line) for path in paths for number, line in _numbered_lines(path))
     for path, number, line in itertools.islice(lines, start_row, None):
@@ -81,7 +82,7 @@ def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _parse_object(path: str, number: int, line: bytes) -> dict:
+def _parse_object(path: str, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}, line {number}"
     if line.lstrip().startswith(b"["):
         raise InputError(f"{where} is an array: write one object a line, as jq -c '.[]' does")

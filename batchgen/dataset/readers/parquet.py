@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.source import Source, check_same_columns, check_unique, conform, naming
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
 
@@ -49,7 +53,7 @@ def parquet_source(paths: list[str]) -> Source:
     return Source("parquet", schema, total, read, lambda: files_identity(paths))
 
 
-def _open_parquet(path: str):
+def _open_parquet(path: str) -> pq.ParquetFile:
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)

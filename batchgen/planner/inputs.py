@@ -1,5 +1,7 @@
-"""What the cost of a sweep depends on: the setting that is fixed while placement is decided, the shares that are decided,
-and what the runtime is able to do."""
+"""What the cost of a sweep depends on.
+
+Inputs are fixed while placement is decided; a placement is what is decided; a runtime model says what the runtime can do.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +25,41 @@ Linear = Any  # a number, or an expression of PuLP variables
 
 @dataclass(frozen=True)
 class RuntimeModel:
-    """What tells one runtime from another. Lanes named in `serial` run by themselves, before the others.
+    """What tells one runtime from another.
 
-    expands_per_gpu_batch: 4-bit weights are expanded for every GPU batch, not once per layer and sweep.
-    reads_int4_kv: attention kernels read 4-bit KV; otherwise it is expanded first.
-    attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
+    Lanes named in `serial` run by themselves, before the others.
+
+    Attributes:
+        dequantizes_per_micro_batch: 4-bit weights are dequantized for every micro-batch, not once per layer and sweep.
+        reads_int4_kv: attention kernels read 4-bit KV; otherwise it is dequantized first.
+        attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
     """
 
     name: str
     serial: tuple[str, ...] = ()
-    expands_per_gpu_batch: bool = False
+    dequantizes_per_micro_batch: bool = False
     reads_int4_kv: bool = True
     attends_disk_kv_on_cpu: bool = False
 
 
 BATCHGEN = RuntimeModel("batchgen")
-# FlexGen's released code starts loading a layer's weights with its first GPU batch, and its CPU attention keeps the
+# FlexGen's released code starts loading a layer's weights with its first micro-batch, and its CPU attention keeps the
 # launching thread busy meanwhile: the loads are not hidden, the rest is. docs/flexgen_check.md compares.
 FLEXGEN = RuntimeModel(
-    "flexgen", serial=("h2d",), expands_per_gpu_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
+    "flexgen", serial=("h2d",), dequantizes_per_micro_batch=True, reads_int4_kv=False, attends_disk_kv_on_cpu=True
 )
 
 
 @dataclass(frozen=True)
-class Setting:
-    """All that is fixed while placement is decided. Memory budgets in bytes, None where there is no such tier.
+class CostInputs:
+    """All that is fixed while placement is decided.
 
-    block_size: sequences in flight. process_bytes: host memory the process takes before any of the model's.
-    longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
+    Memory budgets in bytes, None where there is no such tier.
+
+    Attributes:
+        block_size: sequences in flight.
+        process_bytes: host memory the process takes before any of the model's.
+        longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
     """
 
     hardware: HardwareProfile
@@ -88,7 +97,7 @@ class Setting:
 
     @property
     def batch_tokens(self) -> int:
-        """Most tokens of one GPU batch."""
+        """Most tokens of one micro-batch."""
         return -(-max(self.max_num_batched_tokens, self.block_size) // self.num_gpu_batches)
 
     # Sizes in bytes, under the names DESIGN and the papers use.
@@ -113,7 +122,7 @@ class Setting:
         return {group: aligned(size) for group, size in self.group_bytes.items()}
 
     @property
-    def expanded_layer_bytes(self) -> float:
+    def dequantized_layer_bytes(self) -> float:
         return self.model.params_per_layer * self.element_bytes
 
     @property
@@ -181,15 +190,20 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Where things live, each group adding up to 1: FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of
-    docs/packages/runtime.md. Members are numbers, or PuLP expressions. The others are what buffers are made for.
+class Placement:
+    """Where things live, as fractions: each group adds up to 1.
 
-    streamed_peak, disk_peak: the largest share of any one layer that is not on the GPU, or is on disk.
-    staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere; disk_blocks: of one
-    buffer in host memory, for KV from and to disk. delegates: 1 if the CPU attends to any sequence for a GPU.
-    acts_wait: 1 if the activations of any GPU batch wait in host memory. embed_gpu: 1 if the input embeddings are on the GPU; it
-    counts in memory alone, as the rows that come over otherwise are few.
+    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md. Members are numbers, or PuLP
+    expressions. Those below are no fractions: buffers are sized by them.
+
+    Attributes:
+        streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
+        staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere.
+        disk_blocks: of one buffer in host memory, for KV from and to disk.
+        delegates: 1 if the CPU attends to any sequence for a GPU.
+        acts_wait: 1 if the activations of any micro-batch wait in host memory.
+        embed_gpu: 1 if the input embeddings are on the GPU; it counts in memory alone, as the rows that come over
+            otherwise are few.
     """
 
     w_gpu: Linear
