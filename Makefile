@@ -52,6 +52,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/simd/*.h
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 # The kernels' tests under the address and undefined-behaviour sanitizers.
 sanitize: install

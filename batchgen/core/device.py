@@ -49,7 +49,7 @@ def has_cuda() -> bool:
         return False
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 @cache
@@ -57,7 +57,8 @@ def compute_capability() -> tuple[int, int]:
     """Of the current CUDA device, (major, minor)."""
     import torch
 
-    return torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability()
+    return int(major), int(minor)
 
 
 def sixteen_bits(capability: tuple[int, int]) -> str:

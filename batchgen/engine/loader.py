@@ -438,7 +438,8 @@ def warm_up(
     task: str | None = "generate",
 ) -> None:
     """Has a device allocate the memory that it is going to need, and do once what it is going to do, with rows such as the policy is
-    for. sampling: of most rows. task: as of `LoadRequest`."""
+    for. sampling: of most rows. task: as of `LoadRequest`.
+    """
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer
     from batchgen.runtime.warm_up import dummy_sweeps, sampled_every_way, scored

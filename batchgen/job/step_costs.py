@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, spread_layers
@@ -146,7 +148,7 @@ def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing:
             SequenceSlice(
                 s.num_tokens,
                 s.sequence.num_computed,
-                () if _on_disk(s) else s.sequence.block_table,
+                np.array([] if _on_disk(s) else s.sequence.block_table, dtype=np.int32),
             )
             for s in members
         ]

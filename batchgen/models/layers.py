@@ -27,7 +27,7 @@ GATED = "gate_up.weight"
 
 
 def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
-    """x @ weightᵀ (+ bias), for x [tokens, in] and weight [out, in]. options: as `ops.linear`."""
+    """X @ weightᵀ (+ bias), for x [tokens, in] and weight [out, in]. options: as `ops.linear`."""
     if on_input:
         on_input(f"{name}.weight", x)
     return ops.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), **options)
@@ -39,7 +39,7 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tenso
 
 
 def rope_table(config: ModelConfig, num_positions: int) -> Rope:
-    """cos and sin, fp32 [num_positions, head_dim / 2], with yarn's attention scaling in them."""
+    """Cos and sin, fp32 [num_positions, head_dim / 2], with yarn's attention scaling in them."""
     inv_freq = torch.tensor(config.rope.inv_freq(config.head_dim), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     scaling = config.rope.attention_scaling()

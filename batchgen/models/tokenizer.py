@@ -55,7 +55,7 @@ class Tokenizer:
 
     @property
     def hf(self) -> PreTrainedTokenizerFast:
-        """transformers' tokenizer, for those who need more of it; nothing may be changed in it."""
+        """Transformers' tokenizer, for those who need more of it; nothing may be changed in it."""
         return self._hf
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:

@@ -152,7 +152,7 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple
 
 
 def _unpack_groups(nibbles: Tensor, scale: Tensor, minimum: Tensor, size: int) -> Tensor:
-    """nibbles uint8 [rows, groups, ceil(size / 2)], scale and minimum fp32 [rows, groups, 1] -> fp32 [rows, groups, size]."""
+    """Nibbles uint8 [rows, groups, ceil(size / 2)], scale and minimum fp32 [rows, groups, 1] -> fp32 [rows, groups, size]."""
     half = (size + 1) // 2
     x = torch.empty(*nibbles.shape[:-1], size, dtype=torch.float32, device=nibbles.device)
     x[..., :half] = nibbles & 15

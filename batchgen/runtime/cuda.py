@@ -175,7 +175,8 @@ class GpuMemory:
 
 class _PinnedPages(mmap.mmap):
     """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last. Memory that is
-    mapped at the same address later could not be registered, or would be taken for these pages."""
+    mapped at the same address later could not be registered, or would be taken for these pages.
+    """
 
     address: int | None = None  # where they are registered; None: they are not
 
@@ -201,7 +202,8 @@ class _PinnedPages(mmap.mmap):
 
 class PinnedMemory:
     """Memory of the host that the GPU copies from and to by itself, for an `Arena`. torch's own pinned memory comes in powers
-    of two, of which a model of 70 GB would take 128."""
+    of two, of which a model of 70 GB would take 128.
+    """
 
     def __init__(self) -> None:
         self._pinned: weakref.WeakSet[_PinnedPages] = weakref.WeakSet()
@@ -233,7 +235,8 @@ COPY_BYTES = 16 << 20
 
 class CudaLink:
     """Copies from one memory to another on the current stream, as `transfers.Link`, but behind the caller's back: what is
-    copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then."""
+    copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then.
+    """
 
     def __init__(self, driver: Driver, to_gpu: bool) -> None:
         self._driver, self._to_gpu = driver, to_gpu
@@ -252,7 +255,8 @@ class CudaLink:
 
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
         """As `Link.copy_rows`. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
-        stream's queue, so the gaps go with the rows, to and from the memory beside the link."""
+        stream's queue, so the gaps go with the rows, to and from the memory beside the link.
+        """
         self._count(source)
         host, device = (source, target) if self._to_gpu else (target, source)
         width, stride = host.shape[1], host.stride(0)
@@ -283,7 +287,8 @@ class CudaLink:
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
         """target[i] = source[index[i]], along the first dimension; index on the GPU. The host's side must outlive the link:
-        torch does not know that a kernel uses it."""
+        torch does not know that a kernel uses it.
+        """
         self._count(target)
         self.borrow(index)
         self._driver.note_copy()

@@ -34,7 +34,8 @@ Size = tuple[int, tuple[tuple[int | None, "Capacity"], ...]]  # tokens, and the 
 @dataclass
 class Frame:
     """What the layers of a captured sweep read and write. hidden: [tokens, hidden], the input, and then the result.
-    positions, slots: int64 [tokens]. plans: by window. replay: runs the layers; None: not captured yet."""
+    positions, slots: int64 [tokens]. plans: by window. replay: runs the layers; None: not captured yet.
+    """
 
     hidden: Tensor
     positions: Tensor
@@ -57,7 +58,8 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         """launch_layers: all layers over a frame. capture(work): what work() launches, to be run as often as called. cut: a plan
-        for the device. most_tokens: larger sweeps are not captured."""
+        for the device. most_tokens: larger sweeps are not captured.
+        """
         self._launch_layers, self._capture, self._cut = launch_layers, capture, cut
         self._most_tokens, self._hidden_size, self._dtype, self._device = most_tokens, hidden_size, dtype, device
         self._frames: OrderedDict[Size, Frame] = OrderedDict()
@@ -65,7 +67,8 @@ class DecodeGraphs:
 
     def frame(self, packed: PackedBatch) -> Frame | None:
         """The frame for a batch, with all of it but the hidden states in place; None: the batch is not one to be captured, or
-        not yet. To be called on the stream that computes."""
+        not yet. To be called on the stream that computes.
+        """
         if not is_decode(packed) or packed.num_tokens > self._most_tokens:
             return None
         (segment,) = packed.segments
@@ -93,7 +96,8 @@ class DecodeGraphs:
 
     def run(self, frame: Frame, hidden: Tensor) -> Tensor:
         """The layers over a frame, on the current stream. hidden: [tokens, hidden], what goes in; returns what comes out, valid
-        until the frame is next used."""
+        until the frame is next used.
+        """
         count = len(hidden)
         frame.hidden[:count].copy_(hidden)
         frame.hidden[count:].zero_()

@@ -39,7 +39,8 @@ def dummy_sweeps(
     libraries have other matrix products for few rows than for many; and a single long row, for which attention is cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
-    sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises."""
+    sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises.
+    """
     if sampling.repetition_penalty != 1.0:
         sampled_token = 0
     numbers = count()

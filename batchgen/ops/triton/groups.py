@@ -55,7 +55,7 @@ def nibble_bytes(N: tl.constexpr):
 
 @triton.jit
 def load_table(table, mask, ALIGNED: tl.constexpr):
-    """scale and minimum in fp32, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
+    """Scale and minimum in fp32, at the pointers `table` of any shape. ALIGNED: to 4 bytes."""
     if ALIGNED:
         word = tl.load(table.to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
         scale, minimum = word & 0xFFFF, word >> 16

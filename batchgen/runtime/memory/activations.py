@@ -56,6 +56,7 @@ class Activations:
 
     def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
         """Host memory for queries that the CPU is to attend with, and for what comes of them, [seqs, heads, head_dim] each: at every
-        call the next."""
+        call the next.
+        """
         queries, attended = next(self._exchanged)
         return queries[:seqs], attended[:seqs]

@@ -138,7 +138,8 @@ class Link:
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
         """target[...] = source, of two dimensions; rows of the host's side lie apart, and to them, what lies between may be copied
         too. Both are uint8. passing: memory of the accelerator, uint8, in use until this has been done; at least a row of the
-        host's side with what lies between."""
+        host's side with what lies between.
+        """
         self.copy(target, source)
 
     def bring(self, source: Tensor) -> Tensor:

@@ -63,22 +63,26 @@ class Driver(Protocol):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Records what work() launches, instead of having it done: to be run on the current stream as often as called, always on
         the same memory. The streams may be at work meanwhile, but none of them waits at a gate: sweeps that are captured move
-        nothing, so no Step of theirs is a host lane's."""
+        nothing, so no Step of theirs is a host lane's.
+        """
         ...
 
     def reserve(self, lane: str, num_bytes: int) -> None:
         """Takes so much of the device's memory for what is made on a stream, which then needs no more: taking some later may wait
-        for all that the device has to do."""
+        for all that the device has to do.
+        """
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A copy on the device, on the stream that computes, of what the host has, which may change at once. Needs no new memory
-        of the host; where much is on its way, waits for some of it."""
+        of the host; where much is on its way, waits for some of it.
+        """
         ...
 
     def borrow(self, tensor: Tensor) -> None:
         """The tensor's memory is not given out again before all that has been launched by then on the current stream, another than
-        its own, is done."""
+        its own, is done.
+        """
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -98,7 +102,8 @@ class Driver(Protocol):
 
 class _Timed(NamedTuple):
     """Events of a Step in its stream. before: end of the Step before it there, in the same sweep. reached: the stream has come to
-    what the Step waits for, the last of it in `waited_for`. started: nothing more to wait for."""
+    what the Step waits for, the last of it in `waited_for`. started: nothing more to wait for.
+    """
 
     step: Step
     before: Event | None
@@ -112,7 +117,8 @@ class StreamLanes(Lanes):
     """Invariant: a Step's work starts on the device, or in its lane's thread, after all that it waits for has ended.
 
     busy_s is what passes on the device from where a Step has nothing more to wait for until it has ended. stalled_s has LAUNCH
-    too: compute had ended one Step, and the host had not launched the next one of the sweep."""
+    too: compute had ended one Step, and the host had not launched the next one of the sweep.
+    """
 
     def __init__(
         self,
@@ -219,7 +225,8 @@ class StreamLanes(Lanes):
 
     def _await_room(self, step: Step) -> None:
         """Waits until no more than LAYERS_AHEAD layers before the Step's own are to be done, and the stream has no more than
-        MOST_QUEUED."""
+        MOST_QUEUED.
+        """
         queued = self._queued[step.lane]
         while sum(operations for _, operations in queued) > MOST_QUEUED:
             ended, _ = queued.popleft()
@@ -260,7 +267,8 @@ class StreamLanes(Lanes):
 
     def _raise_gate(self, lane: str, count: int) -> None:
         """With the lock held. A Step may end when its gate is open for later ones: they are not to come, and a stream that waits
-        for them would wait forever if the gate closed again."""
+        for them would wait forever if the gate closed again.
+        """
         if count > self._gates.get(lane, 0):
             self._gates[lane] = count
             self._driver.open_gate(lane, count)

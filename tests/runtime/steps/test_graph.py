@@ -39,7 +39,7 @@ def happens_before(steps):
     return ended
 
 
-def hazards(steps, streams, sweeps):
+def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step)
     """What could go wrong, in words; nothing where the Steps wait for all that they must."""
     found, ended = [], happens_before(steps)
     used = defaultdict(list)  # buffer -> (Step, whether it writes, what it holds then)
