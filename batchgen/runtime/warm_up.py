@@ -35,7 +35,7 @@ def dummy_sweeps(
     sampled_token: int,
 ) -> Iterator[list[PackedBatch]]:
     """The GPU batches of some sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
-    which sequences of all KV classes take part in as far as they are admitted; such of half, a quarter, ... as many tokens, as
+    which sequences of all KV classes take part in as far as they are admitted; such of a quarter as many tokens, a sixteenth, ..., as
     libraries have other matrix products for few rows than for many; and a single long row, for which attention is cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
@@ -55,7 +55,7 @@ def dummy_sweeps(
 
     sizes = [max(max_num_batched_tokens, max_num_seqs)]
     while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
+        sizes.append(max(1, sizes[-1] // 4))
     groups = [rows(min(max_num_seqs, tokens), tokens // max_num_seqs) for tokens in sizes]
     for group in (*groups, rows(1, min(_LONG, 4 * max_num_batched_tokens))):
         for sequence in group:

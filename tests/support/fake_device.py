@@ -434,6 +434,7 @@ def run_on(
 
     for name in ("linear", "norm"):
         on_device(name, getattr(reference, name))
+    on_device("gather_rows", lambda target, source, index: torch.index_select(source, 0, index, out=target))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
     for module in (executors, kv_cache, token_table):
@@ -460,22 +461,25 @@ def run_on(
         assert executor.weights.embeds_on_device, "tokens that the host does not have cannot be looked up there"
         executor._tokens = token_table.TokenTable(DEVICE)
         return parts
-    run = executor.run
 
-    def run_and_look(batches, on_logits, **options):
-        def look(asked, logits, start):
-            """The host reads what the device has come to."""
-            lane, device.launching.lane = device.launching.lane, None
-            try:
-                device.synchronize(device.record("compute"))
-                with _disable_current_modes():
-                    on_logits(asked, logits.clone(), start)
-            finally:
-                device.launching.lane = lane
+    def looking(run):
+        """As executor.run and .warm_up; the host reads what the device has come to."""
 
-        run(batches, look, **options)
+        def run_and_look(batches, on_logits, **options):
+            def look(rows, logits, start):
+                lane, device.launching.lane = device.launching.lane, None
+                try:
+                    device.synchronize(device.record("compute"))
+                    with _disable_current_modes():
+                        on_logits(rows, logits.clone(), start)
+                finally:
+                    device.launching.lane = lane
 
-    executor.run = run_and_look
+            run(batches, look, **options)
+
+        return run_and_look
+
+    executor.run, executor.warm_up = looking(executor.run), looking(executor.warm_up)
     return parts
 
 

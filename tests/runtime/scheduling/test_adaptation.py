@@ -13,7 +13,7 @@ from batchgen.runtime.steps.graph import LANES
 @pytest.mark.parametrize("planned", [{"streamed": 8}, {"streamed": 7, "cpu": 1}])
 def test_the_cpu_attends_only_where_it_was_to(planned):
     """However long compute waits for copies: queries and results need buffers, and 4-bit weights another layer's."""
-    limits = SchedulerLimits(8, 64, class_seqs=planned, compute_home="gpu")
+    limits = SchedulerLimits(8, 64, class_seqs=planned, compute_tier="gpu")
     scheduler = Scheduler({"cpu": BlockManager(100, 16)}, limits)
     for i in range(8):
         scheduler.add(Sequence(i, i, 0, [5] * 4, SamplingParams(max_tokens=8)))
