@@ -72,7 +72,7 @@ def in_fp32(case):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(14, 104))
+@settings(any_policy, max_examples=quick_or(10, 104))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
     with pytest.MonkeyPatch.context() as patch:

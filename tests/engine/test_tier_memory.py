@@ -1,10 +1,12 @@
 """Budgets are kept: what the plan reserves bounds what is used, and what it refuses would not have fitted."""
 
+import itertools
 import random
 import re
 from dataclasses import replace
 
 import pytest
+from thorough import some_of
 from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,11 +65,13 @@ POLICIES = {
 }  # fmt: skip
 
 
+CASES = [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all together", 200)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all together", 200)]
+    ("family", "kind", "chunk"), some_of([(family, *case) for family in WIDE for case in CASES], 6, "sweeps")
 )
-@pytest.mark.parametrize("family", WIDE)
 def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monkeypatch, family, kind, chunk):
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations in host memory are
     tensors too, and have their own reservation there; so does the output matrix's result, where it comes in pieces."""
@@ -94,8 +98,10 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one batch", "activations on the host", "all together"])
-@pytest.mark.parametrize("family", WIDE)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    some_of(itertools.product(WIDE, ("one batch", "activations on the host", "all together")), 3, "scoring"),
+)
 def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monkeypatch, family, kind):
     """Every token's logits asked for: more rows than are made together, by far."""
     monkeypatch.setattr("batchgen.planner.memory.logit_rows", lambda *_: 200)
@@ -136,8 +142,7 @@ def tiered_policy(model, kind):
     return everything_moves(model) if changes is None else make_policy(model, EMULATED, **changes)
 
 
-@pytest.mark.parametrize("kind", TIERED)
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(("family", "kind"), some_of(itertools.product(("opt", "llama"), TIERED), 4, "just enough"))
 def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
     """The smallest budget that is accepted carries a job of the longest rows it was made for; with 2 % less it is refused
     before weights are read, and the line that says so names a budget that does."""

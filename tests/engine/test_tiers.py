@@ -9,7 +9,7 @@ import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from thorough import quick_or
+from thorough import quick_or, some_of
 from tiered import (
     CPU,
     EMULATED,
@@ -183,7 +183,7 @@ any_policy = settings(
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(8, 60))
+@settings(any_policy, max_examples=quick_or(6, 60))
 @given(rng=st.randoms(use_true_random=True))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_policy_gives_the_tokens_of_the_in_memory_engine(family, rng, reference, stores):
@@ -273,8 +273,9 @@ def test_cpu_attention_of_several_gpu_batches_beside_compute(family, num_batches
     assert both > len(spans["cpu_attention"]) / 10, "they took turns"
 
 
-@pytest.mark.parametrize("mode", ["serial", "overlapped", "shuffled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"), some_of(itertools.product(FAMILIES, ("serial", "overlapped", "shuffled")), 6, "every kind")
+)
 def test_every_kind_of_step(family, mode, reference, stores):
     path, expected = reference(family, {}, INT4, INT4)
     kinds = set()

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from processes import start_in_process
+from thorough import some_of
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 600  # until then everything may take its time; what hangs would take for ever
@@ -100,7 +101,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some_of(PHASES, 8, "interrupts"))
 def test_in_every_phase(job, tmp_path, phase):
     """rows: how many are finished then; None: some, but not all."""
     name, after, rows = PHASES[phase]

@@ -263,7 +263,8 @@ def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, run_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick_or(["beer"], list(REACHED)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REACHED)
 def test_the_demo_model_reaches_what_the_readme_says(name, run_recipes, tmp_path):
     """Within what a few near-ties can move: another instruction set rounds otherwise."""
     code, printed = run_recipes(name, "--progress", "none")

@@ -1,5 +1,6 @@
 """Every kernel on every instruction set that this machine has, and on the plain twins of those it may lack, against float64."""
 
+import itertools
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_of
 
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
@@ -142,9 +144,10 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window"),
+    some_of(itertools.product((64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 14, "decode over 4 bits"),
+)
 def test_decode_over_4_bit_kv(head_dim, group, window):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
     lengths = [0, 1, 15, 16, 31, 62, 63, 64, 65, 200, 1100]

@@ -13,7 +13,7 @@ from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from thorough import quick_or
+from thorough import quick_or, some_of
 from triton_device import DEVICE
 
 from batchgen.ops import dispatch as ops
@@ -299,13 +299,18 @@ def wide_rotary(qkv, heads, kv_heads, scale, rope, positions, norms, rotation):
     return parts
 
 
+ROTARY = [
+    (dtype, head_dim, kv_format, family)
+    for dtype, head_dims in ((torch.float32, (8, 80, 256)), (torch.bfloat16, (34, 64, 96)), (torch.float16, (64,)))
+    for head_dim in head_dims
+    for kv_format in ("own", "int4", "none", "none, rotated")
+    for family in ("rope", "learned", "qk_norm")
+]
+
+
 @pytest.mark.parametrize(
-    "dtype, head_dim",
-    [(torch.float32, n) for n in (8, 80, 256)] + [(torch.bfloat16, n) for n in (34, 64, 96)] + [(torch.float16, 64)],
-    ids=str,
+    "dtype, head_dim, kv_format, family", some_of(ROTARY, 28, "rotary") if DEVICE.type == "cpu" else ROTARY, ids=str
 )
-@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, rotated"])
-@pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, block_size, scale = 19, 4, 2, 16, head_dim**-0.5
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)

@@ -15,6 +15,7 @@ import pytest
 from fake_rows import result_of
 from hypothesis import given
 from hypothesis import strategies as st
+from thorough import quick_or, some_of
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import Completion, Sample
@@ -231,7 +232,8 @@ def test_no_flipped_byte_changes_a_result(tmp_path):
     whole = PartIndex(tmp_path).read(0, 4)
     footer_bytes = int.from_bytes(content[-8:-4], "little") + 8
     found = 0
-    for position in range(4, len(content) - footer_bytes):
+    positions = range(4, len(content) - footer_bytes)
+    for position in (*some_of(positions[:-1], 300, "flipped"), positions[-1]):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0x11]) + content[position + 1 :])
         try:
             assert PartIndex(tmp_path).read(0, 4).equals(whole), position
@@ -239,7 +241,7 @@ def test_no_flipped_byte_changes_a_result(tmp_path):
             assert "part-000000.parquet" in str(error) and "run the same command again" in str(error)
             assert part_paths(tmp_path) == [] and (tmp_path / "part-000000.parquet.damaged").exists()
             found += 1
-    assert found > 200
+    assert found > quick_or(50, 200)
     with PartWriter(tmp_path, DoneRows()) as writer:
         for row, result in results.items():
             writer.add(row, result)

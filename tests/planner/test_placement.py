@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
-from thorough import quick_or
+from thorough import quick_or, some_of
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.errors import InputError
@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_of(CASES, 4, "realised"))
 def test_realised_plans_fit_and_come_close_to_the_bound(name):
     best = search(CASES[name])
     check_placement(best)
@@ -250,7 +250,7 @@ SCALABLE = (
 )  # fmt: skip
 
 
-@settings(max_examples=quick_or(3, 25), deadline=None)
+@settings(max_examples=quick_or(2, 25), deadline=None)
 @given(
     st.sampled_from(SCALABLE),
     st.floats(1.02, 4.0),
@@ -338,12 +338,14 @@ def test_a_latency_bound_is_kept_and_trades_throughput():
         search(problem(max_block_latency_s=0.01))
 
 
+@pytest.mark.thorough
 def test_the_frontier_rises():
     points = frontier(problem(workload=Workload.uniform(64, 128, 16)))
     assert len(points) >= 4
     assert all(a[0] <= b[0] and a[1] < b[1] for a, b in itertools.pairwise(points))
 
 
+@pytest.mark.thorough
 def test_what_cannot_fit_is_told_with_the_smallest_change():
     """Weights are streamed from disk, so that it is a place for KV that is short."""
     small = gpu_box(gpu_memory_bytes=int(1.6 * GIB), cpu_memory_bytes=2 * GIB, disk_bytes=GIB // 32)

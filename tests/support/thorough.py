@@ -23,3 +23,10 @@ def quick_or(quick, thorough):
 def rotating(*what) -> random.Random:
     """A generator for what it is called, another one every day."""
     return random.Random(repr((SEED, *what)))
+
+
+def some_of(cases, count: int, *what) -> list:
+    """All cases of a table in `make test-all`; so many of them, other ones every day, in `make test`."""
+    cases = list(cases)
+    drawn = sorted(rotating(*what).sample(range(len(cases)), min(count, len(cases))))
+    return quick_or([cases[i] for i in drawn], cases)

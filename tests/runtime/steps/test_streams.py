@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
-from thorough import quick_or, rotating
+from thorough import quick_or, rotating, some_of
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
@@ -105,7 +105,8 @@ def is_noticed(make, monkeypatch, name, spoil):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "earlier"), [(name, *pair) for name, pairs in NEEDED.items() for pair in pairs]
+    ("name", "kind", "earlier"),
+    some_of([(name, *pair) for name, pairs in NEEDED.items() for pair in pairs], 7, "needed"),
 )
 def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier):
     seen = 0
@@ -163,7 +164,7 @@ LOANS = {
 NEEDLESS = {("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2)}
 
 
-@pytest.mark.parametrize("loan", LOANS, ids=LOANS.values())
+@pytest.mark.parametrize("loan", some_of(LOANS, 2, "loans"), ids=LOANS.get)
 def test_memory_that_is_not_kept_for_another_stream_is_noticed(make, monkeypatch, loan):
     loans = []
     spoil = lambda parts, device: loans.append(Loans(parts, device, loan))  # noqa: E731
