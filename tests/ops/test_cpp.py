@@ -40,6 +40,20 @@ def instruction_set(request):
         yield request.param
 
 
+def examples(count, *strategies):
+    """Draws `count` cases for a check, a quarter of that for the plain twins, which are slow."""
+
+    def test_of(check):
+        def test(instruction_set):
+            drawn = count // 4 if instruction_set in kernels.plain_twins() else count
+            settings(max_examples=drawn, deadline=None)(given(*strategies)(check))()
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return test_of
+
+
 # For what has nothing to do with products of bf16, which the plain twins are there for.
 real_sets = pytest.mark.parametrize("instruction_set", kernels.instruction_sets(), indirect=True, scope="module")
 # For what does not run kernels in this process.
@@ -109,8 +123,7 @@ def test_attention_fp32(case):
     check_attention(case, torch.float32, "float32", 2e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sweeps())
+@examples(60, sweeps())
 def test_attention_bf16(case):
     # Shares of keys are rounded to bf16 where pairs are multiplied, and so is the result.
     check_attention(case, torch.bfloat16, "bfloat16", 0.015)
@@ -130,8 +143,7 @@ def test_attention_over_4_bit_kv_in_fp32(case):
     check_attention(case, torch.float32, "int4", 5e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sweeps())
+@examples(60, sweeps())
 def test_attention_over_4_bit_kv_in_bf16(case):
     # Levels are exact; shares times scales are rounded to bf16, and minimums come on top in fp32.
     check_attention(case, torch.bfloat16, "int4", 0.03)
@@ -148,8 +160,10 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     ("head_dim", "group", "window"),
     some_of(itertools.product((64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 14, "decode over 4 bits"),
 )
-def test_decode_over_4_bit_kv(head_dim, group, window):
+def test_decode_over_4_bit_kv(head_dim, group, window, instruction_set):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
+    if instruction_set in kernels.plain_twins() and head_dim % 128 == 0:
+        pytest.skip("some of them are enough for the slow ones")
     lengths = [0, 1, 15, 16, 31, 62, 63, 64, 65, 200, 1100]
     sequences = [(1, cached, i % 2 == 1) for i, cached in enumerate(lengths)]
     for prefix_blocks, chosen in ((0, [(q, c, False) for q, c, _ in sequences]), (5, sequences)):
@@ -276,8 +290,8 @@ linear_shapes = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@examples(
+    60,
     linear_shapes,
     st.sampled_from(DTYPES),
     st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
