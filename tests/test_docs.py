@@ -204,6 +204,8 @@ def figures():
     yield "structured_output", f"{structured['ratio']:.0%} of the throughput"
     kernels = "kernels-amd-epyc-avx512-bf16"
     yield kernels, f"{read(kernels)['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate"
+    shares = [100 * result["host_share"] for result in read("host_share")["results"]]
+    yield "host_share", f"{min(shares):.1f} to {max(shares):.1f}%"
     few, many = (run["peak_bytes"] / 1e6 for run in read("memory_flat")["runs"])
     yield "memory_flat", f"{many:.0f} MB against {few:.0f} MB"
     kills = read("kills")
