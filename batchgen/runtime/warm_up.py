@@ -36,7 +36,8 @@ def dummy_sweeps(
 ) -> Iterator[list[PackedBatch]]:
     """The GPU batches of some sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
     which sequences of all KV classes take part in as far as they are admitted; such of a quarter as many tokens, a sixteenth, ..., as
-    libraries have other matrix products for few rows than for many; and a single long row, for which attention is cut into parts.
+    libraries have other matrix products for few rows than for many; one that does both; and a single long row, for which attention
+    is cut into parts.
 
     scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
     sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises.
@@ -56,13 +57,22 @@ def dummy_sweeps(
     sizes = [max(max_num_batched_tokens, max_num_seqs)]
     while sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 4))
-    groups = [rows(min(max_num_seqs, tokens), tokens // max_num_seqs) for tokens in sizes]
-    for group in (*groups, rows(1, min(_LONG, 4 * max_num_batched_tokens))):
-        for sequence in group:
-            scheduler.add(sequence)
-        while sweep := scheduler.schedule():
+    length = max_num_batched_tokens // max_num_seqs
+    # Half of them leave their quotas to others, whose prompts then come with tokens of the rest.
+    some = rows(max_num_seqs, length)
+    for sequence in some[::2]:
+        sequence.sampling = replace(sequence.sampling, max_tokens=1)
+    groups = [[rows(min(max_num_seqs, tokens), tokens // max_num_seqs)] for tokens in sizes]
+    groups += [[some, rows(max_num_seqs // 2, length)], [rows(1, min(_LONG, 4 * max_num_batched_tokens))]]
+    for waves in groups:
+        while True:
+            for sequence in waves.pop(0) if waves else ():
+                scheduler.add(sequence)
+            sweep = scheduler.schedule()
+            if not sweep:
+                break
             yield [pack(batch) for batch in split(sweep)]
-            scheduler.waiting.clear()  # those that there is no place for
+            scheduler.waiting.clear()  # those that there is no quota for
             sampled = [s.sequence for s in sweep if s.samples]
             scheduler.commit(sweep)
             for sequence in sampled:

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
-from thorough import quick_or
+from thorough import quick_or, rotating
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import MODELS
 
@@ -142,9 +142,10 @@ def schedules(model, tier):
     return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", [tier for tier, (device, _) in TIERS.items() if device is EMULATED])
-@pytest.mark.parametrize("model", MODELS)
+_ON_STREAMS = [(model, tier) for model in MODELS for tier, (device, _) in TIERS.items() if device is EMULATED]
+
+
+@pytest.mark.parametrize(("model", "tier"), quick_or(rotating("first uses").sample(_ON_STREAMS, 8), _ON_STREAMS))
 def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypatch):
     """On a device with streams: no operation and no memory while one of them waits for the host."""
     path, prompts, wanted = expected(model)

@@ -41,10 +41,16 @@ class Activations:
         self._waiting = [host.zeros(hidden, dtype) for _ in range(batches_on_host)]
         self.on_device = [device.zeros(hidden, dtype) for _ in range(HIDDEN_SLOTS if batches_on_host else 0)]
         heads = delegated_seqs, config.num_heads, config.head_dim
-        exchanged = [
+        self._exchange = [
             (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
         ]
-        self._fetched, self._exchanged = cycle(self.on_device), cycle(exchanged)
+        self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, in both memories."""
+        buffers = (*self._waiting, *self.on_device, *(t for pair in self._exchange for t in pair))
+        return sum(t.nbytes for t in buffers)
 
     def waiting(self, batch: int, tokens: int) -> Tensor:
         """Where the activations of a GPU batch wait in host memory: [tokens, hidden]."""
