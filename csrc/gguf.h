@@ -16,19 +16,33 @@ inline float half_at(const uint8_t* p) {
     return to_float(half);
 }
 
-// 32 values, the first half of them in the low nibbles.
-inline void nibble_halves(const uint8_t* p, int8_t* codes) {
-    for (int i = 0; i < 16; i++) codes[i] = int8_t(p[i] & 15), codes[16 + i] = int8_t(p[i] >> 4);
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
+// 32 values, the first half of them in the low nibbles, less an offset.
+inline void nibble_halves(const uint8_t* p, int8_t* codes, uint8_t offset = 0) {
+    Bytes16 bytes;
+    memcpy(&bytes, p, 16);
+    const Bytes16 low = (bytes & 15) - offset, high = (bytes >> 4) - offset;
+    memcpy(codes, &low, 16);
+    memcpy(codes + 16, &high, 16);
 }
 
-// Ors bit i of the 32 bits at p into code i, as a fifth bit.
+// 1 in the bytes i whose bit i is set.
+inline uint64_t spread(uint8_t bits) {
+    const uint64_t apart = bits * 0x0101010101010101u & 0x8040201008040201u;  // of byte i only bit i
+    return ((apart + 0x7f7f7f7f7f7f7f7fu) >> 7) & 0x0101010101010101u;
+}
+
+// Gives 32 codes of four bits the 32 bits at p as their fifth; Signed: less 16, so that the upper bits are ones where it is 0.
+template <bool Signed>
 inline void add_fifth_bits(const uint8_t* p, int8_t* codes) {
-    for (int i = 0; i < 32; i++) codes[i] = int8_t(codes[i] | (p[i / 8] >> i % 8 & 1) << 4);
-}
-
-template <int N>
-inline void subtract(int offset, int8_t* codes) {
-    for (int i = 0; i < N; i++) codes[i] = int8_t(codes[i] - offset);
+    for (int i = 0; i < 4; i++) {
+        const uint64_t upper = Signed ? (spread(p[i]) ^ 0x0101010101010101u) * 0xf0 : spread(p[i]) * 0x10;
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * i, 8);
+        eight |= upper;
+        memcpy(codes + 8 * i, &eight, 8);
+    }
 }
 
 // The 4-bit floats of OCP's microscaling formats, times two; and the values of the IQ4 formats.
@@ -40,53 +54,51 @@ inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
 }
 
 struct Q4_0 : GgufBlock<32, 18, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
-        nibble_halves(block + 2, codes);
-        subtract<32>(8, codes);
+        nibble_halves(block + 2, codes, 8);
     }
 };
 
 struct Q4_1 : GgufBlock<32, 20, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
         nibble_halves(block + 4, codes);
     }
 };
 
 struct Q5_0 : GgufBlock<32, 22, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         nibble_halves(block + 6, codes);
-        add_fifth_bits(block + 2, codes);
-        subtract<32>(16, codes);
+        add_fifth_bits<true>(block + 2, codes);
     }
 };
 
 struct Q5_1 : GgufBlock<32, 24, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
         nibble_halves(block + 8, codes);
-        add_fifth_bits(block + 4, codes);
+        add_fifth_bits<false>(block + 4, codes);
     }
 };
 
 struct Q8_0 : GgufBlock<32, 34, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         memcpy(codes, block + 2, 32);
     }
 };
 
 struct IQ4_NL : GgufBlock<32, 18, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         table_halves(kIq4Values, block + 2, codes);
     }
 };
 
 struct MXFP4 : GgufBlock<32, 17, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         // 2^(e - 127), halved as the table is doubled.
         const uint32_t e = block[0], bits = e < 2 ? 0x200000u << e : (e - 1) << 23;
         memcpy(scales, &bits, 4);
@@ -125,7 +137,7 @@ inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums)
 }
 
 struct Q2_K : GgufBlock<256, 84, 16> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         const float scale = half_at(block + 80), minimum = half_at(block + 82);
         for (int i = 0; i < 16; i++) {
             scales[i] = scale * float(block[i] & 15);
@@ -136,7 +148,7 @@ struct Q2_K : GgufBlock<256, 84, 16> {
 };
 
 struct Q3_K : GgufBlock<256, 110, 16> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const uint8_t* p = block + 96;
         const float scale = half_at(block + 108);
         for (int i = 0; i < 16; i++) {
@@ -153,14 +165,14 @@ struct Q3_K : GgufBlock<256, 110, 16> {
 };
 
 struct Q4_K : GgufBlock<256, 144, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
         nibbles_by_32(block + 16, codes);
     }
 };
 
 struct Q5_K : GgufBlock<256, 176, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float* minimums) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
         nibbles_by_32(block + 48, codes);
         const uint8_t* p = block + 16;
@@ -170,7 +182,7 @@ struct Q5_K : GgufBlock<256, 176, 32> {
 };
 
 struct Q6_K : GgufBlock<256, 210, 16> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const float scale = half_at(block + 208);
         for (int i = 0; i < 16; i++) scales[i] = scale * float(int8_t(block[192 + i]));
         const uint8_t* low = block;
@@ -185,7 +197,7 @@ struct Q6_K : GgufBlock<256, 210, 16> {
 };
 
 struct IQ4_XS : GgufBlock<256, 136, 32> {
-    static void take_apart(const uint8_t* block, int8_t* codes, float* scales, float*) {
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const float scale = half_at(block);
         for (int i = 0; i < 8; i++) {
             const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
@@ -216,8 +228,10 @@ inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
     const From* from = (const From*)packed;
     if constexpr (__is_same(From, T)) memcpy(out, from, n * sizeof(T));
     else
-        for (int64_t i = 0; i < n; i += W)
-            store_part(out + i, load_part(from + i, int(smaller(W, n - i))), int(smaller(W, n - i)));
+        for (int64_t i = 0; i < n; i += W) {
+            const int count = int(smaller(W, n - i));
+            store_part(out + i, load_part(from + i, count), count);
+        }
 }
 
 template <class T>
@@ -248,8 +262,8 @@ inline void unpack_gguf(const Gguf& args, int64_t row, int64_t stop) {
         for (; row < stop; row++) {
             const int64_t head = args.interleaved ? row / args.interleaved * args.interleaved : row, i = row - head;
             const int64_t target = head + i / 2 + i % 2 * (args.interleaved / 2);
-            unpack_gguf_row(args.packing, args.packed + row * args.row_bytes, args.columns,
-                            (T*)args.out + target * args.columns);
+            const uint8_t* packed = args.packed + row * args.row_bytes;
+            unpack_gguf_row(args.packing, packed, args.columns, (T*)args.out + target * args.columns);
         }
     });
 }
