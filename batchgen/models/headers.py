@@ -7,6 +7,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,19 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Key-value pairs and tensors of a GGUF, versions 2 and 3. Raises InputError where it is corrupt.
 
-    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds.
+    Long arrays are stepped over: a vocabulary of 50,000 takes milliseconds. What was read is kept for as long as the file
+    stays as it is.
     """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    return _parse_gguf_header(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _parse_gguf_header(path: Path, version: tuple[int, ...]) -> GgufHeader:
+    """version: Changes with the file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _GgufParser(path, data).header()
