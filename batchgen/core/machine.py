@@ -9,8 +9,10 @@ import os
 from pathlib import Path
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BLOCK_BYTES, _KEPT_FREE_BYTES = 32 << 20, 256 << 20
+# What the heap grows by, without pages until they are used: each time it waits for a thread that has pages provided.
+_HEAP_STEP_BYTES = 64 << 20
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -51,6 +53,7 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE_BYTES)
+        libc.mallopt(_M_TOP_PAD, _HEAP_STEP_BYTES)
 
 
 def give_back_freed_memory() -> None:
