@@ -169,8 +169,8 @@ class HardwareProfile:
         sequence_overhead_s: per sequence and sweep.
         row_overhead_s: per row (prompt in, text out).
         load_bytes_per_s: weights from safetensors to where they belong, in bytes of the compute format.
-        gguf_load_bytes_per_s: from a quantised GGUF, in bytes of 16-bit weights whatever the format; None: GGUFs load
-            as safetensors do.
+        gguf_load_bytes_per_s: from a quantised GGUF that is in the page cache, in the same bytes; None: GGUFs load as
+            safetensors do.
         first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
         disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
         disk_cpu_overhead_s: for which it takes a core.

@@ -39,6 +39,7 @@ from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.
 _KV_HEADROOM = 1.25
+_GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
 # Layers beyond this are planned with the curves for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
 # Weights that take a smaller part of the memory leave so much for KV that nothing is likely to go to disk.
@@ -295,9 +296,11 @@ def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
 
 def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
     """Seconds to read the weights, which may have to come from disk. kind: of `ModelFiles`."""
+    seconds = model.num_params * FORMAT_BYTES[dtype] / min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
-        return model.num_params * 2 / hardware.gguf_load_bytes_per_s  # unpacked alike for any dtype
-    return model.num_params * FORMAT_BYTES[dtype] / min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
+        on_disk = model.num_params * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
+        seconds = max(on_disk, model.num_params * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
+    return seconds
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

@@ -139,58 +139,76 @@ def _sampling_logits_per_s(device: str) -> float:
     return logits.numel() / statistics.median(times)
 
 
+_WIDTH, _ROWS = 1024, 8192  # of the matrices that are loaded
+
+
 def _load_bytes_per_s() -> float:
     """Bytes in memory per second of reading safetensors that are in the page cache, into the format models run in."""
     import torch
     from safetensors.torch import save_file
+
+    shapes = {"model.embed_tokens.weight": (_ROWS, _WIDTH), "lm_head.weight": (_ROWS, _WIDTH)}
+    shapes |= {f"model.layers.0.self_attn.{name}_proj.weight": (_WIDTH, _WIDTH) for name in "qkvo"}
+    shapes |= {f"model.layers.0.mlp.{name}_proj.weight": (_WIDTH, _WIDTH) for name in ("gate", "up", "down")}
+    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    shapes |= {f"{name}.weight": (_WIDTH,) for name in norms}
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        path = Path(folder)
+        path.joinpath("config.json").write_text(json.dumps(_llama(1, _WIDTH, _ROWS)))
+        save_file(
+            {name: torch.ones(shape, dtype=torch.float16) for name, shape in shapes.items()}, path / "model.safetensors"
+        )
+        return _bytes_loaded_per_s(path)
+
+
+def _gguf_load_bytes_per_s() -> float | None:
+    """The same for a quantised GGUF. None without `gguf`: then no GGUF can be loaded either."""
+    import numpy as np
+
+    try:
+        import gguf
+    except ImportError:
+        return None
+
+    kind = gguf.GGMLQuantizationType.Q4_1
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    matrices = {"token_embd": _ROWS, "output": _ROWS}
+    matrices |= {f"blk.0.attn_{name}": _WIDTH for name in ("q", "k", "v", "output")}
+    matrices |= {f"blk.0.ffn_{name}": _WIDTH for name in ("gate", "up", "down")}
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        path = Path(folder, "model.gguf")
+        writer = gguf.GGUFWriter(str(path), "llama")
+        writer.add_block_count(1)
+        writer.add_context_length(64)
+        writer.add_embedding_length(_WIDTH)
+        writer.add_feed_forward_length(_WIDTH)
+        writer.add_head_count(1)
+        for name, rows in matrices.items():
+            packed = np.zeros((rows, _WIDTH // per_block * block_bytes), dtype=np.uint8)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+        for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+            writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return _bytes_loaded_per_s(path)
+
+
+def _bytes_loaded_per_s(path: Path) -> float:
+    """Of a model in bfloat16, the second time."""
+    import torch
 
     from batchgen.models.checkpoint import open_checkpoint
     from batchgen.models.files import resolve_model
     from batchgen.runtime.memory.residency import WeightResidency
     from batchgen.runtime.memory.weights import Weights
 
-    width, vocab = 1024, 8192
-    shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
-    shapes |= {f"model.layers.0.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
-    shapes |= {f"model.layers.0.mlp.{name}_proj.weight": (width, width) for name in ("gate", "up", "down")}
-    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
-    shapes |= {f"{name}.weight": (width,) for name in norms}
-    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-        path = Path(folder)
-        path.joinpath("config.json").write_text(json.dumps(_llama(1, width, vocab)))
-        save_file(
-            {name: torch.ones(shape, dtype=torch.float16) for name, shape in shapes.items()}, path / "model.safetensors"
-        )
-        checkpoint = open_checkpoint(resolve_model(folder))
-        homes = WeightResidency.in_memory(checkpoint.config, "bfloat16")
-        Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint).close()
-        started = time.perf_counter()
-        weights = Weights(checkpoint.config, homes, torch.bfloat16, checkpoint=checkpoint)
-        seconds = time.perf_counter() - started
-        weights.close()
-        return weights.num_bytes / seconds
-
-
-def _gguf_load_bytes_per_s() -> float | None:
-    """The same for a quantised GGUF, where unpacking takes the time; in bytes of 16-bit weights.
-
-    None without `gguf`: then no GGUF can be loaded either.
-    """
-    import numpy as np
-
-    try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        return None
-
-    kind = GGMLQuantizationType.Q4_1
-    per_block, block_bytes = GGML_QUANT_SIZES[kind]
-    packed = np.zeros((1 << 13, 1024 // per_block * block_bytes), dtype=np.uint8)
-    dequantize(packed[:64], kind)
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        unpacked = dequantize(packed, kind).astype(np.float16)
-        times.append(time.perf_counter() - started)
-    return unpacked.nbytes / statistics.median(times)
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    residency = WeightResidency.in_memory(checkpoint.config, "bfloat16")
+    Weights(checkpoint.config, residency, torch.bfloat16, checkpoint=checkpoint).close()
+    started = time.perf_counter()
+    weights = Weights(checkpoint.config, residency, torch.bfloat16, checkpoint=checkpoint)
+    seconds = time.perf_counter() - started
+    weights.close()
+    return weights.num_bytes / seconds

@@ -183,8 +183,13 @@ class TestLoading:
     def test_a_gguf_at_its_own_rate_if_it_is_known(self):
         assert loading_s(cpu_box(), SMALL, "float16", "gguf") == loading_s(cpu_box(), SMALL, "float16", "hf")
         slow = cpu_box(gguf_load_bytes_per_s=1e8)
-        for dtype in ("float16", "float32"):  # it is unpacked alike for either
-            assert loading_s(slow, SMALL, dtype, "gguf") == pytest.approx(SMALL.num_params * 2 / 1e8)
+        assert loading_s(slow, SMALL, "float16", "gguf") == pytest.approx(SMALL.num_params * 2 / 1e8)
+        assert loading_s(slow, SMALL, "float32", "gguf") == pytest.approx(SMALL.num_params * 4 / 1e8)
+
+    def test_a_gguf_on_a_slow_disk_has_fewer_bytes_to_be_read(self):
+        box = cpu_box(gguf_load_bytes_per_s=4e9, disk_read_bytes_per_s=1e8)
+        assert loading_s(box, SMALL, "float16", "gguf") < loading_s(box, SMALL, "float16", "hf") / 2
+        assert loading_s(box, SMALL, "float16", "gguf") > SMALL.num_params * 0.5 / 1e8
 
     def test_grows_with_the_model(self):
         times = [
