@@ -14,6 +14,7 @@ from typing import Any
 from batchgen.core.errors import InputError
 
 SIXTEEN_BIT = ("bfloat16", "float16")
+HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile to plan with
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
+from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.dataset.paths import InputPaths, is_in, same_file
 from batchgen.job.options import AT_FILE, JobOptions, options_of
-from batchgen.job.planning import HARDWARE_VARIABLE
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
 # What is read of a model's folder.

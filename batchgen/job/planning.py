@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile, read_profile
+from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, Plan
 from batchgen.core.units import format_bytes, parse_bytes
@@ -36,7 +36,6 @@ from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
-HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"
 # KV pools against the longest sequences they are for.
 _KV_HEADROOM = 1.25
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual

@@ -45,8 +45,7 @@ PROMPTS = [prompt for prompt in pq.read_table(HERE / "run_directory" / "rows.par
 WRITERS = {
     "core/atomic_file.py": "for the others",
     "helm/jobs.py": "helm_jobs",
-    "job/plan.py": ("plan", "hardware_profile"),
-    "job/report.py": "the report, for people; of helm_jobs' HELM reads the timing",
+    "job/files.py": ("plan", "hardware_profile"),
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/files.py": "a download, which has a hash",

@@ -11,7 +11,7 @@ from planner_cases import GIB, cpu_box, gpu_box, llama_8b, opt
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import ComputeRates
+from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import planning
@@ -61,7 +61,7 @@ class TestFindHardware:
     @pytest.fixture(autouse=True)
     def nothing_is_measured(self, monkeypatch):
         monkeypatch.setattr(planning, "load_or_measure", lambda *args, **options: cpu_box(name="measured"))
-        monkeypatch.delenv(planning.HARDWARE_VARIABLE, raising=False)
+        monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
 
     def find(self, name, tmp_path):
         return find_hardware(name, dtype="float16", offload_dir=tmp_path)
@@ -84,11 +84,11 @@ class TestFindHardware:
         assert self.find(None, tmp_path).name == self.find("", tmp_path).name == "measured"
 
     def test_the_environment_names_one(self, tmp_path, monkeypatch):
-        monkeypatch.setenv(planning.HARDWARE_VARIABLE, "a100")
+        monkeypatch.setenv(HARDWARE_VARIABLE, "a100")
         assert self.find(None, tmp_path).name == "a100"
         assert self.find("t4", tmp_path).name == "t4"
         assert self.find("", tmp_path).name == "measured"  # `batchgen profile` looks at the machine
-        monkeypatch.setenv(planning.HARDWARE_VARIABLE, "tpu")
+        monkeypatch.setenv(HARDWARE_VARIABLE, "tpu")
         assert "$BATCHGEN_HARDWARE tpu: no such file" in complaint(self.find, None, tmp_path)
 
 

@@ -344,12 +344,12 @@ def test_rows_that_fail_are_an_error_and_tried_again(llama, tmp_path, monkeypatc
     from batchgen.engine.engine import Engine
 
     def fails(self, requests, **_):
-        for index, _ in enumerate(requests):
-            yield Scored(index, index, 0, error="no room")
+        for index, request in enumerate(requests):
+            yield Scored(index, index, 0, error="no headroom", row=request.row)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "score", fails)
-        with pytest.raises(BatchgenError, match=r"1 of 1 loglikelihood rows failed \(the first: no room\)"):
+        with pytest.raises(BatchgenError, match=r"1 of 1 loglikelihood rows failed \(the first: no headroom\)"):
             model.loglikelihood(requests)
     near(model.loglikelihood(requests), llama[1].loglikelihood(requests, disable_tqdm=True))
 

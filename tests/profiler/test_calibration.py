@@ -71,7 +71,7 @@ def untouched(profile):
 
 
 def test_a_tiny_model_is_calibrated(monkeypatch):
-    monkeypatch.setattr(calibration, "_PULSE_S", 0.0)
+    monkeypatch.setattr(calibration, "_PROBE_S", 0.0)
     before = replace(shipped_profile("zen4"), measured={"threads": 2})
     after = calibrated(before, TINY, "float32")
     factors = after.measured["sweep_factors"]["float32"]
@@ -190,7 +190,7 @@ class TestTheDiskAtThisMoment:
         assert self.now(monkeypatch, 0.5, 0.5, measured_with="/elsewhere") == (1, 1)
 
 
-def test_a_pulse_is_about_as_long_as_the_next(monkeypatch):
-    monkeypatch.setattr(calibration, "_PULSE_S", 0.1)
+def test_a_probe_is_about_as_long_as_the_next(monkeypatch):
+    monkeypatch.setattr(calibration, "_PROBE_S", 0.1)
     first, second = calibration.probe_s("float32"), calibration.probe_s("float32")
     assert 1e-4 < first < 5 and 0.2 < first / second < 5

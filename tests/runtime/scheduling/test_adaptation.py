@@ -22,5 +22,5 @@ def test_the_cpu_attends_only_where_it_was_to(planned):
     nothing = dict.fromkeys(LANES, 0.0)
     for _ in range(8):
         adaptation.after_sweep(Measured(1.0, 8, nothing, nothing | {"h2d": 0.9}))
-    moved = scheduler.limits.places("cpu") > planned.get("cpu", 0)
+    moved = scheduler.limits.quota("cpu") > planned.get("cpu", 0)
     assert moved == ("cpu" in planned) == bool(adaptation.changes)
