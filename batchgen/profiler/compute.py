@@ -240,10 +240,10 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
 def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
-    """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
-    matrix products and attention, over tokens: many leave the caches between one operation and the next.
+    """Rates of what a decoder layer does outside of matrix products and attention, over tokens.
 
-    What goes with the products counts among the bytes, but takes its time there.
+    In activation bytes per second (`ModelConfig.elementwise_bytes_per_token`). They depend on the number of tokens:
+    the activations of many leave the caches between one operation and the next. What goes with the products counts among the bytes, but takes its time there.
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})

@@ -61,8 +61,9 @@ class Activations:
         return next(self._fetched)[:tokens]
 
     def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
-        """Host memory for queries that the CPU is to attend with, and for what comes of them, [seqs, heads, head_dim] each: at every
-        call the next.
+        """Host memory for queries of attention on the CPU and for its results, [seqs, heads, head_dim] each.
+
+        Every call returns the next pair of buffers in turn.
         """
         queries, attended = next(self._exchanged)
         return queries[:seqs], attended[:seqs]

@@ -23,10 +23,9 @@ _PREFAULT_BYTES = 2 << 20  # a huge page
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros, page-aligned, whose pages the kernel provides at first use, so that a generous pool costs nothing until it is
-    needed; torch.zeros would write them all.
+    """Zeros, page-aligned, whose pages the kernel provides at first use.
 
-    Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
+    So a generous pool costs nothing until it is needed; torch.zeros would write all of it. Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
     """
     return tensor_over(aligned_buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
 
@@ -37,8 +36,10 @@ def tensor_over(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 class Prefault:
-    """Has the kernel provide the pages of pools of one size while other things happen: a virtual machine may have to ask
-    its host for them, which takes longer than what is then written there. The first pages of all pools come first.
+    """A thread that has the kernel provide the pages of pools of one size while other things happen.
+
+    A virtual machine may have to ask its host for them, which takes longer than what is then written there. The first
+    pages of all pools come first.
 
     Where the kernel cannot do it (before Linux 5.14), pages come at first use, as without this.
     """
@@ -136,9 +137,13 @@ class Link:
         return target
 
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
-        """target[...] = source, of two dimensions; rows of the host's side lie apart, and to them, what lies between may be copied
-        too. Both are uint8. passing: memory of the accelerator, uint8, in use until this has been done; at least a row of the
-        host's side with what lies between.
+        """target[...] = source, two-dimensional uint8, where the rows of the host's side lie apart.
+
+        What lies between the host's rows may be copied too, in both directions.
+
+        Args:
+            passing: a uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in use
+                until the copy is done.
         """
         self.copy(target, source)
 
