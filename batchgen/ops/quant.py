@@ -100,14 +100,14 @@ def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
     if importance is not None:
         scale, minimum = _fitted(x, importance / importance.sum(-1, keepdim=True), scale, minimum)
-    q = _levels(x, scale, minimum).to(torch.uint8)
+    q = _quantized(x, scale, minimum).to(torch.uint8)
     half = (size + 1) // 2
     nibbles = q[..., :half].clone()
     nibbles[..., : size - half] |= q[..., half:] << 4
     return nibbles, torch.stack((scale, minimum), dim=-1)
 
 
-def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+def _quantized(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """The code (quantized value) of each value of x [rows, groups, size], as fp32. scale, minimum: fp16 [rows, groups]."""
     # What is left of a group narrower than fp16 can tell is its minimum.
     steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
@@ -123,7 +123,7 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
-        back = _levels(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
+        back = _quantized(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
         return back.sub_(x).square_().mul_(weights).sum(-1)
 
     best, least = (scale, minimum), squared_error(scale, minimum)
@@ -133,7 +133,7 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple
     for narrower in _NARROWER:
         tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * _LEVELS / 2)).half()
         for _ in range(_FIT_ROUNDS):
-            q = _levels(x, *tried)
+            q = _quantized(x, *tried)
             mean_q = (weights * q).sum(-1, keepdim=True)
             from_mean = (q - mean_q).mul_(weights)
             spread = (from_mean * q).sum(-1)

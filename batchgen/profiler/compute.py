@@ -91,7 +91,7 @@ def measure_decode_attention(
 
 @torch.inference_mode()
 def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of expanding weights."""
+    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of dequantizing weights."""
     pool = device.pool(getattr(torch, dtype_name), effort)
     where = f"with {INT4} and {dtype_name} on {device.kind}"
     decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, INT4))
@@ -99,12 +99,12 @@ def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, INT4)
     )
-    expand = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
+    dequantize = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
     return ComputeRates(
         prefill_attention_flops_per_s={INT4: prefill},
         decode_attention_bytes_per_s={INT4: decode},
         elementwise_bytes_per_s={INT4: elementwise},
-        expand_bytes_per_s=expand,
+        expand_bytes_per_s=dequantize,
     )
 
 

@@ -126,7 +126,7 @@ def _synchronize(event: torch.cuda.Event) -> None:
 
 
 def _stream_wait_value():
-    """cuStreamWaitValue32 of the driver's own library: torch has no door to it."""
+    """cuStreamWaitValue32 of the driver's own library: torch does not expose it."""
     library = ctypes.CDLL("libcuda.so.1")
     for name in ("cuStreamWaitValue32_v2", "cuStreamWaitValue32"):
         with contextlib.suppress(AttributeError):

@@ -231,7 +231,7 @@ class Executor:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Allocated of the tiers beside the host's memory: all of it is beforehand."""
-        return {"gpu": self.weights.arenas["gpu"].taken_bytes, "disk": self.kv_cache.disk_bytes}
+        return {"gpu": self.weights.arenas["gpu"].allocated_bytes, "disk": self.kv_cache.disk_bytes}
 
     def close(self) -> None:
         """Ends what is under way and gives files back."""
@@ -415,8 +415,8 @@ class Executor:
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
-        room = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
-        b.attended["delegated"] = self.links[0].copy(room, attended)
+        target = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
+        b.attended["delegated"] = self.links[0].copy(target, attended)
 
     def _post(self, step: Step, b: _Batch) -> None:
         b.qkv = None  # memory for the other batches

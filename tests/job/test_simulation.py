@@ -301,7 +301,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class):
     plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
     layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
-    inputs = StepCosts(plan, model, hardware)._setting
+    inputs = StepCosts(plan, model, hardware)._inputs
     at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, block_size=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)

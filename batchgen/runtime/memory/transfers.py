@@ -93,24 +93,24 @@ class HostMemory:
 
 
 class Arena:
-    """One tier's memory. Invariant: what is taken never exceeds the budget."""
+    """One tier's memory. Invariant: what is allocated never exceeds the budget."""
 
     def __init__(self, flag: str, budget_bytes: int | None = None, memory: Memory | None = None) -> None:
         """flag: that sets the budget, for the error. budget_bytes: None, only counts. memory: None, the host's."""
         self.flag, self.budget_bytes = flag, budget_bytes
         self.memory = memory or HostMemory()
-        self.taken_bytes = 0
+        self.allocated_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, what: str) -> None:
         """Counts memory that is held from now on. Raises BatchgenError where it does not fit."""
         with self._lock:
-            if self.budget_bytes is not None and self.taken_bytes + num_bytes > self.budget_bytes:
+            if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
                 raise BatchgenError(
-                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.taken_bytes)}"
-                    f" are taken, {format_bytes(num_bytes)} more are needed; raise it"
+                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.allocated_bytes)}"
+                    f" are allocated, {format_bytes(num_bytes)} more are needed; raise it"
                 )
-            self.taken_bytes += num_bytes
+            self.allocated_bytes += num_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """Zeros of the tier, untouched. Raises BatchgenError where they do not fit."""

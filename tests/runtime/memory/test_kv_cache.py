@@ -165,7 +165,7 @@ def test_budgets_hold_for_pools_and_buffers(config):
     def make(budget):
         arenas = {"gpu": Arena("--gpu-memory", budget), "cpu": Arena("--cpu-memory")}
         KVCache(config, shape, {"gpu": 4}, tiers=Tiers("gpu", arenas, (Link(), Link())), staging_blocks=3)
-        return arenas["gpu"].taken_bytes
+        return arenas["gpu"].allocated_bytes
 
     needed = (4 * LAYERS + 2 * 3 + 2 * 3) * shape.block_bytes  # staging buffers, and as much beside the link
     assert make(needed) == needed
