@@ -53,7 +53,7 @@ def peak_of_tensors(work):
     return peak
 
 
-# Prompts of 120 tokens that fill every GPU batch, some of them in sweeps in which earlier ones decode.
+# Prompts of 120 tokens that fill every micro-batch, some of them in sweeps in which earlier ones decode.
 POLICIES = {
     "one batch": {"num_gpu_batches": 1, "gpu_batch_size": 12, "kv_seqs": {"gpu": 12}, "activation_batches": (1, 0)},
     "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},

@@ -279,7 +279,7 @@ SMALL_COPIES = ("embed", "load_attention")
 
 
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
-    """Seconds by lane of a sweep over one GPU batch: of layer 5, of the head's computation, and of all."""
+    """Seconds by lane of a sweep over one micro-batch: of layer 5, of the head's computation, and of all."""
     home = "gpu" if "gpu" in plan.budgets else "cpu"
     load = load_of(batch, block_size=16, compute_tier=home, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])

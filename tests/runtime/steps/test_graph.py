@@ -46,7 +46,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     homes = defaultdict(list)  # KV's home -> (Step, whether it writes)
     num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
-    slot_of = {}  # (which, GPU batch) -> its slot, for buffers whose slots no Step names
+    slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
     for step in steps:
         kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
