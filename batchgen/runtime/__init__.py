@@ -1,1 +1,1 @@
-"""Run a policy: scheduling, the Steps of a sweep, memory, and what becomes of the logits."""
+"""Run a policy: scheduling, the Steps of a sweep, memory, sampler and scorer."""

@@ -33,7 +33,7 @@ class CudaDriver:
     """The Driver of `streams` for the current CUDA device."""
 
     def __init__(self) -> None:
-        # Small copies that compute waits for do not queue behind its kernels for a place on the device.
+        # Small copies that compute waits for do not queue behind its kernels for capacity on the device.
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
         self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()

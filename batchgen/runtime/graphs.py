@@ -34,7 +34,7 @@ Size = tuple[int, tuple[tuple[int | None, "Capacity"], ...]]  # tokens, and the 
 
 @dataclass
 class StaticBuffers:
-    """The static buffers that the layers of a captured sweep read and write.
+    """The static buffers that the layers of a CUDA graph read and write.
 
     Attributes:
         hidden: [tokens, hidden], the input, and then the result.

@@ -75,7 +75,7 @@ CASES = [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all togethe
 )
 def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monkeypatch, family, kind, chunk):
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations that cross between
-    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in pieces."""
+    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in vocabulary chunks."""
     if chunk:
         for module in ("planner.memory", "engine.loader"):
             monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
@@ -134,7 +134,7 @@ TIERED = {
         "embedding_tier": "gpu",
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
-    "4-bit KV, head in pieces": {
+    "4-bit KV, head in vocabulary chunks": {
         "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },
 }  # fmt: skip

@@ -102,7 +102,7 @@ def make_reference(path, stores, weight_format, kv_format):
 
 @dataclass(frozen=True)
 class Case:
-    """policy: fields to set apart from the model's. tight: pools so small that sequences give way. rows: (prompt's number,
+    """policy: fields to set apart from the model's. tight: pools so small that sequences are preempted. rows: (prompt's number,
     tokens to generate). mode: how Steps are run."""
 
     family: str

@@ -280,13 +280,13 @@ SMALL_COPIES = ("embed", "load_attention")
 
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
     """Seconds by lane of a sweep over one micro-batch: of layer 5, of the head's computation, and of all."""
-    home = "gpu" if "gpu" in plan.budgets else "cpu"
-    load = load_of(batch, block_size=16, compute_tier=home, **options)
+    tier = "gpu" if "gpu" in plan.budgets else "cpu"
+    load = load_of(batch, block_size=16, compute_tier=tier, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
     for s in Sweeps(streams_of(plan)).steps([load.flow]):
         took = seconds(s)
-        lane = "h2d" if s.kind in SMALL_COPIES and home == "gpu" else s.lane
+        lane = "h2d" if s.kind in SMALL_COPIES and tier == "gpu" else s.lane
         total[lane] += took
         head += took if s.kind == "head" else 0.0
         layer[lane] += took if s.layer == 5 and not s.kind.endswith("head") else 0.0

@@ -56,17 +56,17 @@ def engine(config, monkeypatch, *, captured):
     if captured:
         driver = executor.lanes._driver if DEVICE.type == "cuda" else _Again()
         executor._graphs = executor._make_graphs(driver, SEQS)
-    home = "cpu" if DEVICE.type == "cpu" else "gpu"
+    tier = "cpu" if DEVICE.type == "cpu" else "gpu"
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
-        max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={home: BLOCKS}, share_prefixes=True,
-        weight_format="float32", kv_format="float32", kv_seqs={home: SEQS},
+        max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
+        weight_format="float32", kv_format="float32", kv_seqs={tier: SEQS},
     )  # fmt: skip
     windows = frozenset(config.windows)
     parts = EngineParts(
         config, NoText(), executor, lambda sweep: [sweep],
-        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=home),
-        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, home,
+        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
+        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, tier,
     )  # fmt: skip
     return Engine.from_parts(parts)
 

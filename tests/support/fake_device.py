@@ -308,8 +308,8 @@ class _Deferred(TorchDispatchMode):
         if to_device:  # from the host's pageable memory, which is read at once
             value = func(*args, **kwargs)
             made = memory.empty(value.shape, value.dtype, self._lane)
-            place = memory.unheld(made)
-            self._put(lambda: place.copy_(value))
+            target = memory.unheld(made)
+            self._put(lambda: target.copy_(value))
             return made
         args_then, kwargs_then = _changed(memory.unheld, args), _changed(memory.unheld, kwargs)
         if func._schema.is_mutable:
@@ -319,11 +319,11 @@ class _Deferred(TorchDispatchMode):
             self._put(lambda: func(*args_then, **kwargs_then))
             return kwargs.get("out", args[0])
         made = self._made(func, args, kwargs)
-        places = [memory.unheld(m) for m in made]
+        targets = [memory.unheld(m) for m in made]
 
         def run():
-            for place, result in zip(places, _tensors(func(*args_then, **kwargs_then)), strict=True):
-                place.copy_(result)
+            for target, result in zip(targets, _tensors(func(*args_then, **kwargs_then)), strict=True):
+                target.copy_(result)
 
         self._put(run)
         return made[0] if len(func._schema.returns) == 1 else tuple(made)

@@ -89,9 +89,9 @@ def test_what_comes_over_a_link_is_what_was_sent():
     gathered = torch.zeros(3, 4, 8)
     link.gather(gathered, source, index)
     assert torch.equal(gathered, source[index])
-    home = torch.zeros(6, 4, 8)
-    link.scatter(home, index, gathered)
-    assert torch.equal(home[index], gathered) and not home[[1, 2, 4]].any()
+    host = torch.zeros(6, 4, 8)
+    link.scatter(host, index, gathered)
+    assert torch.equal(host[index], gathered) and not host[[1, 2, 4]].any()
     assert link.moved_bytes == 4 * (source.numel() + 2 * gathered.numel())
 
 

@@ -180,8 +180,8 @@ def check_computation(steps, streams, sweeps):
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
         assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
-        pieces = range(max(1, streams.vocabulary_chunks))
-        assert of("head") == [(p, k) for p in pieces for k in range(len(batches)) if batches[k].samples]
+        chunks = range(max(1, streams.vocabulary_chunks))
+        assert of("head") == [(p, k) for p in chunks for k in range(len(batches)) if batches[k].samples]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
             order = [position[kind, j, k] for kind in ("pre", "attention", "post") if (kind, j, k) in position]
