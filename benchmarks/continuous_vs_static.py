@@ -1,6 +1,6 @@
 """Continuous admission against FlexGen's zig-zag schedule: the same KV budget, outputs of 1 to 128 tokens, weights streamed.
 
-The zig-zag schedule runs a block to its end: with all rows at the longest output, which is what it must make room for,
+The zig-zag schedule runs a block to its end: with all rows at the longest output, which is what it must reserve memory for,
 the block is KV / (prompt + 128) rows. Continuous admission refills places as rows end and admits on projected KV.
 
     python benchmarks/continuous_vs_static.py --work-dir DIR

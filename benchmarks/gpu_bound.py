@@ -32,10 +32,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.planner.memory import group_bytes, kv_block_bytes
 
-_KV_BLOCK = 16
 _ROUNDING = 1e-9  # of sums and quotients
 
 
@@ -87,7 +87,7 @@ def weight_bytes(config: ModelConfig, job: Job) -> int:
 
 def kv_read_bytes(config: ModelConfig, job: Job) -> int:
     """Bytes of KV that decode attention reads, over all rows and passes: K."""
-    token = kv_block_bytes(config, _KV_BLOCK, job.kv_format) / _KV_BLOCK
+    token = kv_block_bytes(config, DEFAULT_KV_BLOCK_SIZE, job.kv_format) / DEFAULT_KV_BLOCK_SIZE
     lengths = range(job.input_len, job.input_len + job.output_len - 1)
     return int(token * job.num_prompts * sum(min(n, w or n) for w in config.windows for n in lengths))
 
@@ -105,10 +105,10 @@ def gpu_flops(config: ModelConfig, job: Job) -> int:
 def bound(config: ModelConfig, job: Job, rates: Rates) -> Bound:
     """The bound of a job on a machine. Raises ValueError where the weights leave no memory for KV."""
     weights, kv, flops = weight_bytes(config, job), kv_read_bytes(config, job), gpu_flops(config, job)
-    room = job.gpu_bytes + job.host_bytes - weights
-    if room <= 0:
+    capacity = job.gpu_bytes + job.host_bytes - weights
+    if capacity <= 0:
         raise ValueError(f"{weights:,} bytes of weights do not fit {job.gpu_bytes:,} on the GPU and {job.host_bytes:,}")
-    least_passes = max(job.output_len, 1 + -(-kv // room))
+    least_passes = max(job.output_len, 1 + -(-kv // capacity))
 
     def cpu_share(seconds: float) -> float:
         return min(1.0, seconds * rates.cpu_read_bytes_per_s / kv) if kv else 0.0

@@ -1,4 +1,4 @@
-"""One job of made-up weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own. Writes JSON:
+"""One job of dummy weights and rows on a CUDA GPU that is held to a smaller one's memory, in a process of its own. Writes JSON:
 tokens per second beside what was predicted, what each lane did, and how far that is from what any schedule must take.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
@@ -75,7 +75,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
 def plain_policy(
     args: argparse.Namespace, config: ModelConfig, device: Device, dtype: str, budgets: Mapping[str, int]
 ) -> Policy:
-    """The largest block whose KV has room where the policy's name says, up to --num-prompts, and beside it as many layers on
+    """The largest block whose KV fits where the policy's name says, up to --num-prompts, and beside it as many layers on
     the GPU as fit. Raises InputError where not even one sequence does."""
     kv_class, length = _KV_CLASS[args.policy], args.input_len + args.output_len
     held = process_bytes()
@@ -113,7 +113,7 @@ def plain_policy(
             kept = _largest(config.num_layers, lambda n, size=batch_size, tier=head_tier: fits(made(size, n, tier)))
             return made(batch_size, kept, head_tier)
     memory_of(made(1, 0, "cpu"))  # says what is missing
-    raise InputError(f"{args.num_gpu_batches} sequences of {length} tokens have no room: give more memory")
+    raise InputError(f"{args.num_gpu_batches} sequences of {length} tokens do not fit: give more memory")
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> dict:
         parts, planned_output_len=plan and args.output_len, expected_output_len=args.output_len
     ) as engine:
         limit = torch_limit_bytes(device, budgets)
-        seconds, account = timed(engine, plan, made_up_rows(args, config))
+        seconds, account = timed(engine, plan, dummy_rows(args, config))
     if trace:
         trace.close()
     return {
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> dict:
     }
 
 
-def made_up_rows(args: argparse.Namespace, config: ModelConfig) -> list[Request]:
+def dummy_rows(args: argparse.Namespace, config: ModelConfig) -> list[Request]:
     draw, sampling = random.Random(0), SamplingParams(max_tokens=args.output_len, ignore_eos=True)
     return [
         Request([draw.randrange(config.vocab_size) for _ in range(args.input_len)], sampling)

@@ -160,7 +160,7 @@ class Check:
         }
 
     def run(self, name: str, commands: list[list[str]], most_s: float) -> dict:
-        """Runs a part's commands one after the other, until one fails; what became of it."""
+        """Runs a part's commands one after the other, until one fails; returns its result."""
         left = most_s if self._ends is None else min(most_s, self._ends - time.monotonic())
         part: dict = {"command": "; ".join(" ".join(command) for command in commands).replace(str(ROOT), ".")}
         self.result["parts"][name] = part

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_offload.py --python-flexgen env/bin/python --python-accelerate env/bin/python
 
-The model has OPT-30B's shape (60 GB in fp16) and made-up weights; prompts have 512 tokens, outputs 32. FlexGen runs one block
+The model has OPT-30B's shape (60 GB in fp16) and dummy weights; prompts have 512 tokens, outputs 32. FlexGen runs one block
 under each of a few policies around the one it was published with, as many sequences as host memory holds, and Accelerate
 several batch sizes; in the first round all are tried, in the others the best of each engine. Ratios are those of a round.
 

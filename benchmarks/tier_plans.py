@@ -79,7 +79,7 @@ def main() -> None:
     machine(Device("cpu"))  # measured before memory is looked at
     rows, lens = prompts(args.rows, PROMPT), [OUTPUT] * args.rows
     process = process_bytes()
-    # Room for the process, half of the layers and a small block: what does not fit goes to disk.
+    # Enough for the process, half of the layers and a small block: what does not fit goes to disk.
     cpu_memory = process + 600 * MIB
     found = []
     for case in cases(cpu_memory):

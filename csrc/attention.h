@@ -150,7 +150,8 @@ struct Attend {
 #ifdef BATCHGEN_TILES
         if constexpr (in_tiles<M>())
             for (int h = 0; h < item.num_heads && from_rows(count); h++)
-                turn_queries(s.a + (h * rows() + start) * s.depth, s.depth, count, s.depth, s.turned + h * s.depth * W);
+                transpose_queries(s.a + (h * rows() + start) * s.depth, s.depth, count, s.depth,
+                                  s.transposed + h * s.depth * W);
 #endif
     }
 
@@ -163,8 +164,8 @@ struct Attend {
             ahead.spread(left * (whole / W));
             for (int i = 0; i < whole; i += W) {
                 ahead.fetch();
-                tile_scores(tiles, keys + i, args.kv.row_bytes, count, s.turned + h * s.depth * W, s.depth / W, (uint8_t*)s.k,
-                            s.s + i, s.tile);
+                tile_scores(tiles, keys + i, args.kv.row_bytes, count, s.transposed + h * s.depth * W, s.depth / W,
+                            (uint8_t*)s.k, s.s + i, s.tile);
             }
             mask(key, count_keys, whole);
             softmax(held_row, whole);

@@ -258,7 +258,7 @@ __attribute__((noinline)) void code_values(const int8_t* weights, const float* s
 // Few rows over bf16 KV: keys are the rows of a product in tile registers, straight from K, and queries its columns.
 
 // Queries [rows, stride] as columns: out [depth, 16].
-inline void turn_queries(const uint32_t* q, int64_t stride, int rows, int64_t depth, uint32_t* out) {
+inline void transpose_queries(const uint32_t* q, int64_t stride, int rows, int64_t depth, uint32_t* out) {
     for (int64_t d = 0; d < depth; d += W) {
         vi r[W];
         for (int i = 0; i < W; i++) r[i] = i < rows ? load_int(q + i * stride + d) : set1_int(0);

@@ -33,7 +33,7 @@ struct AttentionScratch {
     // With few rows over 4-bit KV, whose tile is in k and v: queries and weights in fixed point.
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
-    uint32_t* turned;           // [heads, depth, 16]: queries as columns, where there are few of them
+    uint32_t* transposed;       // [heads, depth, 16]: queries as columns, where there are few of them
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -61,7 +61,7 @@ struct AttentionScratch {
         fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);
         p_step = carve.take<float>(fixed * kFewest * kGroups);
-        turned = carve.take<uint32_t>(
+        transposed = carve.take<uint32_t>(
             in_tiles<M>() && args.kv.type == Type::BF16 ? kTileRows / kFewestInTiles * depth * kMostInTiles : 0);
     }
 };

@@ -222,9 +222,9 @@ class HardwareProfile:
         return self.gpu or self.cpu
 
     def scaled(self, **factors: float) -> HardwareProfile:
-        """A machine with some rates or sizes multiplied: scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1).
+        """A machine with some rates or sizes multiplied.
 
-        Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention",
+        For example `profile.scaled(cpu_memory_bytes=2, cpu_decode_attention=1.1)`. Names: any number of this class; "gemm", "prefill_attention", "shared_attention", "decode_attention",
         "elementwise" and "expand" of the compute device; "cpu_decode_attention".
         """
         profile = self

@@ -16,8 +16,10 @@ Continuations = tuple[str | list[int], ...]
 
 @dataclass(frozen=True)
 class ContinuationSpec:
-    """Where continuations come from: `column` (a text, a list of texts, token ids, or a list of these), `choices` or
-    `choices_column` (lists of texts); with none of them the prompt is what is scored.
+    """Where continuations come from.
+
+    `column` (a text, a list of texts, token ids, or a list of these), `choices` or `choices_column` (lists of texts).
+    With none of them the prompt itself is scored.
 
     Raises InputError.
     """

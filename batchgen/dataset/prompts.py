@@ -25,8 +25,9 @@ Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat mess
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """Where prompts come from: one of `column`, `template` and `messages_column`; with none of them it is the column
-    "prompt", or else "messages".
+    """Where prompts come from: one of `column`, `template` and `messages_column`.
+
+    With none of them, the column "prompt" is taken, or else "messages".
 
     Raises InputError.
 

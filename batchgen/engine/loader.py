@@ -437,8 +437,13 @@ def warm_up(
     sampling: SamplingParams,
     task: str | None = "generate",
 ) -> None:
-    """Has a device allocate the memory that it is going to need, and do once what it is going to do, with rows such as the policy is
-    for. sampling: of most rows. task: as of `LoadRequest`.
+    """Have a device allocate the memory that it is going to need, and do once what it is going to do.
+
+    The rows are such as the policy is for.
+
+    Args:
+        sampling: of most rows.
+        task: as in `LoadRequest`.
     """
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer

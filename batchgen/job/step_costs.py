@@ -180,7 +180,7 @@ class StepCosts:
     def __init__(self, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> None:
         policy = plan.policy
         self.config, self.hardware = config, hardware
-        s = self._setting = CostInputs(
+        s = self._inputs = CostInputs(
             hardware=hardware,
             model=config,
             workload=plan.workload,
@@ -208,7 +208,7 @@ class StepCosts:
         self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
         sizes = {group: rows * columns for group, (rows, columns) in config.layer_matrices.items()}
         self._pre_frac = sizes["qkv"] / sum(sizes.values())
-        self._expand_s = dequantize_weights_s(s)
+        self._dequantize_s = dequantize_weights_s(s)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
@@ -249,7 +249,7 @@ class StepCosts:
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Scheduling, packing and bookkeeping of a sweep."""
-        return sweep_overhead_s(self._setting, Phase(1, 0, sum(load.sampled for load in loads), 0, 0))
+        return sweep_overhead_s(self._inputs, Phase(1, 0, sum(load.sampled for load in loads), 0, 0))
 
     def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
         """Attention in one layer, for sequences of one residency."""
@@ -266,7 +266,7 @@ class StepCosts:
         return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
 
     def _computing(self, load: BatchLoad) -> _Computing:
-        s = self._setting
+        s = self._inputs
 
         def matrices_s(tokens: int) -> float:
             phase = Phase(1, tokens, 0, 0, 0)
@@ -292,16 +292,16 @@ class StepCosts:
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=head_s / max(1, self._vocabulary_chunks),
-            expand_s=self._expand_s,
+            dequantize_s=self._dequantize_s,
         )
 
     def _disk_s(self, moved: tuple[int, int], bytes_per_s: float, request_s: float) -> float:
         blocks, runs = moved
-        return blocks * self._setting.disk_block_bytes / bytes_per_s + runs * request_s
+        return blocks * self._inputs.disk_block_bytes / bytes_per_s + runs * request_s
 
     def _link_bytes(self, step: Step, load: BatchLoad) -> float:
         """Between the host's memory and an accelerator's."""
-        s, kind = self._setting, step.kind
+        s, kind = self._inputs, step.kind
         if kind == "load_weight":
             return self._loaded_bytes[step.layer]
         if kind == "load_head":
@@ -327,7 +327,7 @@ class _Computing:
     post_s: float
     last_post_s: float
     head_s: float
-    expand_s: float
+    dequantize_s: float
     attention_s: tuple[float, ...]
     cpu_attention_s: tuple[float, ...]
 
@@ -336,7 +336,7 @@ class _Computing:
             return self.attention_s[step.layer]
         if step.kind == "post":
             return self.last_post_s if step.layer == len(self.attention_s) - 1 else self.post_s
-        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.expand_s}
+        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.dequantize_s}
         return own[step.kind]
 
 

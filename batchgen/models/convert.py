@@ -7,12 +7,10 @@ which becomes the manifest when the last file is there. So whatever happens, the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from batchgen.core.atomic_file import replace_durably, staged, storage_error, wr
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
 from batchgen.models.config import DTYPES
 from batchgen.models.files import (
@@ -391,18 +390,14 @@ def _locked(target: Path) -> Iterator[None]:
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(target / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = lock_file(target / _LOCK)
+    except LockHeld as error:
+        raise BatchgenError(
+            f"another batchgen is converting into {target} ({error.holder}): wait for it, or stop it"
+        ) from None
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
-    except BlockingIOError:
-        holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
-        raise BatchgenError(
-            f"another batchgen is converting into {target} ({holder}): wait for it, or stop it"
-        ) from None
     finally:
         os.close(descriptor)

@@ -73,6 +73,8 @@ class SharedItem:
 
 @dataclass(frozen=True)
 class AttentionPlan:
+    """The work items of one attention call, by kind."""
+
     shared: tuple[SharedItem, ...]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillItem, ...]

@@ -114,16 +114,16 @@ class Passage:
 
     def download(self, source: Tensor) -> Tensor:
         """The tensor in the host's memory, once the stream has come so far."""
-        found = self._room(source.nbytes)
+        found = self._window(source.nbytes)
         if found is None:
             return source.cpu()
-        place = found.view(source.dtype).view(source.shape)
-        place.copy_(source, non_blocking=True)
+        window = found.view(source.dtype).view(source.shape)
+        window.copy_(source, non_blocking=True)
         self.num_copies += 1
-        return place
+        return window
 
-    def _room(self, num_bytes: int) -> Tensor | None:
-        """Of a page; None where too much is held, or asked for."""
+    def _window(self, num_bytes: int) -> Tensor | None:
+        """Free memory of a page; None where too much is held, or needed."""
         while self._let_go:
             self._held[self._let_go.popleft()] -= 1
         for page in (self._page, *(p for p in range(_PAGES) if p != self._page)):

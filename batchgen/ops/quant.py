@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.core import dtypes as formats
 from batchgen.core.dtypes import INT4, INT4_GROUP
 
-_LEVELS = 15  # steps between a group's minimum and maximum
+_MAX_CODE = 15  # codes are 0 to 15, from a group's minimum to its maximum
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
@@ -94,24 +94,24 @@ def _pack_groups(x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
     minimum = low.half()
-    scale = ((high - minimum.float()) / _LEVELS).clamp_(min=0).half()
+    scale = ((high - minimum.float()) / _MAX_CODE).clamp_(min=0).half()
     # Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
-    beyond = minimum.float() + _LEVELS * scale.float() > _MAX_FP16
+    beyond = minimum.float() + _MAX_CODE * scale.float() > _MAX_FP16
     scale = torch.where(beyond, (scale.view(torch.int16) - 1).view(torch.float16), scale)
     if importance is not None:
         scale, minimum = _fitted(x, importance / importance.sum(-1, keepdim=True), scale, minimum)
-    q = _levels(x, scale, minimum).to(torch.uint8)
+    q = _quantized(x, scale, minimum).to(torch.uint8)
     half = (size + 1) // 2
     nibbles = q[..., :half].clone()
     nibbles[..., : size - half] |= q[..., half:] << 4
     return nibbles, torch.stack((scale, minimum), dim=-1)
 
 
-def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+def _quantized(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """The code (quantized value) of each value of x [rows, groups, size], as fp32. scale, minimum: fp16 [rows, groups]."""
     # What is left of a group narrower than fp16 can tell is its minimum.
     steps = torch.where(scale > 0, scale.float().reciprocal(), 0.0)
-    return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _LEVELS)
+    return x.sub(minimum.float().unsqueeze(-1)).mul_(steps.unsqueeze(-1)).round_().clamp_(0, _MAX_CODE)
 
 
 def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,29 +123,29 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor) -> tuple
     """
 
     def squared_error(scale: Tensor, minimum: Tensor) -> Tensor:
-        back = _levels(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
+        back = _quantized(x, scale, minimum).mul_(scale.float().unsqueeze(-1)).add_(minimum.float().unsqueeze(-1))
         return back.sub_(x).square_().mul_(weights).sum(-1)
 
     best, least = (scale, minimum), squared_error(scale, minimum)
-    middle = minimum.float() + scale.float() * (_LEVELS / 2)
+    middle = minimum.float() + scale.float() * (_MAX_CODE / 2)
     mean_x = (weights * x).sum(-1, keepdim=True)
     centred = x - mean_x
     for narrower in _NARROWER:
-        tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * _LEVELS / 2)).half()
+        tried = (scale.float() * narrower).half(), (middle - scale.float() * (narrower * _MAX_CODE / 2)).half()
         for _ in range(_FIT_ROUNDS):
-            q = _levels(x, *tried)
+            q = _quantized(x, *tried)
             mean_q = (weights * q).sum(-1, keepdim=True)
             from_mean = (q - mean_q).mul_(weights)
             spread = (from_mean * q).sum(-1)
             slope = (from_mean * centred).sum(-1) / spread.clamp(min=1e-12)
             start = mean_x.squeeze(-1) - slope * mean_q.squeeze(-1)
-            usable = (spread > 1e-6) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + _LEVELS * slope < _MAX_FP16)
+            usable = (spread > 1e-6) & (slope > 0) & (start.abs() < _MAX_FP16) & (start + _MAX_CODE * slope < _MAX_FP16)
             tried = (
                 torch.where(usable, slope, tried[0].float()).half(),
                 torch.where(usable, start, tried[1].float()).half(),
             )
         error = squared_error(*tried)
-        better = (error < least) & (tried[1].float() + _LEVELS * tried[0].float() <= _MAX_FP16)
+        better = (error < least) & (tried[1].float() + _MAX_CODE * tried[0].float() <= _MAX_FP16)
         best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
         least = torch.where(better, error, least)
     return best

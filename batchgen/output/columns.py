@@ -14,6 +14,8 @@ from batchgen.output.row_result import SAMPLE_LOGPROBS_TYPE
 
 
 class Columns(Protocol):
+    """The columns that a task adds to the rows of the input."""
+
     def types(self) -> dict[str, pa.DataType]:
         """By name, in the order in which they are written."""
 

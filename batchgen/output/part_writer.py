@@ -28,8 +28,9 @@ class _Barrier(NamedTuple):
 
 
 class PartWriter:
-    """A thread that takes finished rows and flushes them as parts: after `flush_interval_s`, `flush_rows` or
-    `flush_bytes`.
+    """A thread that takes finished rows and flushes them as parts.
+
+    A part is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first.
 
     add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is
     raised there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once

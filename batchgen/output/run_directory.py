@@ -138,10 +138,9 @@ class Run:
         return self._writer
 
     def save(self) -> int:
-        """Put all rows that the writer was given on stable storage, and take no more; return how many rows are
-        finished.
+        """Put all rows that the writer was given on stable storage, and take no more.
 
-        Any thread may call it, as the last thing before the process ends.
+        Returns how many rows are finished. Any thread may call it, as the last thing before the process ends.
         """
         if self._writer is not None:
             self._writer.stop()

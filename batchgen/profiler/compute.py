@@ -91,7 +91,7 @@ def measure_decode_attention(
 
 @torch.inference_mode()
 def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of expanding weights."""
+    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of dequantizing weights."""
     pool = device.pool(getattr(torch, dtype_name), effort)
     where = f"with {INT4} and {dtype_name} on {device.kind}"
     decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, INT4))
@@ -99,12 +99,12 @@ def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, INT4)
     )
-    expand = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
+    dequantize = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
     return ComputeRates(
         prefill_attention_flops_per_s={INT4: prefill},
         decode_attention_bytes_per_s={INT4: decode},
         elementwise_bytes_per_s={INT4: elementwise},
-        expand_bytes_per_s=expand,
+        expand_bytes_per_s=dequantize,
     )
 
 
@@ -240,10 +240,10 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
 def elementwise_rates(
     device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
 ) -> Rates:
-    """Activation bytes per second (`ModelConfig.elementwise_bytes_per_token`) of what a decoder layer does outside of
-    matrix products and attention, over tokens: many leave the caches between one operation and the next.
+    """Rates of what a decoder layer does outside of matrix products and attention, over tokens.
 
-    What goes with the products counts among the bytes, but takes its time there.
+    In activation bytes per second (`ModelConfig.elementwise_bytes_per_token`). They depend on the number of tokens:
+    the activations of many leave the caches between one operation and the next. What goes with the products counts among the bytes, but takes its time there.
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})

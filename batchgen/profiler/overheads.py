@@ -62,7 +62,7 @@ def _engine(device: str, layers: int) -> Engine:
     from batchgen.runtime.sampler import sample
 
     config = ModelConfig.from_hf(_llama(layers, 32, 64))
-    blocks, home = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
+    blocks, tier = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
     policy = Policy(
         admission="continuous",
         gpu_batch_size=_MANY,
@@ -70,11 +70,11 @@ def _engine(device: str, layers: int) -> Engine:
         max_num_batched_tokens=_MANY * _PROMPT_TOKENS,
         max_model_len=config.max_position,
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
-        kv_blocks={home: blocks},
+        kv_blocks={tier: blocks},
         share_prefixes=False,
         weight_format="float32",
         kv_format="float32",
-        kv_seqs={home: _MANY},
+        kv_seqs={tier: _MANY},
     )
     parts = EngineParts(
         config=config,
@@ -84,7 +84,7 @@ def _engine(device: str, layers: int) -> Engine:
         ),
         split=lambda sweep: [sweep],
         pack=partial(
-            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_tier=home
+            pack, block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=128, windows=frozenset(config.windows), compute_tier=tier
         ),
         sample=sample,
         policy=policy,
@@ -92,7 +92,7 @@ def _engine(device: str, layers: int) -> Engine:
         eos_token_ids=frozenset(),
         dtype="float32",
         loaded_bytes=0,
-        compute_tier=home,
+        compute_tier=tier,
     )
     return Engine.from_parts(parts)
 

@@ -1,0 +1,1 @@
+"""Run a policy: scheduling, the Steps of a sweep, memory, sampler and scorer."""

@@ -33,9 +33,9 @@ class CudaDriver:
     """The Driver of `streams` for the current CUDA device."""
 
     def __init__(self) -> None:
-        # Small copies that compute waits for do not queue behind its kernels for a place on the device.
+        # Small copies that compute waits for do not queue behind its kernels for capacity on the device.
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
-        self._gates = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
+        self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._num_copies = 0
         # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the memory.
@@ -62,19 +62,19 @@ class CudaDriver:
         self.streams[lane].wait_event(event)
 
     def wait_for_host(self, lane: str, host_lane: str, count: int) -> None:
-        gate = self._gates[_HOST_LANES.index(host_lane)]
+        semaphore = self._semaphores[_HOST_LANES.index(host_lane)]
         error = self._wait_value(
             ctypes.c_void_p(self.streams[lane].cuda_stream),
-            ctypes.c_uint64(gate.data_ptr()),
+            ctypes.c_uint64(semaphore.data_ptr()),
             ctypes.c_uint32(count & 0xFFFFFFFF),
             ctypes.c_uint(_WAIT_VALUE_GEQ),
         )
         if error:
             raise BatchgenError(f"the GPU cannot wait for the CPU (cuStreamWaitValue32: CUDA error {error})")
 
-    def open_gate(self, host_lane: str, count: int) -> None:
+    def signal(self, host_lane: str, count: int) -> None:
         # x86 and Arm's release order: what the lane has written is there before the counter.
-        self._gates[_HOST_LANES.index(host_lane)] = ctypes.c_int32(count & 0xFFFFFFFF).value
+        self._semaphores[_HOST_LANES.index(host_lane)] = ctypes.c_int32(count & 0xFFFFFFFF).value
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -126,7 +126,7 @@ def _synchronize(event: torch.cuda.Event) -> None:
 
 
 def _stream_wait_value():
-    """cuStreamWaitValue32 of the driver's own library: torch has no door to it."""
+    """cuStreamWaitValue32 of the driver's own library: torch does not expose it."""
     library = ctypes.CDLL("libcuda.so.1")
     for name in ("cuStreamWaitValue32_v2", "cuStreamWaitValue32"):
         with contextlib.suppress(AttributeError):
@@ -174,8 +174,9 @@ class GpuMemory:
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last. Memory that is
-    mapped at the same address later could not be registered, or would be taken for these pages.
+    """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last.
+
+    Otherwise memory that is mapped at the same address later could not be registered, or would be taken for these pages.
     """
 
     address: int | None = None  # where they are registered; None: they are not
@@ -201,8 +202,9 @@ class _PinnedPages(mmap.mmap):
 
 
 class PinnedMemory:
-    """Memory of the host that the GPU copies from and to by itself, for an `Arena`. torch's own pinned memory comes in powers
-    of two, of which a model of 70 GB would take 128.
+    """Memory of the host that the GPU copies from and to by itself, for an `Arena`.
+
+    torch rounds its own pinned memory up to powers of two: a model of 70 GB would take 128 GB.
     """
 
     def __init__(self) -> None:
@@ -234,8 +236,10 @@ COPY_BYTES = 16 << 20
 
 
 class CudaLink:
-    """Copies from one memory to another on the current stream, as `transfers.Link`, but behind the caller's back: what is
-    copied must not change until an event of the stream has come. Memory that it is given or gives is kept until then.
+    """Copies from one memory to another on the current stream, as `transfers.Link`, but asynchronously.
+
+    What is copied must not change until an event recorded later on the stream has come. The link keeps the memory that
+    it is given, and that which it returns, until then.
     """
 
     def __init__(self, driver: Driver, to_gpu: bool) -> None:
@@ -254,8 +258,9 @@ class CudaLink:
         return target
 
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
-        """As `Link.copy_rows`. torch would copy all of the host's side to and fro first, and a copy for each row would fill the
-        stream's queue, so the gaps go with the rows, to and from the memory beside the link.
+        """As `Link.copy_rows`, with the gaps between the rows, by way of `passing`.
+
+        torch would first copy all of the host's side back and forth, and one copy a row would fill the stream's queue.
         """
         self._count(source)
         host, device = (source, target) if self._to_gpu else (target, source)
@@ -286,8 +291,9 @@ class CudaLink:
         self._driver.borrow(tensor)
 
     def gather(self, target: Tensor, source: Tensor, index: Tensor) -> None:
-        """target[i] = source[index[i]], along the first dimension; index on the GPU. The host's side must outlive the link:
-        torch does not know that a kernel uses it.
+        """target[i] = source[index[i]], along the first dimension; index on the GPU.
+
+        The host's side must outlive the link: torch does not know that a kernel uses it.
         """
         self._count(target)
         self.borrow(index)

@@ -28,7 +28,7 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.devices import open_tiers
-from batchgen.runtime.graphs import DecodeGraphs, Frame
+from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
 from batchgen.runtime.memory.residency import WeightResidency
@@ -194,9 +194,9 @@ class Executor:
         prepared: list[_Batch] = []
 
         def prepare() -> None:
-            frame = self._graphs.frame(batches[0]) if self._graphs and len(batches) == 1 else None
-            if frame is not None:
-                prepared.append(self._framed(batches[0], frame))
+            buffers = self._graphs.buffers(batches[0]) if self._graphs and len(batches) == 1 else None
+            if buffers is not None:
+                prepared.append(self._in_buffers(batches[0], buffers))
             else:
                 prepared.extend(self._prepare_all(batches))
 
@@ -231,7 +231,7 @@ class Executor:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Allocated of the tiers beside the host's memory: all of it is beforehand."""
-        return {"gpu": self.weights.arenas["gpu"].taken_bytes, "disk": self.kv_cache.disk_bytes}
+        return {"gpu": self.weights.arenas["gpu"].allocated_bytes, "disk": self.kv_cache.disk_bytes}
 
     def close(self) -> None:
         """Ends what is under way and gives files back."""
@@ -290,24 +290,24 @@ class Executor:
             self._device,
         )
 
-    def _framed(self, packed: PackedBatch, frame: Frame) -> _Batch:
+    def _in_buffers(self, packed: PackedBatch, buffers: StaticBuffers) -> _Batch:
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
-        return _Batch(packed, *positions, None, {}, None, False, frame=frame)
+        return _Batch(packed, *positions, None, {}, None, False, buffers=buffers)
 
     def _layers(self, step: Step, b: _Batch) -> None:
-        b.hidden = self._graphs.run(b.frame, b.hidden)
+        b.hidden = self._graphs.run(b.buffers, b.hidden)
 
-    def _launch_layers(self, frame: Frame) -> None:
-        """All layers over a frame: the Steps of a sweep whose weights and KV are on the device."""
-        part = _Part(slice(0, len(frame.hidden)), frame.slots, None, frame.plans)
-        b = _Batch(None, None, frame.positions, None, {"resident": part}, None, False, hidden=frame.hidden)
+    def _launch_layers(self, buffers: StaticBuffers) -> None:
+        """All layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
+        part = _Part(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
+        b = _Batch(None, None, buffers.positions, None, {"resident": part}, None, False, hidden=buffers.hidden)
         for layer in range(self.config.num_layers):
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
     def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
-        captured = batches[0].frame is not None
+        captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
         for step in self._sweeps.captured() if captured else self._sweeps.steps(flows):
             self._batch_of[step.id] = batches[step.batch]
@@ -415,8 +415,8 @@ class Executor:
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
-        room = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
-        b.attended["delegated"] = self.links[0].copy(room, attended)
+        target = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
+        b.attended["delegated"] = self.links[0].copy(target, attended)
 
     def _post(self, step: Step, b: _Batch) -> None:
         b.qkv = None  # memory for the other batches
@@ -520,7 +520,7 @@ class _Batch:
 
     hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
-    behind, and by what is launched after it. logits_indices: None: all of them. frame: of a sweep that is a CUDA graph.
+    behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
     """
 
     packed: PackedBatch | None
@@ -536,7 +536,7 @@ class _Batch:
     from_cpu: dict[int, Tensor] = field(default_factory=dict)
     attended: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
-    frame: Frame | None = None
+    buffers: StaticBuffers | None = None
 
 
 def in_memory(

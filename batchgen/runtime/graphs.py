@@ -1,8 +1,9 @@
-"""Decode sweeps captured once and replayed (CUDA graphs): where weights and KV are in the device's memory, launching the layers'
-kernels one by one takes longer than running them.
+"""Decode sweeps captured once as CUDA graphs and replayed.
 
-A captured sweep reads fixed memory, a Frame, which later sweeps of about its size are written into: tokens up to a round
-number, and attention plans up to a capacity. What a frame has room for and a sweep does not fill is computed and not stored.
+Where weights and KV are in the device's memory, launching the layers' kernels one by one takes longer than running them.
+
+A CUDA graph reads fixed memory, its static buffers, into which later sweeps of about its size are written: tokens up to a
+round number, and attention plans up to a capacity. What a sweep does not fill of that capacity is computed and not stored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # Sweeps of one size that are launched as usual before it is captured: capturing takes as long as some sweeps.
 _UNCAPTURED = 3
-_MOST_FRAMES = 32
+_MOST_GRAPHS = 32
 NOT_STORED = -1  # slot of a token whose KV goes nowhere
 
 Replay = Callable[[], None]
@@ -32,9 +33,15 @@ Size = tuple[int, tuple[tuple[int | None, "Capacity"], ...]]  # tokens, and the 
 
 
 @dataclass
-class Frame:
-    """What the layers of a captured sweep read and write. hidden: [tokens, hidden], the input, and then the result.
-    positions, slots: int64 [tokens]. plans: by window. replay: runs the layers; None: not captured yet.
+class StaticBuffers:
+    """The static buffers that the layers of a CUDA graph read and write.
+
+    Attributes:
+        hidden: [tokens, hidden], the input, and then the result.
+        positions: int64 [tokens].
+        slots: int64 [tokens].
+        plans: by window.
+        replay: runs the layers; None: not captured yet.
     """
 
     hidden: Tensor
@@ -45,11 +52,14 @@ class Frame:
 
 
 class DecodeGraphs:
-    """Frames by size; of many, those unused for longest are given up. Invariant: a frame holds one sweep at a time."""
+    """CUDA graphs with their static buffers, by size; of many, the least recently used are given up.
+
+    Invariant: the buffers of a graph hold one sweep at a time.
+    """
 
     def __init__(
         self,
-        launch_layers: Callable[[Frame], None],
+        launch_layers: Callable[[StaticBuffers], None],
         capture: Callable[[Callable[[], None]], Replay],
         cut: Callable[[AttentionPlan], CutPlan],
         most_tokens: int,
@@ -57,17 +67,23 @@ class DecodeGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """launch_layers: all layers over a frame. capture(work): what work() launches, to be run as often as called. cut: a plan
-        for the device. most_tokens: larger sweeps are not captured.
+        """Start without any graph.
+
+        Args:
+            launch_layers: launches all layers over static buffers.
+            capture: records what its argument launches; the result replays it as often as it is called.
+            cut: an attention plan for the device.
+            most_tokens: larger sweeps are not captured.
         """
         self._launch_layers, self._capture, self._cut = launch_layers, capture, cut
         self._most_tokens, self._hidden_size, self._dtype, self._device = most_tokens, hidden_size, dtype, device
-        self._frames: OrderedDict[Size, Frame] = OrderedDict()
+        self._buffers: OrderedDict[Size, StaticBuffers] = OrderedDict()
         self._seen: Counter[Size] = Counter()
 
-    def frame(self, packed: PackedBatch) -> Frame | None:
-        """The frame for a batch, with all of it but the hidden states in place; None: the batch is not one to be captured, or
-        not yet. To be called on the stream that computes.
+    def buffers(self, packed: PackedBatch) -> StaticBuffers | None:
+        """Return static buffers filled for a batch, but for the hidden states.
+
+        None: the batch is not one to be captured, or not yet. To be called on the stream that computes.
         """
         if not is_decode(packed) or packed.num_tokens > self._most_tokens:
             return None
@@ -75,42 +91,47 @@ class DecodeGraphs:
         cuts = {window: self._cut(plan) for window, plan in segment.plans.items()}
         capacities = tuple((window, cut.capacity.rounded()) for window, cut in cuts.items())
         size = min(rounded_up(packed.num_tokens), self._most_tokens), capacities
-        frame = self._frames.get(size)
-        if frame is None:
+        buffers = self._buffers.get(size)
+        if buffers is None:
             self._seen[size] += 1
             if self._seen[size] <= _UNCAPTURED:
                 return None
-            frame = self._frames[size] = self._new(*size, cuts)
-            if len(self._frames) > _MOST_FRAMES:
-                given_up, _ = self._frames.popitem(last=False)
+            buffers = self._buffers[size] = self._new(*size, cuts)
+            if len(self._buffers) > _MOST_GRAPHS:
+                given_up, _ = self._buffers.popitem(last=False)
                 self._seen[given_up] = 0
         else:
             for window, cut in cuts.items():
-                frame.plans[window].fill(cut)
-        self._frames.move_to_end(size)
+                buffers.plans[window].fill(cut)
+        self._buffers.move_to_end(size)
         count = packed.num_tokens
-        frame.positions[:count].copy_(upload(packed.positions, self._device))
-        frame.slots[:count].copy_(upload(segment.slots, self._device))
-        frame.slots[count:].fill_(NOT_STORED)
-        return frame
+        buffers.positions[:count].copy_(upload(packed.positions, self._device))
+        buffers.slots[:count].copy_(upload(segment.slots, self._device))
+        buffers.slots[count:].fill_(NOT_STORED)
+        return buffers
 
-    def run(self, frame: Frame, hidden: Tensor) -> Tensor:
-        """The layers over a frame, on the current stream. hidden: [tokens, hidden], what goes in; returns what comes out, valid
-        until the frame is next used.
+    def run(self, buffers: StaticBuffers, hidden: Tensor) -> Tensor:
+        """Run the layers over static buffers, on the current stream.
+
+        Args:
+            hidden: [tokens, hidden], the input.
+
+        Returns:
+            The result, of the same shape, valid until the buffers are next used.
         """
         count = len(hidden)
-        frame.hidden[:count].copy_(hidden)
-        frame.hidden[count:].zero_()
-        if frame.replay is not None:
-            frame.replay()
+        buffers.hidden[:count].copy_(hidden)
+        buffers.hidden[count:].zero_()
+        if buffers.replay is not None:
+            buffers.replay()
         else:
-            self._launch_layers(frame)  # this sweep; and kernels are loaded, and libraries have their work space
-            frame.replay = self._capture(lambda: self._launch_layers(frame))
-        return frame.hidden[:count]
+            self._launch_layers(buffers)  # this sweep; and kernels are loaded, and libraries have their work space
+            buffers.replay = self._capture(lambda: self._launch_layers(buffers))
+        return buffers.hidden[:count]
 
-    def _new(self, tokens: int, capacities: tuple, cuts: Mapping[int | None, CutPlan]) -> Frame:
+    def _new(self, tokens: int, capacities: tuple, cuts: Mapping[int | None, CutPlan]) -> StaticBuffers:
         where = {"device": self._device}
-        return Frame(
+        return StaticBuffers(
             hidden=torch.zeros(tokens, self._hidden_size, dtype=self._dtype, **where),
             positions=torch.zeros(tokens, dtype=torch.int64, **where),
             slots=torch.full((tokens,), NOT_STORED, dtype=torch.int64, **where),

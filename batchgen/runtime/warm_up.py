@@ -1,5 +1,6 @@
-"""Sweeps of dummy rows for a device that has not computed anything yet (`Executor.warm_up`), and rows of every kind to take their
-logits. No torch.
+"""Sweeps of dummy rows for a device that has not computed anything yet (`Executor.warm_up`).
+
+Also rows of every kind to take the logits of these sweeps. No torch.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ def dummy_sweeps(
     sampling: SamplingParams,
     sampled_token: int,
 ) -> Iterator[list[PackedBatch]]:
-    """The GPU batches of some sweeps, each to be run before the next is asked for: the largest that prefill and that decode,
-    which sequences of all KV classes take part in as far as they are admitted; such of a quarter as many tokens, a sixteenth, ..., as
-    libraries have other matrix products for few rows than for many; one that does both; and a single long row, for which attention
-    is cut into parts.
+    """Yield the micro-batches of some sweeps, each to be run before the next is asked for.
 
-    scheduler: of empty pools, used for nothing else. longest: tokens of one sequence. sampling: of most rows.
-    sampled_token: what stands for tokens that are sampled, in the next sweep; but the host knows those that it penalises.
+    First the largest that prefill and that decode, with sequences of all KV classes as far as they are admitted. Then sweeps of
+    a quarter as many tokens, a sixteenth, and so on: libraries have other matrix products for few rows than for many. Then one
+    that does both. Last a single long row, for which attention is cut into parts.
+
+    Args:
+        scheduler: of empty pools, used for nothing else.
+        longest, sampling: tokens of one sequence; of most rows.
+        sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
     """
     if sampling.repetition_penalty != 1.0:
         sampled_token = 0

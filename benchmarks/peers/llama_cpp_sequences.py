@@ -1,7 +1,7 @@
 """Greedy decoding of many rows by llama.cpp, as many sequences in parallel as asked for; the weights are mapped from a
 GGUF. Runs in an environment that has llama-cpp-python; nothing of batchgen is needed.
 
-A row that ends makes room for the next one, whose prompt joins the others' next tokens. Writes JSON, see `main`.
+A row that ends makes way for the next one, whose prompt joins the others' next tokens. Writes JSON, see `main`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Context:
         params.n_ctx = sequences * row_tokens
         params.n_seq_max = sequences
         params.n_batch = params.n_ubatch = batch_tokens
-        params.n_outputs_max = sequences  # room for logits of one token a sequence
+        params.n_outputs_max = sequences  # capacity for logits of one token a sequence
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.kv_unified = kv_unified
@@ -59,7 +59,7 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(batch_tokens, 0, 1)
 
     def decode(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
-        """One pass over (token, position, sequence, whether its logits are wanted); returns the likeliest next token
+        """One pass over (token, position, sequence, whether its logits are wanted); returns the argmax, the next token,
         of those whose logits are."""
         batch = self._batch
         batch.n_tokens = len(tokens)

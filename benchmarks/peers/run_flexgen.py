@@ -1,4 +1,4 @@
-"""FlexGen 0.1.8 by its Python interface: an OPT of made-up weights, one block of prompts, under one policy. Runs in an
+"""FlexGen 0.1.8 by its Python interface: an OPT of dummy weights, one block of prompts, under one policy. Runs in an
 environment that has flexgen; nothing of batchgen is needed. Writes JSON, see `main`."""
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_prefix_sharing_changes_no_token(tiny_models, family):
 
 @pytest.mark.parametrize("admission", ["continuous", "static"])
 def test_little_kv_changes_no_token(tiny_models, admission):
-    """Rows wait for space; with optimistic admission some give way and are run again."""
+    """Rows wait for space; with optimistic admission some are preempted and run again."""
     path, model = tiny_models("llama")
     rows = prompts()
     engine = batchgen.Engine(

@@ -145,7 +145,7 @@ def test_draws_log_probabilities_and_several_samples(parts_of):
     both(parts_of, [Request(p, sampling) for p in PROMPTS])
 
 
-def test_rows_that_give_way(parts_of):
+def test_rows_that_are_preempted(parts_of):
     sampling = replace(ends_early(parts_of), max_tokens=30)
     ahead, stats, _ = both(
         lambda: parts_of(tight=True, kv_block_size=8),

@@ -38,7 +38,7 @@ def requests(seed=0, count=12):
 
 
 def reference(model, context, continuation):
-    """Log-probabilities of the continuation's tokens, and the likeliest ones, [tokens, vocab] on the side."""
+    """Log-probabilities of the continuation's tokens, and the argmax, [tokens, vocab] on the side."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
     logprobs = logits.log_softmax(-1)
@@ -260,7 +260,7 @@ def test_input_is_read_lazily_and_may_be_stopped(tiny_models):
 
 
 def test_one_engine_generates_and_scores(tiny_models):
-    """What it has generated is what it finds likeliest, and takes over what was computed."""
+    """What it has generated is its argmax, and takes over what was computed."""
     path, _ = tiny_models("llama")
     engine = engine_of(path, sampling=batchgen.SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
     prompts = [list(tokens(random.Random(i), 40)) for i in range(4)]

@@ -140,7 +140,7 @@ def test_four_bits_are_those_of_the_in_memory_engine(tiny_models, stores):
 
 
 @pytest.mark.parametrize("kv_class", ["gpu", "streamed", "disk"])
-def test_sequences_that_give_way_are_scored_once(tiny_models, stores, monkeypatch, kv_class):
+def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monkeypatch, kv_class):
     """Whatever is preempted between two sweeps: what it has found so far stays, and nothing is asked for twice."""
     path, model = tiny_models("llama")
     rng = random.Random(2)

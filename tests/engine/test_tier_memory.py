@@ -53,7 +53,7 @@ def peak_of_tensors(work):
     return peak
 
 
-# Prompts of 120 tokens that fill every GPU batch, some of them in sweeps in which earlier ones decode.
+# Prompts of 120 tokens that fill every micro-batch, some of them in sweeps in which earlier ones decode.
 POLICIES = {
     "one batch": {"num_gpu_batches": 1, "gpu_batch_size": 12, "kv_seqs": {"gpu": 12}, "activation_batches": (1, 0)},
     "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},
@@ -75,7 +75,7 @@ CASES = [*((kind, None) for kind in POLICIES), ("one batch", 200), ("all togethe
 )
 def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monkeypatch, family, kind, chunk):
     """Serially, in one thread, so that peaks of different Steps do not add up by chance. Activations that cross between
-    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in pieces."""
+    the memories have fixed buffers, with reservations of their own; so does the output matrix's result, where it comes in vocabulary chunks."""
     if chunk:
         for module in ("planner.memory", "engine.loader"):
             monkeypatch.setattr(f"batchgen.{module}.chunk_tokens", lambda *_, **__: chunk)
@@ -134,7 +134,7 @@ TIERED = {
         "embedding_tier": "gpu",
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
-    "4-bit KV, head in pieces": {
+    "4-bit KV, head in vocabulary chunks": {
         "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },
 }  # fmt: skip
@@ -166,10 +166,10 @@ def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
             low = middle
     parts = load(high)
     arena = parts.executor.weights.arenas["gpu"]
-    assert arena.taken_bytes <= sum(parts.memory.parts["gpu"].values()) <= high
+    assert arena.allocated_bytes <= sum(parts.memory.parts["gpu"].values()) <= high
     prompts = prompts_of(6, 100)
     found, _ = run(parts, prompts, [28] * 6)
-    assert arena.taken_bytes <= high, "it grew while it ran"
+    assert arena.allocated_bytes <= high, "it grew while it ran"
     plain = make_parts(model, CPU, make_policy(model, CPU, weight_format=policy.weight_format), tmp_path)
     if policy.kv_format != "int4":
         assert found == run(plain, prompts, [28] * 6)[0]
@@ -187,7 +187,7 @@ def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
 
 @pytest.mark.parametrize("kind", TIERED)
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_what_is_planned_is_what_is_taken(tiny_models, tmp_path, family, kind):
+def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kind):
     """But for little: expanded biases and norms are counted, and there are none."""
     model = tiny_models(family)[0]
     parts = make_parts(model, EMULATED, tiered_policy(model, kind), tmp_path)
@@ -196,10 +196,10 @@ def test_what_is_planned_is_what_is_taken(tiny_models, tmp_path, family, kind):
         on_gpu = sum(planned["gpu"].values())
         if parts.policy.head_tier == "cpu":  # the result of its pieces is made when it is needed
             on_gpu -= parts.policy.max_num_seqs * parts.config.vocab_size * 4
-        unused = on_gpu - arenas["gpu"].taken_bytes
+        unused = on_gpu - arenas["gpu"].allocated_bytes
         assert 0 <= unused <= 0.03 * planned["gpu"].get("expanded weights", 0)
         on_host = sum(planned["cpu"].values()) - planned["cpu"]["process"] - planned["cpu"]["activations"]
-        assert 0.98 * on_host - 4096 <= arenas["cpu"].taken_bytes <= on_host
+        assert 0.98 * on_host - 4096 <= arenas["cpu"].allocated_bytes <= on_host
         assert parts.executor.kv_cache.disk_bytes == planned["disk"].get("KV", 0)
     finally:
         parts.executor.close()
@@ -214,7 +214,7 @@ def test_embeddings_in_either_memory_give_the_same_tokens(tiny_models, tmp_path,
         found[tier], _ = run(parts, prompts_of(6, 20), [4] * 6)
         table = parts.executor.weights.embeddings["embed.weight"].nbytes
         moved = parts.executor.bytes_moved
-        assert table <= parts.executor.weights.arenas[tier].taken_bytes
+        assert table <= parts.executor.weights.arenas[tier].allocated_bytes
         # Into host memory only if they are made in the accelerator's, and from there only otherwise, or with the layers.
         assert (moved["h2d"] > 0) == (tier == "cpu" or on_host == 1)
         assert (moved["d2h"] > 0) == (on_host == 1)
@@ -238,7 +238,7 @@ def test_the_process_has_what_the_plan_left_it(tiny_models, tmp_path):
     assert blocks[0] == blocks[1] > 0
 
 
-def test_memory_that_the_plan_left_out_is_refused_where_it_is_taken(tiny_models, tmp_path, monkeypatch):
+def test_memory_that_the_plan_left_out_is_refused_where_it_is_allocated(tiny_models, tmp_path, monkeypatch):
     """The second line of defence: were the plan wrong, the accelerator's memory would say so."""
     model = tiny_models("opt")[0]
     real = loading.plan_memory

@@ -102,7 +102,7 @@ def make_reference(path, stores, weight_format, kv_format):
 
 @dataclass(frozen=True)
 class Case:
-    """policy: fields to set apart from the model's. tight: pools so small that sequences give way. rows: (prompt's number,
+    """policy: fields to set apart from the model's. tight: pools so small that sequences are preempted. rows: (prompt's number,
     tokens to generate). mode: how Steps are run."""
 
     family: str
@@ -121,8 +121,8 @@ def random_case(rng, variants):
     accelerated = rng.random() < 0.75
     layers = {}
     for group in ("qkv", "out", "up", "down"):
-        homes = rng.choices([0, 1, 2] if accelerated else [1, 2], k=num_layers)
-        layers[group] = tuple(homes.count(tier) for tier in range(3))
+        residencies = rng.choices([0, 1, 2] if accelerated else [1, 2], k=num_layers)
+        layers[group] = tuple(residencies.count(tier) for tier in range(3))
     num_batches, batch_size = rng.randint(1, 4), rng.randint(1, 4)
     classes = ["gpu", "cpu", "streamed", "disk"] if accelerated else ["cpu", "disk"]
     members = rng.choices(rng.sample(classes, rng.randint(1, len(classes))), k=num_batches * batch_size)
@@ -291,7 +291,7 @@ def test_every_kind_of_step(family, mode, reference, stores):
 
 
 @pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
-def test_sequences_give_way_in_every_tier(kv_class, reference, stores):
+def test_sequences_are_preempted_in_every_tier(kv_class, reference, stores):
     path, expected = reference("llama", {})
     policy = make_policy(
         path, EMULATED, num_gpu_batches=2, gpu_batch_size=3, kv_seqs={kv_class: 6}, max_model_len=CONTEXT,

@@ -33,11 +33,11 @@ SEQUENCES = 6  # in flight
 MAX_TOKENS = 6
 
 
-def layers(path, *homes):
-    """The same for every group of a layer's tensors: layers in turn on each of the homes (0: GPU, 1: CPU, 2: disk)."""
+def layers(path, *residencies):
+    """The same for every group of a layer's tensors: layers in turn on each of the residencies (0: GPU, 1: CPU, 2: disk)."""
     probe = make_policy(path, CPU)
     num_layers = sum(next(iter(probe.weight_layers.values())))
-    turns = [homes[j % len(homes)] for j in range(num_layers)]
+    turns = [residencies[j % len(residencies)] for j in range(num_layers)]
     return dict.fromkeys(probe.weight_layers, tuple(turns.count(tier) for tier in range(3)))
 
 
@@ -64,7 +64,7 @@ def moving_fields(path):
 
 
 def mixed_layers(path):
-    """Each group of a layer's tensors in another order of homes."""
+    """Each group of a layer's tensors in another order of residencies."""
     orders = [(0, 1, 2), (2, 1, 0), (1, 2, 2), (2, 0, 1)]
     groups = layers(path, 0)
     return {group: layers(path, *orders[i % len(orders)])[group] for i, group in enumerate(groups)}

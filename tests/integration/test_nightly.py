@@ -73,7 +73,7 @@ def report(home, name):
     return json.loads((home / "nightly" / "outbox" / f"{name}.report.json").read_text())
 
 
-# What the script does with what becomes of a file, told by a stand-in for batchgen.
+# What the script does with the outcome of a file, told by a stand-in for batchgen.
 
 STAND_IN = """#!/bin/sh
 all=$*

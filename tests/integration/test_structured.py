@@ -172,7 +172,7 @@ def test_rows_of_one_batch_equal_those_alone(engine, model):
     assert len({str(t) for t in together}) > 20
 
 
-def test_rows_that_give_way_keep_their_place_in_the_grammar(engine, model):
+def test_preempted_rows_keep_their_state_in_the_grammar(engine, model):
     rows = mixed_rows(seed=1)
     expected = [seen(c) for c in complete(engine, rows)]
     tight = make_engine(model, max_model_len=128, expected_output_len=1)

@@ -39,7 +39,7 @@ def pair(tokenizer, context, continuation):
 
 
 def logprobs_of(hf, context, continuation):
-    """Of each token of the continuation; and whether all are the likeliest."""
+    """Of each token of the continuation; and whether all are the argmax."""
     with torch.inference_mode():
         logits = hf(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
     found = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]

@@ -279,14 +279,14 @@ SMALL_COPIES = ("embed", "load_attention")
 
 
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
-    """Seconds by lane of a sweep over one GPU batch: of layer 5, of the head's computation, and of all."""
-    home = "gpu" if "gpu" in plan.budgets else "cpu"
-    load = load_of(batch, block_size=16, compute_tier=home, **options)
+    """Seconds by lane of a sweep over one micro-batch: of layer 5, of the head's computation, and of all."""
+    tier = "gpu" if "gpu" in plan.budgets else "cpu"
+    load = load_of(batch, block_size=16, compute_tier=tier, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
     for s in Sweeps(streams_of(plan)).steps([load.flow]):
         took = seconds(s)
-        lane = "h2d" if s.kind in SMALL_COPIES and home == "gpu" else s.lane
+        lane = "h2d" if s.kind in SMALL_COPIES and tier == "gpu" else s.lane
         total[lane] += took
         head += took if s.kind == "head" else 0.0
         layer[lane] += took if s.layer == 5 and not s.kind.endswith("head") else 0.0
@@ -301,7 +301,7 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class):
     plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
     count, context = 32, 401  # no block is full, so that what is in whole blocks is easy to count
     layer, head, _ = spent(plan, model, hardware, decoding(kv_class, count, context), hidden_on_host=True)
-    inputs = StepCosts(plan, model, hardware)._setting
+    inputs = StepCosts(plan, model, hardware)._inputs
     at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, block_size=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)

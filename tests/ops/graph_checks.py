@@ -56,17 +56,17 @@ def engine(config, monkeypatch, *, captured):
     if captured:
         driver = executor.lanes._driver if DEVICE.type == "cuda" else _Again()
         executor._graphs = executor._make_graphs(driver, SEQS)
-    home = "cpu" if DEVICE.type == "cpu" else "gpu"
+    tier = "cpu" if DEVICE.type == "cpu" else "gpu"
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
-        max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={home: BLOCKS}, share_prefixes=True,
-        weight_format="float32", kv_format="float32", kv_seqs={home: SEQS},
+        max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
+        weight_format="float32", kv_format="float32", kv_seqs={tier: SEQS},
     )  # fmt: skip
     windows = frozenset(config.windows)
     parts = EngineParts(
         config, NoText(), executor, lambda sweep: [sweep],
-        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=home),
-        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, home,
+        lambda batch: pack(batch, block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
+        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, tier,
     )  # fmt: skip
     return Engine.from_parts(parts)
 
@@ -95,38 +95,40 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     config = ModelConfig.from_hf(config)
     expected = tokens(engine(config, monkeypatch, captured=False))
     made = engine(config, monkeypatch, captured=True)
-    frames, replayed = made.parts.executor._graphs, 0
-    run = frames.run
+    made_graphs, replayed = made.parts.executor._graphs, 0
+    run = made_graphs.run
 
-    def counted(frame, hidden):
+    def counted(buffers, hidden):
         nonlocal replayed
-        replayed += frame.replay is not None
-        assert (frame.slots[len(hidden) :] == graphs.NOT_STORED).all()
-        if frame.replay is not None:  # what an earlier sweep left must not matter
-            frame.hidden[len(hidden) :] = float("nan")
-        return run(frame, hidden)
+        replayed += buffers.replay is not None
+        assert (buffers.slots[len(hidden) :] == graphs.NOT_STORED).all()
+        if buffers.replay is not None:  # what an earlier sweep left must not matter
+            buffers.hidden[len(hidden) :] = float("nan")
+        return run(buffers, hidden)
 
-    frames.run = counted
+    made_graphs.run = counted
     assert tokens(made) == expected
     assert replayed >= 3
-    assert any(len(frame.hidden) % 8 == 0 for frame in frames._frames.values())
+    assert any(len(buffers.hidden) % 8 == 0 for buffers in made_graphs._buffers.values())
 
 
 def test_sweeps_with_prompts_are_not_captured(monkeypatch):
     made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
     seen = []
-    frame = made.parts.executor._graphs.frame
-    made.parts.executor._graphs.frame = lambda packed: seen.append((packed.num_tokens, frame(packed))) or seen[-1][1]
+    buffers = made.parts.executor._graphs.buffers
+    made.parts.executor._graphs.buffers = lambda packed: (
+        seen.append((packed.num_tokens, buffers(packed))) or seen[-1][1]
+    )
     tokens(made)
     assert seen[0] == (sum(map(len, PROMPTS)), None)
 
 
-def test_few_frames_are_kept(monkeypatch):
+def test_few_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
-    monkeypatch.setattr(graphs, "_MOST_FRAMES", 2)
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     made = engine(ModelConfig.from_hf(LLAMA), monkeypatch, captured=True)
     assert len(tokens(made)) == len(PROMPTS)
-    assert len(made.parts.executor._graphs._frames) <= 2
+    assert len(made.parts.executor._graphs._buffers) <= 2
 
 
 @pytest.mark.parametrize("most", [1, 8, 20, 100, 512])

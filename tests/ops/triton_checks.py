@@ -357,7 +357,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
         assert torch.equal(v.double(), wide[2])
         return
     for got, meant in ((k, wide[1]), (v, wide[2])):
-        same_levels(got.contiguous(), quant.quantize(meant.float()), head_dim, 0.03 if got is k else 0.0)
+        same_codes(got.contiguous(), quant.quantize(meant.float()), head_dim, 0.03 if got is k else 0.0)
         groups = meant.split(64, -1)
         bound = torch.cat([(g.amax(-1, True) - g.amin(-1, True)).expand_as(g) / 30 for g in groups], -1)
         assert ((quant.dequantize(got.contiguous(), head_dim).double() - meant).abs() <= bound * 1.05 + 0.01).all()
@@ -368,7 +368,7 @@ def nibbles(packed, n):
     return bytes_ & 15, bytes_ >> 4
 
 
-def same_levels(got, meant, n, differing):
+def same_codes(got, meant, n, differing):
     """Levels are those of the reference, but for ties, one beside, and this share that rounding before them moves."""
     off = [(a - b).abs() for a, b in zip(nibbles(got, n), nibbles(meant, n), strict=True)]
     if not differing:
@@ -467,7 +467,7 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
     x = random(seed, rows, n)
     x = {"normal": x, "tiny": x * 1e-6, "huge": x * 1e5, "flat": torch.full_like(x, 0.37)}[kind].to(dtype)
     packed = triton_kernels.quantize(x.to(DEVICE))
-    same_levels(packed.cpu(), quant.quantize(x), n, 0.0)
+    same_codes(packed.cpu(), quant.quantize(x), n, 0.0)
     for out_dtype in DTYPES:
         got = triton_kernels.dequantize(packed, n, torch.empty(rows, n, dtype=out_dtype, device=DEVICE)).cpu()
         meant = quant.dequantize(packed.cpu(), n, dtype=out_dtype)

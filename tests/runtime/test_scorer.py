@@ -58,12 +58,12 @@ def test_windows_score_every_token_once_with_a_context_as_long_as_can_be(count, 
     assert scored == text
 
 
-def scores_of(logits, targets, logprobs, pieces, rows_at_a_time):
-    """Of one sequence that asks for all rows, fed to a Scorer in pieces of rows and columns."""
+def scores_of(logits, targets, logprobs, chunk_widths, rows_at_a_time):
+    """Of one sequence that asks for all rows, fed to a Scorer in chunks of rows and columns."""
     sequence = Sequence(0, 0, 0, [0] * len(logits), SamplingParams(logprobs=logprobs), targets=targets)
     asked = [LogitsRow(sequence, i) for i in range(len(logits))]
     scorer, start = Scorer(), 0
-    for width in pieces:
+    for width in chunk_widths:
         for i in range(0, len(asked), rows_at_a_time):
             part = logits[i : i + rows_at_a_time, start : start + width].contiguous()
             scorer.take(asked[i : i + rows_at_a_time], part, start)
@@ -74,15 +74,15 @@ def scores_of(logits, targets, logprobs, pieces, rows_at_a_time):
     return [score for _, score in found]
 
 
-@pytest.mark.parametrize("pieces", [(40,), (5,) * 8, (39, 1), (1,) * 40])
+@pytest.mark.parametrize("chunk_widths", [(40,), (5,) * 8, (39, 1), (1,) * 40])
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, 100])
 @pytest.mark.parametrize("logprobs", [None, 0, 3, 100])
-def test_scores_are_those_of_a_softmax(pieces, rows_at_a_time, logprobs):
+def test_scores_are_those_of_a_softmax(chunk_widths, rows_at_a_time, logprobs):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 40, generator=generator) * 5
     targets = tuple(tuple(torch.randperm(40, generator=generator)[: 1 + i % 3].tolist()) for i in range(9))
     expected = logits.double().log_softmax(-1)
-    for row, score in enumerate(scores_of(logits, targets, logprobs, pieces, rows_at_a_time)):
+    for row, score in enumerate(scores_of(logits, targets, logprobs, chunk_widths, rows_at_a_time)):
         assert score.logprobs == pytest.approx(expected[row][list(targets[row])].tolist(), abs=1e-5)
         assert score.argmax == expected[row].argmax().item()
         values, tokens = expected[row].topk(min(logprobs or 0, 40))
@@ -90,11 +90,11 @@ def test_scores_are_those_of_a_softmax(pieces, rows_at_a_time, logprobs):
         assert [value for _, value in score.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("pieces", [(12,), (3,) * 4, (1,) * 12])
-def test_of_equally_likely_tokens_the_first_counts(pieces):
+@pytest.mark.parametrize("chunk_widths", [(12,), (3,) * 4, (1,) * 12])
+def test_of_equally_likely_tokens_the_first_counts(chunk_widths):
     logits = torch.zeros(3, 12)
     logits[0, [4, 7, 11]] = 2.5
     logits[1, [2, 3]] = 1.0
-    found = scores_of(logits, ((7, 4),) * 3, 0, pieces, 100)
+    found = scores_of(logits, ((7, 4),) * 3, 0, chunk_widths, 100)
     assert [score.argmax for score in found] == [4, 2, 0]
     assert found[0].logprobs[0] == found[0].logprobs[1]

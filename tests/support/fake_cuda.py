@@ -242,8 +242,8 @@ def fake_card():
         }.items():  # fmt: skip
             patch.setattr(torch.cuda, name, value)
 
-        def wait_value(stream, gate, count, flags):
-            assert card.runtime.holds(gate.value, 4), "a gate is not pinned"
+        def wait_value(stream, semaphore, count, flags):
+            assert card.runtime.holds(semaphore.value, 4), "a semaphore is not pinned"
             return 0
 
         patch.setattr(Tensor, "record_stream", _record_stream)

@@ -40,7 +40,7 @@ ORDERS = [(order, eager) for eager in (0, 1, 2, 3) for order in itertools.permut
 QUEUE, LAUNCHES = 1024, 40
 # Little enough for what is on its way to be in the way of what follows.
 PASSAGE_BYTES = 16 << 10
-# What is not to come while a stream waits at a gate.
+# What is not to come while a stream waits at a semaphore.
 FIRST_USES = ("operation", "memory", "pinned memory")
 _HUNG_S = 600.0  # a Step of a host lane takes no longer
 
@@ -51,12 +51,12 @@ class Event:
 
 
 class _Entry(NamedTuple):
-    """Of a stream's queue: run is called once the event has come and the gate (host lane, count) is open."""
+    """Of a stream's queue: run is called once the event has come and the semaphore of (host lane, count) is raised."""
 
     run: object = None
     computes: bool = False
     event: Event | None = None
-    gate: tuple[str, int] | None = None
+    semaphore: tuple[str, int] | None = None
     cost: int = 0
 
 
@@ -65,12 +65,12 @@ class FakeDevice:
 
     def __init__(self, order=STREAMS, eager=0, warm=(), passage_bytes=PASSAGE_BYTES):
         """order: streams by priority. eager: how many of the first run as soon as they can; others when they must. warm: what may
-        not be used for the first time while a stream waits at a gate, of FIRST_USES. passage_bytes: of
+        not be used for the first time while a stream waits at a semaphore, of FIRST_USES. passage_bytes: of
         its pinned memory for small arrays."""
         self._order, self._eager, self.warm = order, eager, warm
         self._queues = {lane: deque() for lane in STREAMS}
         self._loads = dict.fromkeys(STREAMS, 0)
-        self._gates = {}
+        self._semaphores = {}
         self._changed = threading.Condition(threading.RLock())
         self._awaited = set()  # events that host lanes wait for
         self._num_copies = 0
@@ -78,7 +78,7 @@ class FakeDevice:
         self._failed = False  # what has failed computes no more
         self._stuck = 0  # launching threads that wait for streams or host lanes
         self.now = 0  # a clock
-        self.lanes = None  # who opens the gates
+        self.lanes = None  # who raises the semaphores
         self.launching = threading.local()
         self.memory = FakeMemory(lambda lane, run: self._put(lane, _Entry(run)), self._first_use)
         record = lambda: self.record("compute")  # noqa: E731
@@ -118,11 +118,11 @@ class FakeDevice:
         self._put(lane, _Entry(event=event, cost=1))
 
     def wait_for_host(self, lane, host_lane, count):
-        self._put(lane, _Entry(gate=(host_lane, count), cost=1))
+        self._put(lane, _Entry(semaphore=(host_lane, count), cost=1))
 
-    def open_gate(self, host_lane, count):
+    def signal(self, host_lane, count):
         with self._changed:
-            self._gates[host_lane] = count  # as told: who lowers it has a stream wait forever
+            self._semaphores[host_lane] = count  # as told: who lowers it has a stream wait forever
             self._changed.notify_all()
 
     def synchronize(self, event):
@@ -217,7 +217,9 @@ class FakeDevice:
             while entry.cost and self._loads[lane] + entry.cost > QUEUE:
                 holder = self._holding_up(lane)
                 # Who launches holds the interpreter's lock: no other thread runs before there is room.
-                assert self._run_one(holder), f"a launch into the full queue of {lane}, which waits for {holder}'s gate"
+                assert self._run_one(holder), (
+                    f"a launch into the full queue of {lane}, which waits for {holder}'s semaphore"
+                )
             self._queues[lane].append(entry)
             self._loads[lane] += entry.cost
 
@@ -235,12 +237,12 @@ class FakeDevice:
                 return lane
             lane = entry.event.lane
 
-    def _is_open(self, gate):
-        return gate is None or self._gates.get(gate[0], 0) >= gate[1]
+    def _is_raised(self, semaphore):
+        return semaphore is None or self._semaphores.get(semaphore[0], 0) >= semaphore[1]
 
     def _run_one(self, lane):
         queue = self._queues[lane]
-        if not queue or not self._is_open(queue[0].gate) or (queue[0].event and not queue[0].event.done):
+        if not queue or not self._is_raised(queue[0].semaphore) or (queue[0].event and not queue[0].event.done):
             return False
         entry = queue.popleft()
         self._loads[lane] -= entry.cost
@@ -253,17 +255,19 @@ class FakeDevice:
         return True
 
     def _wait_for_host(self, event):
-        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a gate that
+        """Waits, with the lock held, until a host lane may have done something. Fails where the event waits at a semaphore that
         nobody is to open."""
-        gate = self._queues[self._holding_up(event)][0].gate
+        semaphore = self._queues[self._holding_up(event)][0].semaphore
         if self.lanes is not None:
             self._changed.release()
             try:
-                comes = self.lanes.has_to_open(gate[0])
+                comes = self.lanes.has_to_open(semaphore[0])
             finally:
                 self._changed.acquire()
-            assert comes or self._is_open(gate), f"the device waits at a gate of {gate[0]} that nobody is to open"
-        if not self._is_open(gate):
+            assert comes or self._is_raised(semaphore), (
+                f"the device waits at a semaphore of {semaphore[0]} that nobody is to open"
+            )
+        if not self._is_raised(semaphore):
             self._changed.wait(0.05)  # a lane may have failed
 
     def _first_use(self, kind, what):
@@ -273,8 +277,8 @@ class FakeDevice:
         if kind not in self.warm:
             return
         with self._changed:
-            closed = any(not self._is_open(entry.gate) for queue in self._queues.values() for entry in queue)
-        assert not closed, f"{kind}: {what} is used for the first time while a stream waits at a gate"
+            closed = any(not self._is_raised(entry.semaphore) for queue in self._queues.values() for entry in queue)
+        assert not closed, f"{kind}: {what} is used for the first time while a stream waits at a semaphore"
 
 
 class _Deferred(TorchDispatchMode):
@@ -304,8 +308,8 @@ class _Deferred(TorchDispatchMode):
         if to_device:  # from the host's pageable memory, which is read at once
             value = func(*args, **kwargs)
             made = memory.empty(value.shape, value.dtype, self._lane)
-            place = memory.unheld(made)
-            self._put(lambda: place.copy_(value))
+            target = memory.unheld(made)
+            self._put(lambda: target.copy_(value))
             return made
         args_then, kwargs_then = _changed(memory.unheld, args), _changed(memory.unheld, kwargs)
         if func._schema.is_mutable:
@@ -315,11 +319,11 @@ class _Deferred(TorchDispatchMode):
             self._put(lambda: func(*args_then, **kwargs_then))
             return kwargs.get("out", args[0])
         made = self._made(func, args, kwargs)
-        places = [memory.unheld(m) for m in made]
+        targets = [memory.unheld(m) for m in made]
 
         def run():
-            for place, result in zip(places, _tensors(func(*args_then, **kwargs_then)), strict=True):
-                place.copy_(result)
+            for target, result in zip(targets, _tensors(func(*args_then, **kwargs_then)), strict=True):
+                target.copy_(result)
 
         self._put(run)
         return made[0] if len(func._schema.returns) == 1 else tuple(made)

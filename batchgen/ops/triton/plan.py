@@ -176,7 +176,7 @@ def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
 
 
 def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
-    """(few, many, table, merge_tokens, merge_starts, merge_rows)"""
+    """The arrays few, many, table, merge_tokens, merge_starts and merge_rows."""
     spans, table = _spans(plan, geometry.block_size)
     tiles = _tiled(spans, geometry.many.rows // geometry.group)
     is_few = tiles[:, NUM_TOKENS] * geometry.group <= geometry.few.rows

@@ -31,9 +31,9 @@ class Activations:
         """Makes the buffers.
 
         Args:
-            batches_on_host: GPU batches, the last ones, whose activations wait in host memory between layers.
-            batch_tokens: most tokens of a GPU batch.
-            delegated_seqs: most sequences of a GPU batch that the CPU attends to; 0: it attends to none.
+            batches_on_host: micro-batches, the last ones, whose activations wait in host memory between layers.
+            batch_tokens: most tokens of a micro-batch.
+            delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
@@ -53,7 +53,7 @@ class Activations:
         return sum(t.nbytes for t in buffers)
 
     def waiting(self, batch: int, tokens: int) -> Tensor:
-        """Where the activations of a GPU batch wait in host memory: [tokens, hidden]."""
+        """Where the activations of a micro-batch wait in host memory: [tokens, hidden]."""
         return self._waiting[batch % self.batches_on_host][:tokens]
 
     def fetched(self, tokens: int) -> Tensor:
@@ -61,8 +61,9 @@ class Activations:
         return next(self._fetched)[:tokens]
 
     def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
-        """Host memory for queries that the CPU is to attend with, and for what comes of them, [seqs, heads, head_dim] each: at every
-        call the next.
+        """Host memory for queries of attention on the CPU and for its results, [seqs, heads, head_dim] each.
+
+        Every call returns the next pair of buffers in turn.
         """
         queries, attended = next(self._exchanged)
         return queries[:seqs], attended[:seqs]

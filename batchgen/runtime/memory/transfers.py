@@ -23,10 +23,9 @@ _PREFAULT_BYTES = 2 << 20  # a huge page
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros, page-aligned, whose pages the kernel provides at first use, so that a generous pool costs nothing until it is
-    needed; torch.zeros would write them all.
+    """Zeros, page-aligned, whose pages the kernel provides at first use.
 
-    Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
+    So a generous pool costs nothing until it is needed; torch.zeros would write all of it. Huge pages where there are any: a page fault costs ten times as long as copying the 4 KiB it is for.
     """
     return tensor_over(aligned_buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
 
@@ -37,8 +36,10 @@ def tensor_over(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 class Prefault:
-    """Has the kernel provide the pages of pools of one size while other things happen: a virtual machine may have to ask
-    its host for them, which takes longer than what is then written there. The first pages of all pools come first.
+    """A thread that has the kernel provide the pages of pools of one size while other things happen.
+
+    A virtual machine may have to ask its host for them, which takes longer than what is then written there. The first
+    pages of all pools come first.
 
     Where the kernel cannot do it (before Linux 5.14), pages come at first use, as without this.
     """
@@ -92,24 +93,24 @@ class HostMemory:
 
 
 class Arena:
-    """One tier's memory. Invariant: what is taken never exceeds the budget."""
+    """One tier's memory. Invariant: what is allocated never exceeds the budget."""
 
     def __init__(self, flag: str, budget_bytes: int | None = None, memory: Memory | None = None) -> None:
         """flag: that sets the budget, for the error. budget_bytes: None, only counts. memory: None, the host's."""
         self.flag, self.budget_bytes = flag, budget_bytes
         self.memory = memory or HostMemory()
-        self.taken_bytes = 0
+        self.allocated_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, what: str) -> None:
         """Counts memory that is held from now on. Raises BatchgenError where it does not fit."""
         with self._lock:
-            if self.budget_bytes is not None and self.taken_bytes + num_bytes > self.budget_bytes:
+            if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
                 raise BatchgenError(
-                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.taken_bytes)}"
-                    f" are taken, {format_bytes(num_bytes)} more are needed; raise it"
+                    f"{self.flag} {format_bytes(self.budget_bytes)} does not hold {what}: {format_bytes(self.allocated_bytes)}"
+                    f" are allocated, {format_bytes(num_bytes)} more are needed; raise it"
                 )
-            self.taken_bytes += num_bytes
+            self.allocated_bytes += num_bytes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """Zeros of the tier, untouched. Raises BatchgenError where they do not fit."""
@@ -136,9 +137,13 @@ class Link:
         return target
 
     def copy_rows(self, target: Tensor, source: Tensor, passing: Tensor) -> None:
-        """target[...] = source, of two dimensions; rows of the host's side lie apart, and to them, what lies between may be copied
-        too. Both are uint8. passing: memory of the accelerator, uint8, in use until this has been done; at least a row of the
-        host's side with what lies between.
+        """target[...] = source, two-dimensional uint8, where the rows of the host's side lie apart.
+
+        What lies between the host's rows may be copied too, in both directions.
+
+        Args:
+            passing: a uint8 buffer of the accelerator for at least one row of the host's side with the gap after it; in use
+                until the copy is done.
         """
         self.copy(target, source)
 

@@ -58,17 +58,17 @@ class Projection:
     def fits(self, growth: Growth) -> bool:
         """Whether the pool lasts with one sequence more."""
         last = self._last(growth)
-        return bool((self._net[:last] + self._taken(growth, last)).max() <= self._num_available)
+        return bool((self._net[:last] + self._allocated(growth, last)).max() <= self._num_available)
 
     def add(self, growth: Growth) -> None:
         """A sequence that has been admitted."""
         last = self._last(growth)
-        self._net[:last] += self._taken(growth, last)
+        self._net[:last] += self._allocated(growth, last)
 
     def _last(self, growth: Growth) -> int:
         return self._steps if growth.delayed else min(self._steps, -(-growth.num_sweeps // self._step))
 
-    def _taken(self, growth: Growth, last: int) -> np.ndarray:
+    def _allocated(self, growth: Growth, last: int) -> np.ndarray:
         tokens = np.minimum(growth.num_tokens + self._sweeps[:last], growth.most_tokens)
         return -(-tokens // self._block_size) - growth.num_held
 

@@ -24,7 +24,7 @@ KINDS = {
 }  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
 WEIGHT_SLOTS = KV_SLOTS = HIDDEN_SLOTS = HEAD_SLOTS = 2
-# GPU batches whose queries for CPU attention, and its results, are in host memory at once.
+# Micro-batches whose queries for CPU attention, and its results, are in host memory at once.
 EXCHANGE_SLOTS = 2
 
 LayerBatch = tuple[int, int]  # layer, micro-batch

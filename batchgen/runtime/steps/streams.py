@@ -1,10 +1,10 @@
 """Carries out Steps on a device with streams: what it computes and copies is launched ahead, on a stream for each of its lanes.
 
 A launch returns long before its work is done. The caller's thread launches all Steps of `compute`, `h2d` and `d2h` in their
-order; the device itself waits, stream for stream, and for the host's lanes at gates: counters in host memory of how many Steps a
-lane has ended. Disk and CPU attention have threads of their own, as in `threads`, which wait for the device by its events. So the
-launching thread waits for nothing but room: it stays a few layers ahead at most, as what is launched holds memory, and a few
-Steps, as streams hold a limited number of operations.
+order. The device itself waits, stream for stream; for the host's lanes it waits at host semaphores: counters in host memory of
+how many Steps a lane has ended. Disk and CPU attention have threads of their own, as in `threads`, which wait for the device by
+its events. So the launching thread waits only where it is too far ahead: a few layers at most, as what is launched holds memory,
+and a few Steps, as streams hold a limited number of operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STREAMS = ("compute", "h2d", "d2h")
 # Layers before the one that is being launched whose computation may not be done.
 LAYERS_AHEAD = 2
 # Operations that a stream may hold when a Step is launched. A CUDA stream takes about 1,024; a launch beyond these blocks, perhaps
-# with the interpreter's lock, so that no host lane opens the gate that the stream waits at. This leaves a Step as many again.
+# with the interpreter's lock, so that no host lane signals the semaphore that the stream waits at. This leaves a Step as many again.
 MOST_QUEUED = 512
 # Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has the most.
 STEP_OPERATIONS = 36
@@ -34,7 +34,7 @@ Event = Any
 
 
 class Driver(Protocol):
-    """A device. Streams are known by their lane; an Event is a place in one of them."""
+    """A device. Streams are known by their lane; an Event is a position in one of them."""
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
         """Calls work(), whose operations go to the stream. Returns how many copies it made (`note_copy`)."""
@@ -53,35 +53,40 @@ class Driver(Protocol):
         ...
 
     def wait_for_host(self, lane: str, host_lane: str, count: int) -> None:
-        """What is launched there from now on waits until the host lane's gate is at `count`."""
+        """What is launched there from now on waits until the host lane's semaphore has reached `count`."""
         ...
 
-    def open_gate(self, host_lane: str, count: int) -> None:
-        """count: never less than before."""
+    def signal(self, host_lane: str, count: int) -> None:
+        """Raise the host lane's semaphore to `count`, which is never less than before."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records what work() launches, instead of having it done: to be run on the current stream as often as called, always on
-        the same memory. The streams may be at work meanwhile, but none of them waits at a gate: sweeps that are captured move
-        nothing, so no Step of theirs is a host lane's.
+        """Record what work() launches, instead of running it, as a CUDA graph.
+
+        The result replays it on the current stream as often as it is called, always on the same memory. The streams may be
+        at work meanwhile, but none of them waits at a semaphore: sweeps that are captured move nothing, so no Step of
+        theirs is a host lane's.
         """
         ...
 
     def reserve(self, lane: str, num_bytes: int) -> None:
-        """Takes so much of the device's memory for what is made on a stream, which then needs no more: taking some later may wait
-        for all that the device has to do.
+        """Allocate so much of the device's memory for what a lane's stream makes.
+
+        The stream then needs no more: a later allocation may wait for all that the device has to do.
         """
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, on the stream that computes, of what the host has, which may change at once. Needs no new memory
-        of the host; where much is on its way, waits for some of it.
+        """Copy a tensor of the host to the device, on the stream that computes; the source may change at once.
+
+        Needs no new memory of the host; where much is on its way, waits for some of it.
         """
         ...
 
     def borrow(self, tensor: Tensor) -> None:
-        """The tensor's memory is not given out again before all that has been launched by then on the current stream, another than
-        its own, is done.
+        """Keep the tensor's memory until the work launched so far on the current stream is done.
+
+        For a stream other than the tensor's own.
         """
         ...
 
@@ -101,8 +106,12 @@ class Driver(Protocol):
 
 
 class _Timed(NamedTuple):
-    """Events of a Step in its stream. before: end of the Step before it there, in the same sweep. reached: the stream has come to
-    what the Step waits for, the last of it in `waited_for`. started: nothing more to wait for.
+    """Events of a Step in its stream.
+
+    Attributes:
+        before: end of the Step before it there, in the same sweep.
+        reached: the stream has come to what the Step waits for, the last of it in `waited_for`.
+        started: nothing more to wait for.
     """
 
     step: Step
@@ -134,9 +143,9 @@ class StreamLanes(Lanes):
         self.stalled_s[LAUNCH] = 0.0
         self._driver = driver
         self._events: dict[int, tuple[str, Event]] = {}  # launched Step -> its stream, its end
-        self._numbers: dict[int, tuple[str, int]] = {}  # Step of the host that has not ended -> its lane's gate then
+        self._numbers: dict[int, tuple[str, int]] = {}  # Step of the host that has not ended -> its lane's count then
         self._issued: dict[str, int] = {}  # Steps of each host lane so far
-        self._gates: dict[str, int] = {}  # how far each host lane's is open
+        self._semaphores: dict[str, int] = {}  # what each host lane's has been raised to
         self._layers: deque[tuple[tuple[int, int], Event]] = deque()  # ((sweep, layer), its last end so far)
         # Launched Steps of each stream that may not be done: end, operations.
         self._queued: dict[str, deque[tuple[Event, int]]] = {lane: deque() for lane in STREAMS}
@@ -177,7 +186,7 @@ class StreamLanes(Lanes):
         self._account()
 
     def close(self) -> None:
-        self._open_gates()
+        self._signal_ended()
         super().close()
         self._driver.finish()
 
@@ -195,7 +204,7 @@ class StreamLanes(Lanes):
 
     def _launch(self, step: Step) -> None:
         lane = step.lane
-        self._await_room(step)
+        self._await_headroom(step)
         sweep, before = self._last.get(lane, (None, None))
         waits = [(host, wait) for earlier in step.after for host, wait in self._waits(lane, earlier)]
         reached = started = self._driver.record(lane)
@@ -223,9 +232,11 @@ class StreamLanes(Lanes):
             other, event = self._events[earlier]
             yield other, lambda: self._driver.wait(lane, event)
 
-    def _await_room(self, step: Step) -> None:
-        """Waits until no more than LAYERS_AHEAD layers before the Step's own are to be done, and the stream has no more than
-        MOST_QUEUED.
+    def _await_headroom(self, step: Step) -> None:
+        """Wait until the Step may be queued.
+
+        That is, until no more than LAYERS_AHEAD layers before its own are to be done, and until no more than MOST_QUEUED
+        operations are in the stream's queue.
         """
         queued = self._queued[step.lane]
         while sum(operations for _, operations in queued) > MOST_QUEUED:
@@ -247,7 +258,7 @@ class StreamLanes(Lanes):
         super()._await(step, thread)
 
     def _ended(self, step: Step) -> None:
-        self._raise_gate(*self._numbers.pop(step.id))
+        self._signal(*self._numbers.pop(step.id))
 
     def _finish(self, step: Step) -> None:
         if step.lane in STREAMS:
@@ -257,21 +268,23 @@ class StreamLanes(Lanes):
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
-        self._open_gates()
+        self._signal_ended()
 
-    def _open_gates(self) -> None:
+    def _signal_ended(self) -> None:
         """Nothing on the device waits for Steps that will not come; what it computes then is not looked at."""
         with self._lock:
             for lane, count in self._issued.items():
-                self._raise_gate(lane, count)
+                self._signal(lane, count)
 
-    def _raise_gate(self, lane: str, count: int) -> None:
-        """With the lock held. A Step may end when its gate is open for later ones: they are not to come, and a stream that waits
-        for them would wait forever if the gate closed again.
+    def _signal(self, lane: str, count: int) -> None:
+        """Raise a host lane's semaphore, never lower it; with the lock held.
+
+        A Step may end when its lane's semaphore has been raised for later Steps, which will not come. A stream that waits
+        for them would wait forever if the count went down again.
         """
-        if count > self._gates.get(lane, 0):
-            self._gates[lane] = count
-            self._driver.open_gate(lane, count)
+        if count > self._semaphores.get(lane, 0):
+            self._semaphores[lane] = count
+            self._driver.signal(lane, count)
 
     def _account(self) -> None:
         """Times of the Steps that have ended."""

@@ -188,10 +188,10 @@ class Lanes:
                 self._drained.notify_all()
 
     def _take_cores(self, lane: str) -> None:
-        asked = time.perf_counter()
+        began = time.perf_counter()
         self._cores.acquire()
         if lane == "compute":
-            self.stalled_s["cpu_attention"] += time.perf_counter() - asked
+            self.stalled_s["cpu_attention"] += time.perf_counter() - began
 
     def _await(self, step: Step, thread: str) -> None:
         with self._lock:

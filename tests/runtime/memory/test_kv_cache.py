@@ -118,8 +118,8 @@ def test_new_tokens_go_home_to_the_host_and_blocks_come_from_there(make_cache, k
     before, source = fill(pool, seed=1), fill(cache.staging(0), seed=2)
     # Three tokens: of staging blocks 2 and 4, to host blocks 6 and 0.
     new = [2 * block_size, 2 * block_size + 3, 4 * block_size + block_size - 1]
-    home = [6 * block_size, 6 * block_size + 3, block_size - 1]
-    cache.store(1, 0, cache.prepare(staging(new_slots=new, host_slots=home)))
+    host_slots = [6 * block_size, 6 * block_size + 3, block_size - 1]
+    cache.store(1, 0, cache.prepare(staging(new_slots=new, host_slots=host_slots)))
     changed = before.clone()
     changed[6, :, :, 0], changed[6, :, :, 3] = source[2, :, :, 0], source[2, :, :, 3]
     changed[0, :, :, block_size - 1] = source[4, :, :, block_size - 1]
@@ -165,7 +165,7 @@ def test_budgets_hold_for_pools_and_buffers(config):
     def make(budget):
         arenas = {"gpu": Arena("--gpu-memory", budget), "cpu": Arena("--cpu-memory")}
         KVCache(config, shape, {"gpu": 4}, tiers=Tiers("gpu", arenas, (Link(), Link())), staging_blocks=3)
-        return arenas["gpu"].taken_bytes
+        return arenas["gpu"].allocated_bytes
 
     needed = (4 * LAYERS + 2 * 3 + 2 * 3) * shape.block_bytes  # staging buffers, and as much beside the link
     assert make(needed) == needed

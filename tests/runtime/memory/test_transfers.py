@@ -19,21 +19,21 @@ def test_an_arena_gives_what_fits_and_no_more():
     arena = Arena("--gpu-memory", 3 * MIB)
     first = arena.empty((MIB // 4,), torch.float32, "the KV pool")
     arena.take(2 * MIB, "the weights")
-    assert arena.taken_bytes == 3 * MIB
+    assert arena.allocated_bytes == 3 * MIB
     assert first.sum() == 0 and first.data_ptr() % 4096 == 0
     with pytest.raises(BatchgenError) as refused:
         arena.take(1, "activations")
     message = str(refused.value)
     assert "\n" not in message and "--gpu-memory 3.0 MiB does not hold activations" in message
-    with pytest.raises(BatchgenError, match=r"KV in transit: 3\.0 MiB are taken, 1\.0 MiB more are needed"):
+    with pytest.raises(BatchgenError, match=r"KV in transit: 3\.0 MiB are allocated, 1\.0 MiB more are needed"):
         arena.empty((MIB,), torch.uint8, "KV in transit")
-    assert arena.taken_bytes == 3 * MIB, "what was refused is not counted"
+    assert arena.allocated_bytes == 3 * MIB, "what was refused is not counted"
 
 
 def test_an_arena_without_a_budget_only_counts():
     arena = Arena("--cpu-memory")
     arena.take(1 << 50, "the weights")
-    assert arena.taken_bytes == 1 << 50
+    assert arena.allocated_bytes == 1 << 50
 
 
 def test_threads_cannot_overdraw_an_arena():
@@ -53,7 +53,7 @@ def test_threads_cannot_overdraw_an_arena():
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(given) == arena.taken_bytes == 999
+    assert sum(given) == arena.allocated_bytes == 999
 
 
 @pytest.mark.parametrize("how", ["copy", "bring", "gather", "scatter"])
@@ -89,9 +89,9 @@ def test_what_comes_over_a_link_is_what_was_sent():
     gathered = torch.zeros(3, 4, 8)
     link.gather(gathered, source, index)
     assert torch.equal(gathered, source[index])
-    home = torch.zeros(6, 4, 8)
-    link.scatter(home, index, gathered)
-    assert torch.equal(home[index], gathered) and not home[[1, 2, 4]].any()
+    host = torch.zeros(6, 4, 8)
+    link.scatter(host, index, gathered)
+    assert torch.equal(host[index], gathered) and not host[[1, 2, 4]].any()
     assert link.moved_bytes == 4 * (source.numel() + 2 * gathered.numel())
 
 

@@ -106,9 +106,9 @@ def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
     flat = [s for batch in batches for s in batch]
     assert sorted(map(id, flat)) == sorted(map(id, sweep))
     position = {id(s): i for i, s in enumerate(sweep)}
-    for home in ("gpu", "cpu", "disk"):
+    for tier in ("gpu", "cpu", "disk"):
         # Delegated sequences write no prompt, so only the others' order counts where NEO's order moves them.
-        own = [s for s in flat if tier_of(s.sequence.kv_class) == home]
+        own = [s for s in flat if tier_of(s.sequence.kv_class) == tier]
         kept = [position[id(s)] for s in own if order == "even" or residency_of(s, compute_tier) != "delegated"]
         assert kept == sorted(kept)
     for batch in batches:
@@ -169,23 +169,23 @@ def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(o
     for i in range(60):
         prefix = [100 * (i % 3) + k for k in range(24)]
         scheduler.add(Sequence(i, i, 0, [*prefix, 900 + i], SamplingParams(max_tokens=2 + i % 5)))
-    content = {}  # (home, block) -> the tokens that a full block's KV was computed from
+    content = {}  # (tier, block) -> the tokens that a full block's KV was computed from
     taken = 0
     while scheduler.has_work:
         sweep = scheduler.schedule()
         behind, fresh = {}, set()
         for batch in split(sweep, num_gpu_batches, order, max_tokens=25):
             for s in batch:  # all of a batch is written before any of it is read
-                sequence, home = s.sequence, tier_of(s.sequence.kv_class)
+                sequence, tier = s.sequence, tier_of(s.sequence.kv_class)
                 for b in range(sequence.num_computed // BLOCK, s.num_keys // BLOCK):
-                    target = content if home == "gpu" else behind
-                    target[home, sequence.block_table[b]] = sequence.tokens[: (b + 1) * BLOCK]
-                    fresh.add((home, sequence.block_table[b]))
+                    target = content if tier == "gpu" else behind
+                    target[tier, sequence.block_table[b]] = sequence.tokens[: (b + 1) * BLOCK]
+                    fresh.add((tier, sequence.block_table[b]))
             for s in batch:
-                sequence, home = s.sequence, tier_of(s.sequence.kv_class)
+                sequence, tier = s.sequence, tier_of(s.sequence.kv_class)
                 for b in range(sequence.num_computed // BLOCK):
-                    assert content[home, sequence.block_table[b]] == sequence.tokens[: (b + 1) * BLOCK]
-                    taken += (home, sequence.block_table[b]) in fresh
+                    assert content[tier, sequence.block_table[b]] == sequence.tokens[: (b + 1) * BLOCK]
+                    taken += (tier, sequence.block_table[b]) in fresh
         content |= behind
         scheduler.commit(sweep)
         for sequence in [s.sequence for s in sweep if s.sequence.num_computed == len(s.sequence.tokens)]:

@@ -46,7 +46,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     homes = defaultdict(list)  # KV's home -> (Step, whether it writes)
     num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
-    slot_of = {}  # (which, GPU batch) -> its slot, for buffers whose slots no Step names
+    slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
     for step in steps:
         kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
@@ -180,8 +180,8 @@ def check_computation(steps, streams, sweeps):
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
         assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
-        pieces = range(max(1, streams.vocabulary_chunks))
-        assert of("head") == [(p, k) for p in pieces for k in range(len(batches)) if batches[k].samples]
+        chunks = range(max(1, streams.vocabulary_chunks))
+        assert of("head") == [(p, k) for p in chunks for k in range(len(batches)) if batches[k].samples]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
             order = [position[kind, j, k] for kind in ("pre", "attention", "post") if (kind, j, k) in position]

@@ -27,18 +27,18 @@ class Broken(Exception):
 
 
 class HeldUp:
-    """Host Steps of these ids end when they are let go, or the device's gates are open for all that were issued."""
+    """Host Steps of these ids end when they are let go, or the device's semaphores are raised for all that were issued."""
 
     def __init__(self, *ids):
         self.device, self.ids, self.begun, self.let_go = FakeDevice(eager=3), ids, threading.Event(), threading.Event()
-        open_gate = self.device.open_gate
+        signal = self.device.signal
 
         def opened(lane, count):
-            open_gate(lane, count)
+            signal(lane, count)
             if count == 2:
                 self.let_go.set()
 
-        self.device.open_gate = opened
+        self.device.signal = opened
 
     def perform(self, step):
         if step.id in self.ids:
@@ -47,13 +47,13 @@ class HeldUp:
 
 
 def test_closing_while_the_disk_is_read():
-    """The first read ends when the gate has been opened for both."""
+    """The first read ends when the semaphore has been raised for both."""
     held = HeldUp(0)
     lanes = PlayedLanes(held.perform, held.device, patient=False)
     execute(lanes, [step(0, "disk_read"), step(1, "disk_read"), step(2, "h2d", 1)])
     held.begun.wait(120)
     lanes.close()
-    assert held.device._gates == {"disk_read": 2}
+    assert held.device._semaphores == {"disk_read": 2}
 
 
 @pytest.mark.parametrize("lane", ["compute", "d2h", "disk_write"])
@@ -72,7 +72,7 @@ def test_a_step_fails_while_the_disk_is_read(lane):
         execute(lanes, steps)
         lanes.drain()
     lanes.close()
-    assert held.device._gates["disk_read"] == 2
+    assert held.device._semaphores["disk_read"] == 2
 
 
 def test_a_gate_that_nobody_opens_is_noticed_at_once():
@@ -80,10 +80,10 @@ def test_a_gate_that_nobody_opens_is_noticed_at_once():
     lanes = PlayedLanes(
         lambda step: launched.set() if step.lane == "compute" else launched.wait(120), device, patient=False
     )
-    device.open_gate = lambda lane, count: None
-    with pytest.raises(AssertionError, match="waits at a gate of disk_read that nobody is to open"):
+    device.signal = lambda lane, count: None
+    with pytest.raises(AssertionError, match="waits at a semaphore of disk_read that nobody is to open"):
         execute(lanes, [step(0, "disk_read"), step(1, "compute", 0)])
-    with pytest.raises(AssertionError, match="waits at a gate"):
+    with pytest.raises(AssertionError, match="waits at a semaphore"):
         lanes.close()
 
 
@@ -170,7 +170,7 @@ FIRST_USES = {
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("kind", FIRST_USES)
-def test_first_use_while_a_stream_waits_at_a_gate(kind, warm):
+def test_first_use_while_a_stream_waits_at_a_semaphore(kind, warm):
     device = FakeDevice(warm=FIRST_USES)
     held = threading.Event()
     x = torch.zeros(3)
@@ -191,7 +191,7 @@ def test_first_use_while_a_stream_waits_at_a_gate(kind, warm):
             execute(lanes, steps)
         else:
             with pytest.raises(
-                AssertionError, match=f"^{kind}: .* is used for the first time while a stream waits at a gate"
+                AssertionError, match=f"^{kind}: .* is used for the first time while a stream waits at a semaphore"
             ):
                 execute(lanes, steps)
     finally:

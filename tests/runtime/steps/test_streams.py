@@ -184,7 +184,7 @@ def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
     ("name", "ahead"), some_of(itertools.product(policies("demo"), [False, True]), 8, "first uses")
 )
 def test_nothing_is_new_after_warming_up(make, monkeypatch, name, ahead):
-    """No operation, and no memory, while a stream waits at a gate."""
+    """No operation, and no memory, while a stream waits at a semaphore."""
     expected = generate(make(name), PROMPTS, LENGTHS)
     device = FakeDevice(*ORDERS[9], warm=FIRST_USES)
     parts = run_on(make(name, ahead), device, monkeypatch, ahead=ahead)
