@@ -273,7 +273,9 @@ inline void tile_scores(Tiles& tiles, const uint8_t* const* keys, int64_t row_by
                         int64_t steps, uint8_t* space, float* out, int64_t out_stride) {
     const uint8_t* k = keys[0];
     int64_t stride = row_bytes;
-    if (keys[W - 1] - k != (W - 1) * row_bytes) {
+    bool together = true;
+    for (int i = 1; i < W; i++) together &= keys[i] - keys[i - 1] == row_bytes;
+    if (!together) {
         k = space, stride = steps * 64;
         for (int i = 0; i < W; i++) memcpy(space + i * stride, keys[i], stride);
     }

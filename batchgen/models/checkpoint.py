@@ -341,6 +341,10 @@ def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, 
     unit = permuted_head_dim or 1
     rows = out.view(-1, info.shape[-1] if len(info.shape) > 1 or not permuted_head_dim else 1)
     row_bytes = info.num_bytes // len(rows)
+    if row_bytes * len(rows) != info.num_bytes:
+        raise InputError(
+            f"tensor {name} in {info.path} has {info.dtype} blocks across its rows, which is not supported"
+        )
     count = max(1, _CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
     buffer = torch.empty(min(count, len(rows)), row_bytes, dtype=torch.uint8)
     start = 0

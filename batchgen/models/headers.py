@@ -131,6 +131,10 @@ class _GgufParser:
             shape = tuple(self.scalar("Q") for _ in range(num_dims))[::-1]
             kind = GGMLQuantizationType(self.scalar("I"))
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
+            if block_size > 1 and (not shape or shape[-1] % block_size):
+                raise ValueError(
+                    f"tensor {name!r} has rows of {shape[-1:]} values in {kind.name}'s blocks of {block_size}"
+                )
             extents[name] = (kind.name, shape, self.scalar("Q"), math.prod(shape) // block_size * block_bytes)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:

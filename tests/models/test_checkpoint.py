@@ -366,6 +366,17 @@ def test_broken_ggufs_are_named(tmp_path):
             assert "\n" not in str(error)
 
 
+def test_gguf_rows_that_are_no_whole_blocks_are_refused(tmp_path):
+    """They would be unpacked beyond their ends."""
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(make_tiny_model("llama", tmp_path), path, tensor_type="Q8_0")
+    data = path.read_bytes()
+    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight")
+    dims, columns, rows = struct.unpack_from("<IQQ", data, at)
+    path.write_bytes(data[:at] + struct.pack("<IQQ", dims, columns - 16, rows) + data[at + 20 :])
+    assert "blk.0.ffn_up.weight" in message_of(path) and "blocks of 32" in message_of(path)
+
+
 def test_unsupported_ggufs_are_refused_by_name(tmp_path):
     path = tmp_path / "model.gguf"
 

@@ -123,6 +123,19 @@ def test_attention_fp32(case):
     check_attention(case, torch.float32, "float32", 2e-5)
 
 
+def test_keys_of_blocks_that_only_seem_to_lie_together():
+    """From the first key to the sixteenth it is as far as if all lay one after the other."""
+    heads, head_dim, block_size, window = 8, 64, 8, 20
+    table = np.array([4, 9, 1, 5, 8, 6], dtype=np.int32)
+    for first in range(1, 7):  # where the window begins in a block
+        slices = [SequenceSlice(1, block_size * len(table) - 1 - first, table)]
+        plan = plan_attention(slices, [], block_size=block_size, key_bytes=head_dim * 2, window=window)
+        q = random(first, 1, heads, head_dim, dtype=torch.bfloat16, scale=1.5 * head_dim**-0.5)
+        stored, meant = paged(random(9, 10, 2, 1, block_size, head_dim), "bfloat16")
+        got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, heads, block_size, head_dim * 2))
+        torch.testing.assert_close(got.double(), attended(q, meant, slices, window), atol=0.015, rtol=0.015)
+
+
 @examples(60, sweeps())
 def test_attention_bf16(case):
     # Shares of keys are rounded to bf16 where pairs are multiplied, and so is the result.
