@@ -44,11 +44,40 @@ def _config_file(context: click.Context, _: click.Parameter, path: str | None) -
     values = read_job_file(path)
     # `plan` takes the file of a `run` as well; what only `run` knows does not matter to it.
     known = {p.name for p in context.command.params} | set(names_of("run"))
-    for key in values:
-        if key not in known:
+    parameters = {p.name: p for p in context.command.params}
+    for key, value in values.items():
+        if key not in known or key == "config":
             raise InputError(f"--config {path}: {key!r} is no option of batchgen {context.info_name}")
+        if key in parameters:
+            values[key] = _checked(f"--config {path}: {key}", parameters[key], value)
     context.default_map = {**(context.default_map or {}), **values}
     return path
+
+
+def _checked(where: str, parameter: click.Parameter, value: Any) -> Any:
+    """A value of a job file as click is to have it: click would make a number of `true`, and a text of anything.
+
+    Raises InputError, beginning with `where`.
+    """
+    if parameter.multiple:
+        items = value if isinstance(value, list) else [value]
+        return [_checked_item(where, parameter.type, item) for item in items]
+    return _checked_item(where, parameter.type, value)
+
+
+def _checked_item(where: str, kind: click.ParamType, value: Any) -> Any:
+    name, types = _TOML_TYPES.get(type(kind), ("a text", (str, int, float)))
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise InputError(f"{where} must be {name}, not {value!r}")
+    return value
+
+
+# Of TOML's types those that an option takes; numbers may be texts too.
+_TOML_TYPES = {
+    type(click.BOOL): ("true or false", (bool,)),
+    type(click.INT): ("a whole number", (int, str)),
+    type(click.FLOAT): ("a number", (int, float, str)),
+}
 
 
 def _beside(config: str | Path, key: str, value: Any) -> Any:

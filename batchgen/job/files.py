@@ -12,6 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.dataset.paths import InputPaths, is_in, same_file
 from batchgen.job.options import AT_FILE, JobOptions, options_of
+from batchgen.output.formats import FORMATS
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
 # What is read of a model's folder.
@@ -32,6 +33,10 @@ def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: b
     Raises:
         InputError: A file that is written is, or lies in, something that is read, or in the run directory.
     """
+    if job.output is not None and not Path(job.output).name:
+        raise InputError(f"cannot write {job.output!r}: --output must end in {', '.join(FORMATS)}")
+    if job.trace == "-":
+        raise InputError("--trace - is no file: a timeline needs one, such as --trace trace.json")
     inputs = InputPaths.of(job.input)
     written = [(flag, path) for flag, path in _written(job, plan_file, errors_file) if not path.is_char_device()]
     for i, (flag, path) in enumerate(written):

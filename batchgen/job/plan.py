@@ -39,9 +39,9 @@ def run_plan(options: PlanOptions) -> list[str]:
     job = options.job
     check_options(job)
     check_files(job, plan_file=options.plan_file)
-    if options.as_json and (options.what_if or options.frontier):
+    if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier):
         raise InputError(
-            "--json gives the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
+            "--json and -o - give the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
         )
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
@@ -55,11 +55,11 @@ def run_plan(options: PlanOptions) -> list[str]:
 
     case = _limited(_case_there(job, files, config), options) if job.hardware else here()
     plan, problem = plan_case(case, estimated)
-    if options.plan_file:
+    if options.plan_file and options.plan_file != "-":
         write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
-    if options.as_json:
+    if options.as_json or options.plan_file == "-":
         return [json.dumps(plan.to_json(), indent=2)]
     lines = explain(plan) if options.explain else headline(plan)
     if options.what_if:

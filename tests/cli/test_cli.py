@@ -184,6 +184,19 @@ def test_config_file(model, table, tmp_path):
     output = tmp_path / "out.csv"
     assert invoke("run", "--config", config, "-o", output, "--limit", 2)[0] == 0
     assert len(output.read_text().strip().splitlines()) == 3
+    for line, message in (
+        ("max-tokens = true", "max_tokens must be a whole number, not True"),
+        ("max-tokens = 3.9", "must be a whole number"),
+        ("temperature = true", "must be a number"),
+        ("seed = 2026-01-01", "must be a whole number"),
+        ("chat = 1", "chat must be true or false"),
+        ("system-prompt = {a = 1}", "must be a text"),
+        ('model = ["x"]', "must be a text"),
+        ('config = "other.toml"', "is no option"),
+    ):
+        config.write_text(f"{line}\n")
+        code, _, said = invoke("run", "--config", config, "-o", output)
+        assert code == 2 and message in said
     config.write_text("max-toke = 2\n")
     code, _, message = invoke("run", "--config", config, "-o", output)
     assert code == 2 and "max_toke" in message
@@ -285,6 +298,8 @@ def broken_models(tmp_path, model):
         (["--max-time", "soon"], ["'soon' is not a duration"]),
         (["--overwrite", "--retry-failed"], ["exclude each other"]),
         (["--report", "/nowhere/report.json"], ["--report"]),
+        (["--trace", "-"], ["--trace - is no file"]),
+        (["-o", ""], ["cannot write ''", ".parquet"]),
         (["-o", "out.xlsx", "--prompt-column", "q"], [".parquet", ".jsonl"]),
         (["-o", "/nowhere/at/all/out.parquet", "--prompt-column", "q"], ["/nowhere/at/all"]),
         (["-o", "/proc/out.parquet", "--prompt-column", "q"], ["/proc"]),

@@ -164,7 +164,7 @@ class TestElsewhere:
     def test_json_is_what_the_file_holds(self, opt_30b, tmp_path):
         path = tmp_path / "plan.json"
         shown = plan_json(*on_t4(opt_30b, "-o", path))
-        assert shown == json.loads(path.read_text())
+        assert shown == json.loads(path.read_text()) == json.loads(plan(*on_t4(opt_30b, "-o", "-")))
         assert read_plan(str(path)) == Plan.from_json(shown)
         assert shown["hardware"] == "t4" and shown["policy"]["weight_format"] == "float16"
 
