@@ -239,7 +239,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> None:  # a benchmark from top to bottom
     args = _parse()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     files = resolve_model("demo")

@@ -95,7 +95,7 @@ def is_valid(text: str) -> bool:
     return True
 
 
-def main() -> None:
+def main() -> None:  # a benchmark from top to bottom
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")

@@ -60,7 +60,7 @@ def cases(cpu_memory: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main() -> None:
+def main() -> None:  # a benchmark from top to bottom
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the model, its store and KV on disk")
     parser.add_argument("--rows", type=int, default=128)

@@ -58,7 +58,7 @@ def run(*args: Any, **options: Any) -> dict[str, Any]:
         return pool.submit(run_here, *args, **options).result()
 
 
-def run_here(
+def run_here(  # one run, told by its command line
     model: Path,
     device: Device,
     policy: Policy,

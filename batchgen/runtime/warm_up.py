@@ -23,7 +23,7 @@ _LONG = 640
 _TOKENS = 2
 
 
-def dummy_sweeps(
+def dummy_sweeps(  # a plain function of what a sweep is made with, so that the generator needs no engine
     scheduler: Scheduler,
     split: Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]],
     pack: Callable[[list[ScheduledSequence]], PackedBatch],

@@ -108,7 +108,9 @@ def _forbid(logits, stride, columns, rows, allowed, words, BLOCK: tl.constexpr):
 
 # Long: one row from its logits to its token, in the order in which it happens.
 @triton.jit(do_not_specialize=["num_rows"])
-def _draw(logits, stride, columns, params, num_rows, out, BLOCK: tl.constexpr):
+def _draw(  # a kernel takes pointers and scalars only
+    logits, stride, columns, params, num_rows, out, BLOCK: tl.constexpr
+):
     params += tl.program_id(0)
     row = tl.load(params).to(tl.int64)
     temperature = tl.load(params + num_rows).to(tl.float32)
@@ -189,7 +191,9 @@ def _weight(value, largest, temperature, min_p):
 
 # Many operands: a kernel takes pointers and scalars only.
 @triton.jit
-def _above(x, columns, temperature, largest, min_p, first, second, third, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _above(  # a kernel takes pointers and scalars only
+    x, columns, temperature, largest, min_p, first, second, third, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The weights, or without MASS the number, of logits above each of three bounds, fp64."""
     width: tl.constexpr = BLOCK // _SUMMED
     sums_first = tl.zeros((width,), tl.float64)
@@ -222,7 +226,9 @@ def _count(x, columns, bound, BLOCK: tl.constexpr):
 
 # Many operands: a kernel takes pointers and scalars only.
 @triton.jit
-def _cut(x, columns, temperature, largest, min_p, least, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _cut(  # a kernel takes pointers and scalars only
+    x, columns, temperature, largest, min_p, least, limit, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The smallest bound from `least` on above which there is less than the limit, and what there is above it.
 
     Less of softmax weight, or without MASS of logits. The bound is one of the logits.
