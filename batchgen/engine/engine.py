@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.device import parse_device
@@ -79,35 +80,37 @@ class _Sweep:
 
 @dataclass
 class _Call:
-    """One call of `generate` or `score`. ahead: the sweep that the device is at, while the host goes on."""
+    """One call of `generate` or `score`. under_way: sweeps that were launched, whose results have not been taken."""
 
     handler: RequestHandler
     scheduler: Scheduler
     source: Prefetch
     adaptation: Adaptation | None = None
-    ahead: _Sweep | None = None
+    under_way: deque[_Sweep] = field(default_factory=deque)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.ahead is not None
+        return self.scheduler.has_work or bool(self.under_way)
 
-    def due(self, launched: _Sweep | None) -> list[_Sweep]:
+    def due(self, launched: _Sweep | None) -> Iterator[_Sweep]:
         """The sweeps whose results are taken now.
 
         While the device is at one sweep the next is scheduled and launched, and then the results of the first are
         taken.
         """
-        sweeps = [self.ahead, launched]
+        if launched is not None:
+            self.under_way.append(launched)
         runs_ahead = launched is not None and launched.wait is not None and not launched.result.needs_host
-        self.ahead = sweeps.pop() if runs_ahead else None
-        return [sweep for sweep in sweeps if sweep is not None]
+        while len(self.under_way) > runs_ahead:
+            yield self.under_way.popleft()
 
     def close(self) -> None:
         """Drops what is unfinished."""
         self.source.close()
-        if self.ahead is not None:
+        for sweep in self.under_way:
             with contextlib.suppress(Exception):  # the next sweep would raise it again
-                self.ahead.wait()
+                if sweep.wait is not None:
+                    sweep.wait()
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
 

@@ -8,6 +8,7 @@ import itertools
 import random
 import threading
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 from test_scoring import check as check_scores
@@ -15,7 +16,7 @@ from tiered import CPU, make_parts, make_policy
 from tiny_models import MODELS
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
-from batchgen.engine.engine import Engine
+from batchgen.engine.engine import Engine, _Call, _Sweep
 from batchgen.engine.generation import ENCODE_CHUNK
 from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.token_table import TokenTable
@@ -220,3 +221,19 @@ def test_scores(parts_of, tiny_models):
         found = sorted(engine.score(rows), key=lambda scored: scored.index)
     check_scores(tiny_models("llama")[1], rows, found)
     assert ahead.num_ahead >= engine.stats.sweeps - 1
+
+
+@pytest.mark.parametrize("needs_host", [False, True])
+def test_a_call_that_is_closed_waits_for_all_that_is_under_way(needs_host):
+    """Also for a second sweep that is due, when the caller stops at a result of the first."""
+    waited = []
+    scheduler = SimpleNamespace(running=[], waiting=[], finish=None, has_work=False)
+    call = _Call(None, scheduler, SimpleNamespace(close=lambda: None))
+    first, second = (
+        _Sweep(SimpleNamespace(needs_host=needs), lambda n=n: waited.append(n), 0.0)
+        for n, needs in enumerate((False, needs_host))
+    )
+    assert list(call.due(first)) == []
+    assert next(call.due(second)) is first and call.has_work
+    call.close()
+    assert waited == [1]
