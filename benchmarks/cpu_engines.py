@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from peers.environments import python_of
 from peers.machine_rates import gemm_rates
 from peers.workloads import WORKLOADS, Workload, random_rows, work
 
-from batchgen.core.machine import available_memory_bytes
+from batchgen.core.machine import available_memory_bytes, cpu_name
 from batchgen.core.units import parse_bytes
 from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
@@ -202,7 +201,7 @@ def _machine() -> dict[str, Any]:
     flags = set(text.split())
     return {
         "cores": available_cores(),
-        "cpu": re.search(r"model name\s*: (.*)", text + "model name: unknown")[1],
+        "cpu": cpu_name(),
         "isa": [flag for flag in _ISA if flag in flags],
         "available_memory_bytes": available_memory_bytes(),
     }

@@ -11,13 +11,13 @@ import json
 import os
 import platform
 import random
-import re
 import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from batchgen.core.machine import cpu_name
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.generation import Generation
@@ -97,10 +97,6 @@ def measure(engine: Engine, num_seqs: int) -> dict:
     }
 
 
-def _cpu_name() -> str:
-    return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name: unknown")[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="demo")
@@ -117,7 +113,7 @@ def main() -> None:
             for num_seqs in given.sequences:
                 results.append({"dtype": dtype, **measure(engine, num_seqs)})
                 print(json.dumps(results[-1]), flush=True)
-    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
     found = {
         "machine": machine,
         "model": given.model,

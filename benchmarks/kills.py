@@ -16,7 +16,6 @@ import mmap
 import os
 import platform
 import random
-import re
 import shutil
 import signal
 import struct
@@ -34,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import pyarrow as pa
 import pyarrow.parquet as pq
 from processes import start_in_process
+
+from batchgen.core.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 TIERS = ("memory", "disk", "int4")
@@ -345,7 +346,7 @@ def _results(campaign: Campaign, accounts: dict[tuple[str, str], Account]) -> di
     }
     moments = {kind: zip(*(accounts[name, kind].moments for name in TIERS), strict=True) for kind in HOW}
     return {
-        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
         "seed": campaign.seed,
         "rows": campaign.rows,
         "exact_tiers_are_equal": campaign.tiers[0].table.equals(campaign.tiers[1].table),
@@ -354,10 +355,6 @@ def _results(campaign: Campaign, accounts: dict[tuple[str, str], Account]) -> di
         "moments": {kind: [sum(column) for column in columns] for kind, columns in moments.items()},
         "tiers": tiers,
     }
-
-
-def _cpu_name() -> str:
-    return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name: unknown")[1]
 
 
 def main() -> None:

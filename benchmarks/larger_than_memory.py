@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
+from batchgen.core.machine import cpu_name
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
@@ -292,10 +292,6 @@ def _first_tokens(output: Path) -> list[list[int]]:
     return [[int(word[1:]) for word in text.split()[:1]] for text in pq.read_table(output)["text"].to_pylist()]
 
 
-def _cpu_name() -> str:
-    return re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name: unknown")[1]
-
-
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -362,7 +358,7 @@ def main() -> None:
         "benchmark": "larger_than_memory",
         "command": "python benchmarks/larger_than_memory.py",
         "arguments": {k: v for k, v in vars(args).items() if k not in _PLACES},
-        "machine": {"cores": available_cores(), "cpu": _cpu_name()},
+        "machine": {"cores": available_cores(), "cpu": cpu_name()},
         "flops": job.flops,
         "weight_bytes": job.config.weight_bytes(2),
         "summary": summary(runs, job) | {"same_first_token": same_first_token(runs)},

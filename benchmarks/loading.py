@@ -104,16 +104,13 @@ def starts(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def cpu_name() -> str:
-    return re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name: unknown")[0]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["unpacking", "start"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    from batchgen.core.machine import cpu_name
     from batchgen.job.report import versions
 
     cores = len(os.sched_getaffinity(0))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import platform
 from pathlib import Path
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
@@ -101,3 +102,13 @@ def _cgroup_headroom() -> list[int]:
             if group == root:
                 break
     return headroom
+
+
+def cpu_name() -> str:
+    """The CPU as it calls itself, or its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.machine import available_memory_bytes, resident_bytes
+from batchgen.core.machine import available_memory_bytes, cpu_name, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.profiler.timing import FULL, Device, Effort, available_cores
@@ -195,7 +194,7 @@ def identity(device: str) -> dict[str, Any]:
 
     return {
         "device": device,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": available_cores(),
         "kernels": instruction_set(),
         "gpu": _gpu_name() if device == "cuda" else None,
@@ -248,17 +247,8 @@ def _circumstances() -> dict[str, Any]:
 
 def _machine_name(device: str) -> str:
     cores = available_cores()
-    name = f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+    name = f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
     return f"{_gpu_name()} with {name}" if device == "cuda" else name
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _gpu_name() -> str:

@@ -531,7 +531,7 @@ class TestCache:
         path = self.kept(tmp_path)
         assert profile_path(tmp_path / "cache", "cpu", tmp_path / "offload" / ".." / "offload") == path
         assert profile_path(tmp_path / "cache", "cpu", tmp_path) != path
-        for name, value in (("_cpu_name", "another"), ("available_cores", 99)):
+        for name, value in (("cpu_name", "another"), ("available_cores", 99)):
             with monkeypatch.context() as patch:
                 patch.setattr(profile_module, name, lambda value=value: value)
                 assert self.kept(tmp_path) != path
