@@ -163,6 +163,7 @@ void run_linear(const Linear& args) {
 PYBIND11_MODULE(_kernels, m) {
     m.doc() = "Compute kernels on the CPU. Use batchgen.ops.cpp.";
 
+    m.def("built", &built_kernels);
     m.def("instruction_sets", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : usable_kernels()) names.push_back(kernels->name);

@@ -4,6 +4,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
+
+#include "targets.h"  // BATCHGEN_EACH_TARGET, which CMakeLists.txt writes
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -14,7 +17,20 @@
 #endif
 
 namespace batchgen {
+
+#define BATCHGEN_DECLARE(name) const Kernels& name##_kernels();
+BATCHGEN_EACH_TARGET(BATCHGEN_DECLARE)
+
 namespace {
+
+struct Target {
+    std::string_view name;
+    const Kernels& (*kernels)();
+};
+
+// What this library was built with, the fastest first.
+#define BATCHGEN_ROW(name) {#name, name##_kernels},
+constexpr Target kTargets[] = {BATCHGEN_EACH_TARGET(BATCHGEN_ROW)};
 
 std::atomic<const Kernels*> active{nullptr};
 
@@ -30,6 +46,13 @@ const Kernels& named(const std::string& name) {
     for (const auto& [set, reason] : unavailable_kernels())
         if (name == set) why = " (" + reason + ")";
     throw std::invalid_argument("BATCHGEN_ISA=" + name + " is not there" + why + "; this machine has " + names);
+}
+
+// Null: the library was built without.
+const Kernels* built(std::string_view name) {
+    for (const Target& target : kTargets)
+        if (name == target.name) return &target.kernels();
+    return nullptr;
 }
 
 // Whether a product in tile registers comes out right, again and again: some virtual machines have lost what is in them.
@@ -105,17 +128,19 @@ struct Found {
         avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
         pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        const Kernels *tiles = built("amx"), *twin = built("amx_plain");
+        if (!tiles) return;
         // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away only.
         const char* lacking = std::getenv("BATCHGEN_AMX_WITHOUT");
         const std::string given = lacking ? lacking : "";
-        const std::string without = given == "system" || given == "permission" || given == "check" ? given : "";
+        const std::string without = given == "system" || given == "permission" || (given == "check" && twin) ? given : "";
         if (without.empty() && !(pairs && cpu_has_tiles())) return;
         std::string& reason = unavailable["amx"];
         if (without == "system" || (without.empty() && !system_keeps_tiles()))
             reason = "the operating system does not keep tile registers";
         else if (without == "permission" || (without.empty() && !permit_tiles()))
             reason = "the kernel refused permission for tile registers";
-        else if (!tiles_work(without.empty() ? amx_kernels() : amx_plain_kernels(), without == "check"))
+        else if (!tiles_work(without.empty() ? *tiles : *twin, without == "check"))
             reason = "products in tile registers came out wrong at the check at start";
         else if (without.empty()) amx = true, unavailable.clear();
     }
@@ -128,23 +153,39 @@ const Found& found() {
 
 #endif
 
+bool machine_runs(std::string_view name) {
+#if defined(__x86_64__)
+    if (name == "amx") return found().amx;
+    if (name == "avx512_bf16") return found().pairs;
+    if (name == "avx512") return found().avx512;
+    if (name == "avx2") return found().avx2;
+#elif defined(__aarch64__)
+    if (name == "neon") return true;
+#endif
+    return name == "scalar";
+}
+
 }  // namespace
+
+std::vector<std::string> built_kernels() {
+    std::vector<std::string> names;
+    for (const Target& target : kTargets) names.emplace_back(target.name);
+    return names;
+}
 
 std::vector<const Kernels*> usable_kernels() {
     std::vector<const Kernels*> usable;
-#if defined(__x86_64__)
-    if (found().amx) usable.push_back(&amx_kernels());
-    if (found().pairs) usable.push_back(&avx512_bf16_kernels());
-    if (found().avx512) usable.push_back(&avx512_kernels());
-    if (found().avx2) usable.push_back(&avx2_kernels());
-#elif defined(__aarch64__)
-    usable.push_back(&neon_kernels());
-#endif
-    usable.push_back(&scalar_kernels());
+    for (const Target& target : kTargets)
+        if (machine_runs(target.name)) usable.push_back(&target.kernels());
     return usable;
 }
 
-std::vector<const Kernels*> plain_twins() { return {&avx512_bf16_plain_kernels(), &amx_plain_kernels()}; }
+std::vector<const Kernels*> plain_twins() {
+    std::vector<const Kernels*> twins;
+    for (const Target& target : kTargets)
+        if (target.name.ends_with("_plain")) twins.push_back(&target.kernels());
+    return twins;
+}
 
 std::map<std::string, std::string> unavailable_kernels() {
 #if defined(__x86_64__)
@@ -164,7 +205,9 @@ const Kernels& active_kernels() {
     const Kernels* kernels = active.load(std::memory_order_acquire);
     if (!kernels) {
         const char* name = std::getenv("BATCHGEN_ISA");
-        kernels = name && *name ? &named(name) : usable_kernels().front();
+        const std::vector<const Kernels*> usable = usable_kernels();
+        if (usable.empty()) throw std::runtime_error("the kernels were built for no instruction set of this machine");
+        kernels = name && *name ? &named(name) : usable.front();
         active.store(kernels, std::memory_order_release);
     }
     return *kernels;

@@ -8,6 +8,9 @@
 
 namespace batchgen {
 
+// The names of all that the library was built with (CMake's BATCHGEN_TARGETS).
+std::vector<std::string> built_kernels();
+
 // Those that both the library has and the machine can run, the fastest first.
 std::vector<const Kernels*> usable_kernels();
 

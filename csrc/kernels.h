@@ -203,15 +203,4 @@ struct Kernels {
     void (*tile_dot)(TileProduct kind, int rows, const void* a, const void* b, void* c);
 };
 
-// One of these is there for each instruction set that the library was built with.
-const Kernels& scalar_kernels();
-const Kernels& avx2_kernels();
-const Kernels& avx512_kernels();
-const Kernels& avx512_bf16_kernels();
-const Kernels& amx_kernels();
-const Kernels& neon_kernels();
-// What avx512_bf16 and amx do, in plain C++: for tests, on any machine.
-const Kernels& avx512_bf16_plain_kernels();
-const Kernels& amx_plain_kernels();
-
 }  // namespace batchgen

@@ -37,6 +37,11 @@ def instruction_sets() -> list[str]:
     return _kernels.instruction_sets()
 
 
+def built() -> list[str]:
+    """All that the library was built with, those that this machine lacks among them."""
+    return _kernels.built()
+
+
 def plain_twins() -> list[str]:
     """Instruction sets that are done in plain C++, for tests on machines that lack the real ones. Never chosen by themselves."""
     return _kernels.plain_twins()
