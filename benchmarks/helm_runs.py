@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from peers.bfloat16_files import write_directory
 from peers.helm_side import (
     BATCHGEN,
     HUGGING_FACE,
@@ -68,26 +69,6 @@ def questions() -> list[tuple[str, list[str], int]]:
         choices.insert(right, row["left_type"])
         made.append((f"What kind of food does {name}, {row['left_addr']}, {row['left_city']}, serve?", choices, right))
     return made
-
-
-def write_directory(path: Path) -> Path:
-    """The demo model as a Hugging Face directory in fp32, unless it is there already."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    if path.exists():
-        return path
-    source = resolve_model("demo").path
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    # What came out of a GGUF refuses to be saved: its weights go into a model that did not.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.float32)
-    model.load_state_dict(AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict())
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
-    partial.rename(path)
-    return path
 
 
 def run(side: str, work_dir: Path, instances: int, threads: int) -> float:
@@ -150,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     work_dir = Path(arguments.work_dir).absolute()
     work_dir.mkdir(parents=True, exist_ok=True)
-    write_directory(work_dir / "demo-fp32")
+    write_directory(resolve_model("demo").path, work_dir / "demo-fp32", "float32")
 
     run("batchgen", work_dir / "first", 2, arguments.threads)  # measures the machine, unless it is known
     walls: dict[str, list[float]] = {"batchgen": [], "transformers": []}

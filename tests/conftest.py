@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -114,3 +115,24 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(options of tmpfs) -> a filesystem of its own, "size=500k"; called again, it changes these. Skips where it cannot."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        action = "remount," if os.path.ismount(folder) else ""
+        command = ["mount", "-t", "tmpfs", "-o", action + options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
+        return folder
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small filesystem")
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)

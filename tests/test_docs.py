@@ -148,7 +148,7 @@ def test_benchmarks_name_every_result_and_their_commands_exist():
         assert (ROOT / script).exists()
 
 
-def figures():
+def figures():  # a line or two for each of the files
     """(file, words of docs/benchmarks.md) for the figures there, made from the files they are in."""
 
     def read(name):

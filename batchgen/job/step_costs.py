@@ -305,8 +305,8 @@ class StepCosts:
         if kind == "load_weight":
             return self._loaded_bytes[step.layer]
         if kind == "load_head":
-            piece = -(-s.model.vocab_size // VOCABULARY_CHUNKS)
-            rows = max(0, min(piece, s.model.vocab_size - step.layer * piece))
+            chunk = -(-s.model.vocab_size // VOCABULARY_CHUNKS)
+            rows = max(0, min(chunk, s.model.vocab_size - step.layer * chunk))
             return rows * s.model.embed_size * s.element_bytes
         if kind in ("embed", "load_hidden", "store_hidden"):
             return 0.0 if kind == "embed" and load.hidden_on_host else load.tokens * s.hidden_bytes

@@ -230,8 +230,7 @@ class ModelConfig:
     @property
     def matmul_params_per_layer(self) -> int:
         """Weights of one layer that take part in matrix products."""
-        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
-        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return sum(rows * columns for rows, columns in self.layer_matrices.values())
 
     @property
     def layer_tensors(self) -> dict[str, int]:
@@ -239,15 +238,10 @@ class ModelConfig:
 
         Biases go with their matrix, norms with "qkv".
         """
-        attention = self.num_heads * self.head_dim
-        mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
-        norms = 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
-        return {
-            "qkv": self.hidden_size * self.qkv_size + self.qkv_bias * self.qkv_size + norms,
-            "out": self.hidden_size * attention + self.out_bias * self.hidden_size,
-            "up": self.hidden_size * mlp_width + self.mlp_bias * mlp_width,
-            "down": self.intermediate_size * self.hidden_size + self.mlp_bias * self.hidden_size,
-        }
+        biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
+        sizes = {name: rows * columns + biased[name] * rows for name, (rows, columns) in self.layer_matrices.items()}
+        sizes["qkv"] += 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
+        return sizes
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
@@ -263,10 +257,7 @@ class ModelConfig:
     @property
     def params_per_layer(self) -> int:
         """Weights of one layer, biases and norms included."""
-        biases = self.qkv_bias * self.qkv_size + self.out_bias * self.hidden_size
-        biases += self.mlp_bias * ((2 if self.gated_mlp else 1) * self.intermediate_size + self.hidden_size)
-        norms = 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
-        return self.matmul_params_per_layer + biases + norms
+        return sum(self.layer_tensors.values())
 
     @property
     def embedding_params(self) -> int:

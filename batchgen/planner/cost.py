@@ -346,12 +346,12 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     if not s.on_gpu:
         cpu += s.head_bytes + work + dequantized + (s.num_gpu_batches - 1) * between + staging
         return {"cpu": cpu, "disk": kv["disk"]}
-    pieces = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
+    chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
-    gpu += at.head_gpu * s.head_bytes + at.head_cpu * (pieces + whole_logits)
+    gpu += at.head_gpu * s.head_bytes + at.head_cpu * (chunks + whole_logits)
     gpu += staging + dequantized + at.delegates * dequantized + at.embed_gpu * s.embedding_bytes
     gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.gpu_batch_size)
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)

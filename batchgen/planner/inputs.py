@@ -100,7 +100,7 @@ class CostInputs:
         """Most tokens of one micro-batch."""
         return -(-max(self.max_num_batched_tokens, self.block_size) // self.num_gpu_batches)
 
-    # Sizes in bytes, under the names DESIGN and the papers use.
+    # Sizes in bytes, under the names that the papers use.
 
     @property
     def element_bytes(self) -> float:
@@ -127,7 +127,7 @@ class CostInputs:
 
     @property
     def hidden_bytes(self) -> float:
-        """h: a token's activations between layers."""
+        """Bytes of a token's activations between layers: FlexGen's h."""
         return self.model.hidden_size * self.element_bytes
 
     @property

@@ -177,8 +177,8 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
     add(head_tier, "weights", head)
     if device == "gpu" and head_tier != "gpu":
-        pieces = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * config.embed_size * size
-        add("gpu", "weights in transit", pieces)
+        chunks = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * config.embed_size * size
+        add("gpu", "weights in transit", chunks)
         if task != "score":  # to choose tokens, all of the vocabulary has to be there
             add("gpu", "logits", policy.max_num_seqs * config.vocab_size * 4)
 

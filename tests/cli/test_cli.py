@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from command_line import invoke
 
 import batchgen
 from batchgen.cli import commands
-from batchgen.core.errors import BatchgenError
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 
@@ -31,16 +31,6 @@ def table(tmp_path):
     rows[11] = "onions " * 600
     pq.write_table(pa.table({"q": rows, "number": range(20), "nested": [{"a": [i]} for i in range(20)]}), path)
     return str(path)
-
-
-def invoke(*args):
-    """(exit code, stdout, message of the error that main() would print)."""
-    result = CliRunner().invoke(commands.cli, [str(a) for a in args])
-    if isinstance(result.exception, BatchgenError):
-        return result.exception.exit_code, result.stdout, str(result.exception)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def run(model, table, output, *args):

@@ -142,9 +142,8 @@ def test_continuations_of_a_context_cost_little_more_than_their_tokens(tiny_mode
     rows = [ScoreRequest(context, tuple(tokens(rng, 9) for _ in range(8)), id=0)]
     found, engine = score(path, rows)
     check(model, rows, found)
-    assert (
-        engine.stats.computed_tokens == 327 + 8 * 8 + 7 * 7
-    )  # each but the first runs what the context has in its last block again
+    # Each but the first runs what the context has in its last block again.
+    assert engine.stats.computed_tokens == 327 + 8 * 8 + 7 * 7
 
 
 def test_bad_requests_fail_alone(tiny_models):

@@ -194,7 +194,7 @@ def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kin
     try:
         planned, arenas = parts.memory.parts, parts.executor.weights.arenas
         on_gpu = sum(planned["gpu"].values())
-        if parts.policy.head_tier == "cpu":  # the result of its pieces is made when it is needed
+        if parts.policy.head_tier == "cpu":  # the result of its chunks is made when it is needed
             on_gpu -= parts.policy.max_num_seqs * parts.config.vocab_size * 4
         unused = on_gpu - arenas["gpu"].allocated_bytes
         assert 0 <= unused <= 0.03 * planned["gpu"].get("expanded weights", 0)

@@ -37,7 +37,7 @@ NUM_PROMPTS, OUTPUT_LEN, CONTEXT = 24, 12, 80
 FP32, INT4 = "float32", "int4"
 FORMATS = [(FP32, FP32), (INT4, FP32), (FP32, INT4), (INT4, INT4)]  # of weights, of KV
 # Rows end before the reference comes upon two tokens this close to each other: rounding decides which of them wins. With
-# 4-bit KV the last bit of a number may move it by a whole level, and log-probabilities by up to 0.08, as seen here.
+# 4-bit KV the last bit of a number may move it to the next code, and log-probabilities by up to 0.08, as seen here.
 NEAR_TIE = {FP32: 1e-3, INT4: 0.15}
 NUM_CANDIDATES = 120  # prompts, of which those are kept that come upon a tie last
 VARIANTS = [

@@ -136,7 +136,7 @@ def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, st
 
 
 def schedules(model, tier):
-    """Both admissions; of numbers of GPU batches all, or one each that differs from the neighbours' in the table."""
+    """Both admissions; of numbers of micro-batches all, or one each that differs from the neighbours' in the table."""
     turn = list(MODELS).index(model) + list(TIERS).index(tier)
     quick = [(admission, NUM_BATCHES[(turn + 2 * i) % len(NUM_BATCHES)]) for i, admission in enumerate(ADMISSIONS)]
     return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))

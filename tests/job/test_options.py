@@ -13,6 +13,7 @@ from batchgen.cli.commands import cli
 from batchgen.cli.options import read_job_file
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
+from batchgen.dataset.source import FORMATS
 from batchgen.engine.engine import ON_OVERLONG, Engine
 from batchgen.job.checks import check_options
 from batchgen.job.options import (
@@ -52,6 +53,7 @@ def test_declarations_make_sense():
         names = names_of(taker)
         assert names and len(set(names)) == len(names), taker
     assert declared("run")["on_overlong"].choices == ON_OVERLONG
+    assert declared("run")["input_format"].choices == FORMATS
 
 
 def test_every_field_is_an_option():

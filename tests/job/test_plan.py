@@ -11,11 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
 
 import batchgen
-from batchgen.cli import commands
-from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import Plan
 from batchgen.job import planning
 from batchgen.job.planning import read_plan
@@ -26,16 +24,6 @@ WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable",
 
 def program(*args, cwd):
     return subprocess.run([PROGRAM, *map(str, args)], capture_output=True, text=True, cwd=cwd)
-
-
-def invoke(*args):
-    """(exit code, stdout, stderr or the message of the error that main() would print)."""
-    result = CliRunner().invoke(commands.cli, [str(a) for a in args])
-    if isinstance(result.exception, BatchgenError):
-        return result.exception.exit_code, result.stdout, str(result.exception)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def plan(*args):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_tiny_model, write_tiny_gguf
+from tiny_models import FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
+from batchgen.models.config import ARCHITECTURES, GGUF_ARCHITECTURES, ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.headers import read_gguf_header
 
@@ -278,7 +279,7 @@ def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides
     assert_loads(path, gguf_reference(model, tensor_type))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", [ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()])
 def test_gguf_config_is_that_of_the_model(tmp_path, family):
     model = make_tiny_model(family, tmp_path)
     hf = read_config(resolve_model(str(tmp_path)))
@@ -294,8 +295,6 @@ def test_gguf_config_is_that_of_the_model(tmp_path, family):
 
 
 def test_gguf_rope_factors_and_tokens(tmp_path):
-    from tiny_models import make_tiny_tokenizer
-
     model = make_tiny_model("llama", tmp_path)
     path = tmp_path / "model.gguf"
     factors = (1.0, 1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0)
@@ -308,8 +307,6 @@ def test_gguf_rope_factors_and_tokens(tmp_path):
 
 
 def test_gguf_header_is_what_the_gguf_package_reads(tmp_path):
-    from tiny_models import make_tiny_tokenizer
-
     path = tmp_path / "model.gguf"
     model = make_tiny_model("llama", tmp_path)
     write_tiny_gguf(model, path, tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path))
@@ -434,8 +431,6 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
     from dataclasses import replace
 
     from test_config import LLAMA_8B
-
-    from batchgen.models.config import ModelConfig
 
     monkeypatch.setattr("batchgen.models.checkpoint._DUMMY_VALUES", (1 << 12) + 3)
     config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)

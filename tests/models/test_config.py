@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, make_tiny_model
+from tiny_models import FAMILIES, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from batchgen.models.files import ModelFiles, read_config
 
-CLASSES = {
-    "opt": (transformers.OPTConfig, transformers.OPTForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -72,7 +65,7 @@ VARIANTS = [
 
 def hf_model(family: str, **overrides):
     """A tiny transformers model without memory behind its weights."""
-    config_class, model_class = CLASSES[family]
+    config_class, model_class = classes_of(family)
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
     with torch.device("meta"):
@@ -138,7 +131,7 @@ def test_old_and_new_spelling_mean_the_same():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(family):
-    fields = {"architectures": [CLASSES[family][1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
+    fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
     assert ModelConfig.from_hf(fields) == config_of(hf_model(family, **fields))
@@ -315,3 +308,42 @@ def test_neither_torch_nor_transformers_is_imported():
         "assert not {'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestElementwiseBytes:
+    # hidden 8, MLP 12, 4 heads and 2 KV heads of 2: q 8, k and v 4 each
+    LLAMA = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+    }
+
+    def test_llama(self):
+        norms, rotary, kv_write, activation, adds = 2 * 16, 2 * (8 + 4), 2 * 8, 24 + 12, 2 * 24
+        expected = norms + rotary + kv_write + activation + adds
+        config = ModelConfig.from_hf(self.LLAMA)
+        assert config.elementwise_bytes_per_token(2) == 2 * expected
+        assert config.elementwise_bytes_per_token(4) == 4 * expected
+
+    def test_norms_of_queries_and_keys_count(self):
+        plain = ModelConfig.from_hf(self.LLAMA)
+        normed = dataclasses.replace(plain, qk_norm=True)
+        assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
+
+    def test_opt(self):
+        config = ModelConfig.from_hf(
+            {
+                "architectures": ["OPTForCausalLM"],
+                "hidden_size": 8,
+                "ffn_dim": 12,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "vocab_size": 10,
+            }
+        )
+        norms, scaling, kv_write, activation, adds = 2 * 16, 2 * 8, 2 * 16, 24, 2 * 24
+        assert config.elementwise_bytes_per_token(1) == norms + scaling + kv_write + activation + adds

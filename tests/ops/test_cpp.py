@@ -138,7 +138,7 @@ def test_keys_of_blocks_that_only_seem_to_lie_together():
 
 @examples(60, sweeps())
 def test_attention_bf16(case):
-    # Shares of keys are rounded to bf16 where pairs are multiplied, and so is the result.
+    # Softmax weights are rounded to bf16 where pairs are multiplied, and so is the result.
     check_attention(case, torch.bfloat16, "bfloat16", 0.015)
 
 
@@ -512,7 +512,7 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
     x = random(seed, rows, n)
     x = {"normal": x, "tiny": x * 1e-6, "huge": x * 1e5, "flat": torch.full_like(x, 0.37)}[kind].to(dtype)
     packed, expected = kernels.quantize(x), quant.quantize(x)
-    # A level halfway between two may fall to either side.
+    # A value halfway between two codes may go to either.
     same = (packed != expected).float().mean() < 0.02 or (packed != expected).sum() <= 2
     assert same
     for out_dtype in DTYPES:
@@ -530,7 +530,7 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
 
 @real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_too_large_for_a_cache_are_expanded_to_the_same_values(dtype):
+def test_weights_too_large_for_a_cache_are_dequantized_to_the_same_values(dtype):
     rows, n = (17 << 20) // (2048 * dtype.itemsize), 2048
     packed = kernels.quantize(random(0, rows, n))
     memory = torch.zeros(rows * n + 3 * 64, dtype=dtype)

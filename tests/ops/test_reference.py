@@ -82,7 +82,7 @@ def test_sliding_window_reads_only_the_blocks_it_needs():
 
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
-    """Large channels are what keys of real models have; they must not take the levels of all others."""
+    """Large channels are what keys of real models have; they must not take the codes of all others."""
     draw = torch.Generator().manual_seed(7)
     tokens, heads = 64, 2
     q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
@@ -126,7 +126,7 @@ def test_write_kv_round_trip(num_slots):
 
 @pytest.mark.parametrize("heads", [288, 300])
 def test_any_number_of_heads_may_share_a_kv_head(heads):
-    """Also more than the kernels have room for."""
+    """Also more than the kernels can hold."""
     slices = [SequenceSlice(3, 20, np.arange(2, dtype=np.int32)), SequenceSlice(1, 9, np.arange(2, 3, dtype=np.int32))]
     plan = plan_attention(slices, [], block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)

@@ -92,7 +92,9 @@ def sweeps(draw):
     )
 
 
-def prepared(plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, num_sms=132, capacity=None):
+def prepared(  # what a plan is cut for, one by one
+    plan, heads, kv_heads, head_dim, block_size, dtype, kv_dtype, num_sms=132, capacity=None
+):
     shape = attention.geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, DEVICE)
     return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
 
@@ -474,7 +476,7 @@ def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
         torch.testing.assert_close(got, meant, atol=1e-7, rtol=ROUNDING[out_dtype])
 
 
-def test_expanding_writes_its_rows_and_nothing_else():
+def test_dequantizing_writes_its_rows_and_nothing_else():
     for rows, n in ((37, 64), (3, 64 * 35), (5, 130)):
         packed = quant.quantize(random(0, rows, n))
         memory = torch.full((rows * n + 256,), 77.0, dtype=torch.bfloat16)
@@ -517,7 +519,7 @@ def test_nothing_to_do():
     )
 
 
-# The door to them, and to the reference where there is no Triton.
+# The dispatch to them, and to the reference where there is no Triton.
 
 needs_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 
@@ -564,7 +566,7 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_dtype, monkeypatch):
         return [t.cpu() for t in (q, out, y)]
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    tolerance = 2e-2 if kv_dtype == torch.uint8 else 1e-4  # a level at a tie may go to either side
+    tolerance = 2e-2 if kv_dtype == torch.uint8 else 1e-4  # a code at a tie may go to either side
     for got, meant in zip(run("cuda"), run("cpu"), strict=True):
         torch.testing.assert_close(got, meant, atol=tolerance, rtol=tolerance)
 

@@ -561,27 +561,6 @@ def test_kill_9_at_random_moments(tmp_path):
 # ---- a full disk
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A function that mounts a filesystem with so many KiB, or changes its size or its options."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        action = "remount," if os.path.ismount(folder) else ""
-        command = ["mount", "-t", "tmpfs", "-o", action + options, "tmpfs", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
-        return folder
-
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small filesystem")
-    yield mount
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def bulky(row: int) -> RowResult:
     return result_of(row, words=100)  # about 2 kB that do not compress well
 
@@ -602,7 +581,7 @@ def test_a_disk_that_fills_up_while_rows_come_in(small_disk, tmp_path):
     assert output.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
-def test_a_disk_that_has_no_room_for_the_final_file(small_disk, tmp_path):
+def test_a_disk_that_is_too_full_for_the_final_file(small_disk, tmp_path):
     work(tmp_path / "whole.parquet", range(300), result=bulky, dataset=FakeDataset(300))
     needed_kib = (tmp_path / "whole.parquet").stat().st_size // 1024
     output = small_disk("size=64m") / "out.parquet"

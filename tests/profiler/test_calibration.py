@@ -123,7 +123,7 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
         assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)
 
 
-class TestAtThisMoment:
+class TestSpotBenchmark:
     RATES = (
         "gemm_flops_per_s",
         "elementwise_bytes_per_s",
@@ -163,7 +163,7 @@ class TestAtThisMoment:
         assert corrected_by_probe(other, "float16") == other
 
 
-class TestTheDiskAtThisMoment:
+class TestSpotBenchmarkOfTheDisk:
     def now(self, monkeypatch, read, write, measured_with="/offload"):
         monkeypatch.setattr(
             calibration, "disk_rates", lambda directory, effort: DiskRates(3e9 * read, 1e9 * write, 1e-5, 1e-5, 1e-5)

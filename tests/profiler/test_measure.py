@@ -22,7 +22,6 @@ from batchgen.core import direct_io
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.machine import available_memory_bytes
-from batchgen.models.config import ModelConfig
 from batchgen.ops import quant
 from batchgen.profiler import compute as profile_compute
 from batchgen.profiler import measure as profile_module
@@ -556,45 +555,6 @@ class TestCache:
         assert [process.wait() for process in writers] == [0] * 4
         assert reads > 0
         assert list(target.parent.iterdir()) == [target]
-
-
-class TestElementwiseBytes:
-    # hidden 8, MLP 12, 4 heads and 2 KV heads of 2: q 8, k and v 4 each
-    LLAMA = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 10,
-    }
-
-    def test_llama(self):
-        norms, rotary, kv_write, activation, adds = 2 * 16, 2 * (8 + 4), 2 * 8, 24 + 12, 2 * 24
-        expected = norms + rotary + kv_write + activation + adds
-        config = ModelConfig.from_hf(self.LLAMA)
-        assert config.elementwise_bytes_per_token(2) == 2 * expected
-        assert config.elementwise_bytes_per_token(4) == 4 * expected
-
-    def test_norms_of_queries_and_keys_count(self):
-        plain = ModelConfig.from_hf(self.LLAMA)
-        normed = dataclasses.replace(plain, qk_norm=True)
-        assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
-
-    def test_opt(self):
-        config = ModelConfig.from_hf(
-            {
-                "architectures": ["OPTForCausalLM"],
-                "hidden_size": 8,
-                "ffn_dim": 12,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "vocab_size": 10,
-            }
-        )
-        norms, scaling, kv_write, activation, adds = 2 * 16, 2 * 8, 2 * 16, 24, 2 * 24
-        assert config.elementwise_bytes_per_token(1) == norms + scaling + kv_write + activation + adds
 
 
 def test_rates_are_a_table_of_the_hardware_vocabulary(measured):

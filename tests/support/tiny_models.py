@@ -50,14 +50,20 @@ grey, the roofs were where they had always been, and the ferry, with its onions,
 """
 
 
+def classes_of(family: str) -> tuple[type, type]:
+    """The family's configuration and model in transformers."""
+    import transformers
+
+    prefix = {"opt": "OPT"}.get(family, family.capitalize())
+    return getattr(transformers, f"{prefix}Config"), getattr(transformers, f"{prefix}ForCausalLM")
+
+
 def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides):
     """A random model of the family, saved to `path` with a tokenizer; returns the transformers model in fp32.
 
     Every weight is random, biases and norms too. overrides: fields of the transformers config; a `dtype` only
     affects what is saved.
     """
-    import transformers
-
     stored_dtype = overrides.pop("dtype", torch.float32)
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -77,10 +83,10 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
     if family == "mistral":
         fields["sliding_window"] = None
-    prefix = {"opt": "OPT"}.get(family, family.capitalize())
-    config = getattr(transformers, f"{prefix}Config")(**{**common, **fields, **overrides})
+    config_class, model_class = classes_of(family)
+    config = config_class(**{**common, **fields, **overrides})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
@@ -149,7 +155,9 @@ def make_tiny_sentencepiece_tokenizer(path: Path):
     return hf
 
 
-def write_tiny_gguf(model, path: Path, *, tensor_type: str = "F32", tokenizer=None, rope_freqs=None) -> None:
+def write_tiny_gguf(  # a line for each key and each name of the format
+    model, path: Path, *, tensor_type: str = "F32", tokenizer=None, rope_freqs=None
+) -> None:
     """A llama, qwen2 or qwen3 model as llama.cpp's converter would write it.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another that the gguf package can quantise to, for matrices;

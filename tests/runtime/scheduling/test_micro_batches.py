@@ -1,4 +1,4 @@
-"""A sweep in GPU batches: nothing lost, limits kept, what depends on another comes after it."""
+"""A sweep in micro-batches: nothing lost, limits kept, what depends on another comes after it."""
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +55,7 @@ def blocks_of(batch, compute_tier):
         ("cpu", 1, 12, 9, "delegated"),
         ("cpu", 1, 8, 9, "staged"),  # the prompt's last token
         ("cpu", 1, 0, 1, "staged"),  # a prompt of one token
-        ("cpu", 5, 9, 9, "staged"),  # run again after giving way
+        ("cpu", 5, 9, 9, "staged"),  # run again after it was preempted
         ("cpu", 5, 0, 9, "staged"),
         ("streamed", 1, 9, 9, "staged"),
         ("disk", 1, 9, 9, "staged"),

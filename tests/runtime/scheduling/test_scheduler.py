@@ -72,7 +72,7 @@ def loads(draw):
     open_homes = [h for h in homes if any(tier_of(c) == h and limits[0].quota(c) for c in CLASSES)]
     if not open_homes:
         limits[0], open_homes = replace(limits[0], class_seqs=None), list(homes)
-    # Pools of any size, but the longest row fits one of those that have places.
+    # Pools of any size, but the longest row fits one of those that have quota.
     longest = max(-(-(len(prompt) + budget - 1) // BLOCK) for prompt, budget, _ in prompts)
     pools = {h: draw(st.integers(1, 20)) for h in homes}
     pools[draw(st.sampled_from(open_homes))] = longest + draw(st.integers(0, 20))
@@ -96,20 +96,20 @@ def check_accounts(scheduler):
         assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
         assert sum(s.reserved_blocks for s in own) == scheduler._reserved[home] <= pool.num_available
         if isinstance(pool, ExtentManager):
-            assert set(users.values()) <= {1}, "two sequences in one place of the disk"
+            assert set(users.values()) <= {1}, "two sequences in one block of the disk"
             free = {b for start, length in free_runs(pool) for b in range(start, start + length)}
             assert not free & set(users) and len(free) == pool.num_available
         else:
             assert all(pool._users[b] == n for b, n in users.items())
 
 
-def check_places(scheduler, before):
+def check_quotas(scheduler, before):
     """Nobody entered above a limit; those in flight before a limit shrank may stay."""
     limits = scheduler.limits
     assert len(scheduler.running) <= max(limits.max_num_seqs, len(before))
     then, now = Counter(before.values()), Counter(s.kv_class for s in scheduler.running)
     for kv_class, count in now.items():
-        # The only sequence in flight may be in a class without places, where no other class could take it.
+        # The only sequence in flight may be in a class without quota, where no other class could take it.
         alone = scheduler.running[0].kv_class == kv_class != before.get(id(scheduler.running[0]))
         assert count <= max(limits.quota(kv_class), then[kv_class], alone)
 
@@ -168,7 +168,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         sweep = scheduler.schedule()
 
         assert sweep, "a scheduler with work gave an empty sweep"
-        check_places(scheduler, before)
+        check_quotas(scheduler, before)
         check_accounts(scheduler)
         decodes = sum(len(s.sequence.tokens) - s.sequence.num_computed == 1 for s in sweep)
         assert sum(s.num_tokens for s in sweep) <= max(limits.max_num_batched_tokens, decodes)
@@ -198,7 +198,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     if "disk" in pools:
         assert free_runs(pools["disk"]) == [(0, load.pools["disk"])]
     if expected is None:
-        assert scheduler.num_preempted == 0, "worst-case admission never makes a sequence give way"
+        assert scheduler.num_preempted == 0, "worst-case admission never preempts a sequence"
 
 
 def run_prompts(prompts, **kwargs):
@@ -238,7 +238,7 @@ def test_static_admission_takes_no_one_in_until_the_block_is_done():
         scheduler.commit(sweep)
         for sequence in sampling:
             sequence.tokens.append(1)
-            # Sequence 0 ends early; its place stays empty until the whole block has ended.
+            # Sequence 0 ends early; its quota stays unused until the whole block has ended.
             if sequence.num_generated == (1 if sequence.request_index == 0 else 4):
                 scheduler.finish(sequence)
     assert entered == [[0, 1, 2], [1, 2], [1, 2], [1, 2], [3], [3], [3], [3]]
@@ -262,11 +262,11 @@ def accelerator(sizes=None, **limits):
     return Scheduler(pools, SchedulerLimits(64, 1000, compute_tier="gpu", **limits))
 
 
-def test_sequences_take_the_first_class_with_a_place_and_room():
+def test_sequences_take_the_first_class_with_quota_and_capacity():
     scheduler = accelerator(
         {"gpu": 4, "cpu": 50, "disk": 50}, class_seqs={"gpu": 9, "cpu": 1, "streamed": 2, "disk": 1}
     )
-    for i in range(8):  # two blocks each, so the GPU has room for two
+    for i in range(8):  # two blocks each, so the GPU holds two
         scheduler.add(make(i, [i] * 4, 4))
     assert [s.sequence.kv_class for s in scheduler.schedule()] == [
         "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
@@ -374,10 +374,10 @@ def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():
     scheduler.finish(rows[1])
     for sequence in rows[2:4]:
         sequence.tokens.append(7)
-    assert [s.sequence for s in scheduler.schedule()] == rows[2:4], "one place, taken; the last row waits"
+    assert [s.sequence for s in scheduler.schedule()] == rows[2:4], "a quota of one, used up; the last row waits"
 
 
-def test_a_row_whose_class_lost_its_places_still_runs():
+def test_a_row_whose_class_lost_its_quota_still_runs():
     scheduler = accelerator({"gpu": 2, "disk": 50}, class_seqs={"gpu": 2, "disk": 2})
     short, long = make(0, [0] * 4, 1), make(1, [1] * 100, 1)
     scheduler.add(short)
