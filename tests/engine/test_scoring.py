@@ -279,6 +279,7 @@ def test_one_engine_generates_and_scores(tiny_models):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_demo_model():
     """Real texts in fp32 against transformers on the same file: contexts with choices, and a text in windows."""
     from transformers import AutoModelForCausalLM
