@@ -82,11 +82,12 @@ def pytest_ignore_collect(collection_path, config):
     return True if "\n@pytest.mark.gpu" not in collection_path.read_text() else None
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def little_to_collect():
-    """Engines collect garbage when they are made: a quarter of a second each, with all that tests have imported."""
-    gc.collect()
-    gc.freeze()
+    """Engines collect garbage when they are made: a quarter of a second each, with all that tests have imported so far."""
+    if len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thorough import some_of
+from thorough import some_draws, some_of
 
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
@@ -137,7 +137,7 @@ def test_every_kind_gives_all_rows_in_order_again_and_again(sources, kind):
     json.dumps(dataset.identity())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some_draws(150), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     limit=st.none() | st.integers(1, ROWS + 10),

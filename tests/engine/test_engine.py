@@ -1,5 +1,6 @@
 """The whole engine against transformers, in fp32 with greedy decoding: the same tokens, however rows are batched."""
 
+import functools
 import random
 
 import pytest
@@ -32,6 +33,11 @@ def prompts(count=24, longest=150, seed=0):
 
 def reference(model, ids, max_tokens=MAX_TOKENS):
     """Greedy tokens of transformers, up to and including end-of-text."""
+    return list(_greedy(model, tuple(ids), max_tokens))
+
+
+@functools.cache  # many tests ask for the same rows
+def _greedy(model, ids, max_tokens):
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=max_tokens, do_sample=False,

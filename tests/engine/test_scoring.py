@@ -1,5 +1,6 @@
 """`Engine.score` against transformers, in fp32: log-probabilities within 1e-4, greedy flags equal, under any policy."""
 
+import functools
 import random
 import shutil
 from dataclasses import replace
@@ -38,7 +39,12 @@ def requests(seed=0, count=12):
 
 
 def reference(model, context, continuation):
-    """Log-probabilities of the continuation's tokens, and the argmax, [tokens, vocab] on the side."""
+    """Log-probabilities of the continuation's tokens, and the logits, [tokens, vocab]."""
+    return _scores(model, tuple(context), tuple(continuation))
+
+
+@functools.cache  # many tests ask for the same rows
+def _scores(model, context, continuation):
     with torch.inference_mode():
         logits = model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
     logprobs = logits.log_softmax(-1)
@@ -272,6 +278,7 @@ def test_one_engine_generates_and_scores(tiny_models):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_demo_model():
     """Real texts in fp32 against transformers on the same file: contexts with choices, and a text in windows."""
     from transformers import AutoModelForCausalLM

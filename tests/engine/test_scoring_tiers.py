@@ -72,7 +72,7 @@ def in_fp32(case):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(10, 104))
+@settings(any_policy, max_examples=quick_or(6, 104))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def accelerated_case(seed):
     return replace(case, mode="overlapped")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(quick_or(2, 3)))
 def test_any_policy_on_a_device_with_streams(seed, tiny_models, stores, monkeypatch):
     monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
     device = FakeDevice(*ORDERS[seed])

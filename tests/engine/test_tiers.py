@@ -183,7 +183,7 @@ any_policy = settings(
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(6, 60))
+@settings(any_policy, max_examples=quick_or(4, 60))
 @given(rng=st.randoms(use_true_random=True))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_policy_gives_the_tokens_of_the_in_memory_engine(family, rng, reference, stores):
@@ -197,7 +197,7 @@ def random_accelerated_case(rng, variants):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(3, 8))
+@settings(any_policy, max_examples=quick_or(2, 8))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, VARIANTS)

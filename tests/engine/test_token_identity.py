@@ -145,7 +145,7 @@ def schedules(model, tier):
 _ON_STREAMS = [(model, tier) for model in MODELS for tier, (device, _) in TIERS.items() if device is EMULATED]
 
 
-@pytest.mark.parametrize(("model", "tier"), quick_or(rotating("first uses").sample(_ON_STREAMS, 5), _ON_STREAMS))
+@pytest.mark.parametrize(("model", "tier"), quick_or(rotating("first uses").sample(_ON_STREAMS, 3), _ON_STREAMS))
 def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypatch):
     """On a device with streams: no operation and no memory while one of them waits for the host."""
     path, prompts, wanted = expected(model)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
+from thorough import quick_or
 from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 import batchgen
@@ -34,6 +35,7 @@ PERSON = {
     "required": ["name", "age", "colour", "tags"],
     "additionalProperties": False,
 }
+ROWS = quick_or(24, 60)  # of a job
 INVALID = json.dumps({"type": "object", "properties": 3})
 
 
@@ -326,7 +328,7 @@ def test_without_llguidance(model, monkeypatch):
 @pytest.fixture
 def table(tmp_path):
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": [f"The ferry {i}, and then" for i in range(60)]}), path)
+    pq.write_table(pa.table({"prompt": [f"The ferry {i}, and then" for i in range(ROWS)]}), path)
     return str(path)
 
 
@@ -355,7 +357,7 @@ def test_a_job_that_was_stopped_goes_on_under_the_same_schema(model, table, tmp_
     with pytest.raises(InputError, match=r"sampling\.json_schema"):
         batchgen.run(model, table, parts, **options | {"json_schema": PERSON | {"required": []}})
     report = batchgen.run(model, table, parts, **options)
-    assert 0 < report["rows_resumed"] < 60 and report["rows_ok"] == 60
+    assert 0 < report["rows_resumed"] < ROWS and report["rows_ok"] == ROWS
     assert report["busy_s"]["masks"] > 0
     assert pq.read_table(parts)["text"].to_pylist() == texts
 
@@ -453,7 +455,7 @@ def test_rows_of_a_job_bring_their_own(model, tmp_path):
 def test_the_demo_model_writes_valid_rows():
     with batchgen.Engine("demo", cpu_memory="3GiB") as engine:
         question = "Describe a person who is called {} as JSON with name, age, colour and tags."
-        names = ("Ann", "Bo", "Cy", "Di", "Ed", "Flo")
+        names = ("Ann", "Bo", "Cy", "Di", "Ed", "Flo")[: quick_or(2, 6)]
         rows = [
             Request(
                 [{"role": "user", "content": question.format(name)}], SamplingParams(max_tokens=200, json_schema=PERSON)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import budgets, constant, cpu_box, gpu_box, opt
+from thorough import some_draws
 from tiered import BUDGETS, make_parts, make_policy
 from timing import undisturbed
 from tiny_models import make_tiny_model
@@ -170,7 +171,7 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
     raise AssertionError("never ends")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=some_draws(600), deadline=None)
 @given(timed_steps(), st.booleans())
 def test_the_same_as_tick_by_tick(job, shared_cores):
     steps, seconds, between_s = job

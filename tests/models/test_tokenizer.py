@@ -11,6 +11,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 from tiny_models import (
     SPECIAL_TOKENS,
     TEXT,
@@ -276,7 +277,7 @@ def test_a_stop_string_is_told_where_it_ends_whatever_is_between(tokenizers):
     assert detector.text == "a "
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some_draws(300), deadline=None)
 @given(data=st.data(), name=st.sampled_from(["bytes", "sentencepiece"]))
 def test_stop_strings_in_any_tokens(tokenizers, data, name):
     """Tokens at random, valid text or not; stop strings that occur in them, or do not."""

@@ -14,7 +14,7 @@ from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thorough import some_of
+from thorough import some_draws, some_of
 
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
@@ -45,7 +45,7 @@ def examples(count, *strategies):
 
     def test_of(check):
         def test(instruction_set):
-            drawn = count // 4 if instruction_set in kernels.plain_twins() else count
+            drawn = some_draws(count // 4 if instruction_set in kernels.plain_twins() else count)
             settings(max_examples=drawn, deadline=None)(given(*strategies)(check))()
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
@@ -117,7 +117,7 @@ def check_attention(case, dtype, kv_format, tolerance):
 
 
 @real_sets
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_draws(60), deadline=None)
 @given(sweeps())
 def test_attention_fp32(case):
     check_attention(case, torch.float32, "float32", 2e-5)
@@ -143,14 +143,14 @@ def test_attention_bf16(case):
 
 
 @real_sets
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some_draws(25), deadline=None)
 @given(sweeps())
 def test_attention_fp16(case):
     check_attention(case, torch.float16, "float16", 2e-3)
 
 
 @real_sets
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some_draws(30), deadline=None)
 @given(sweeps())
 def test_attention_over_4_bit_kv_in_fp32(case):
     check_attention(case, torch.float32, "int4", 5e-5)
@@ -171,7 +171,7 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "window"),
-    some_of(itertools.product((64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 14, "decode over 4 bits"),
+    some_of(itertools.product((64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 8, "decode over 4 bits"),
 )
 def test_decode_over_4_bit_kv(head_dim, group, window, instruction_set):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
@@ -428,7 +428,7 @@ def test_logits_are_fp32():
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some_draws(40), deadline=None)
 @given(
     st.integers(1, 40), st.one_of(st.integers(1, 70), st.just(576)), st.sampled_from(DTYPES), st.booleans(),
     st.integers(0, 2**20),
@@ -503,7 +503,7 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
 
 
 @real_sets
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_draws(60), deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
@@ -551,7 +551,7 @@ def test_a_nan_spoils_its_group_and_nothing_else():
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some_draws(40), deadline=None)
 @given(st.integers(1, 12), st.one_of(st.integers(1, 100), st.just(49152)), st.integers(0, 2**20))
 def test_argmax(rows, columns, seed):
     logits = random(seed, rows, columns, scale=4)
@@ -563,7 +563,7 @@ def test_argmax(rows, columns, seed):
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some_draws(40), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 700), st.sampled_from([0.01, 0.5, 0.99]), st.integers(0, 2**20))
 def test_forbid(rows, columns, share, seed):
     rng = np.random.default_rng(seed)
@@ -601,7 +601,7 @@ def test_what_is_forbidden_is_never_drawn():
 
 
 @real_sets
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_draws(60), deadline=None)
 @given(
     st.one_of(st.integers(1, 600), st.just(49152)),
     st.sampled_from([0.2, 1.0, 3.0]),

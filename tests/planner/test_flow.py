@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.flow import phases_of
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_draws(60), deadline=None)
 @example(235, [14], [1, 1, 1, 1, 12], 7, 67, "continuous")
 @given(
     rows=st.integers(1, 5000),

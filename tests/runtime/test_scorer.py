@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.token_tree import paths_of, windows_of
@@ -13,7 +14,7 @@ from batchgen.runtime.scorer import Scorer
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some_draws(300), deadline=None)
 @given(
     st.lists(few_tokens, min_size=1, max_size=4),
     st.lists(st.lists(few_tokens, min_size=1, max_size=5), min_size=1, max_size=7),

@@ -14,7 +14,6 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -248,7 +247,7 @@ class FakeDevice:
         self._loads[lane] -= entry.cost
         if entry.run and not (entry.computes and self._failed):
             self._failed = True
-            with torch.inference_mode(), _disable_current_modes():
+            with torch._C._InferenceMode(True), torch._C._DisableTorchDispatch():  # modes cost more than what is run
                 entry.run()
             self._failed = False
         self.now += 1
@@ -294,7 +293,7 @@ class _Deferred(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
             _elementary.add(func)
-        tensors = list(_tensors((args, kwargs.values())))
+        tensors = _tensors((args, kwargs))
         name, memory = func.name(), self._memory
         to_device = kwargs.get("device") == DEVICE
         # The device's tensors say that they are the CPU's: memory made for a result beside them is the device's.
@@ -342,7 +341,7 @@ _shapes = {}
 
 def _results(func, args, kwargs):
     """Shape, dtype and strides of each result."""
-    key = func, str(_changed(lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)))
+    key = func, repr(_changed(_layout, (args, kwargs)))
     if key not in _shapes:
         args, kwargs = _changed(
             lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), (args, kwargs)
@@ -352,21 +351,26 @@ def _results(func, args, kwargs):
     return _shapes[key]
 
 
+def _layout(tensor):
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 def _changed(change, x):
     """With every tensor in tuples, lists and dicts changed."""
     if isinstance(x, torch.Tensor):
         return change(x)
-    if isinstance(x, dict):
-        return {key: _changed(change, value) for key, value in x.items()}
-    return type(x)([_changed(change, value) for value in x]) if type(x) in (tuple, list) else x
+    if type(x) in (tuple, list):
+        return type(x)([_changed(change, value) for value in x])
+    return {key: _changed(change, value) for key, value in x.items()} if type(x) is dict else x
 
 
 def _tensors(x):
+    """Every tensor in tuples, lists and dicts."""
     if isinstance(x, torch.Tensor):
-        yield x
-    elif not isinstance(x, str) and isinstance(x, Iterable):
-        for part in x:
-            yield from _tensors(part)
+        return [x]
+    if type(x) not in (tuple, list, dict):
+        return []
+    return [tensor for part in (x.values() if type(x) is dict else x) for tensor in _tensors(part)]
 
 
 class PlayedLanes(StreamLanes):

@@ -7,13 +7,13 @@ stream then is: who still uses it on another stream, and has not said so (`borro
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 HOST = "host"
 _POISON = 255  # NaN in every float format, -1 in every index
@@ -56,15 +56,16 @@ class FakeMemory:
         self._reserved[owner] += num_bytes
 
     def empty(self, shape, dtype: torch.dtype, owner: str, stride=None) -> Tensor:
-        with _disable_current_modes():
+        shape = tuple(shape)
+        if stride is None:
+            stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+        with torch._C._DisableTorchDispatch():
             self.reclaim()
-            like = torch.empty(shape, dtype=dtype, device="meta")
-            stride = like.stride() if stride is None else stride
-            count = 1 + sum((n - 1) * step for n, step in zip(like.shape, stride, strict=True)) if like.numel() else 0
             block = self._take(owner, max(_LEAST_BYTES, count * dtype.itemsize))
             window = block.memory.numpy()
             weakref.finalize(window, self._given_up.append, block).atexit = False
-            return torch.from_numpy(window)[: count * dtype.itemsize].view(dtype).as_strided(like.shape, stride)
+            return torch.from_numpy(window)[: count * dtype.itemsize].view(dtype).as_strided(shape, stride)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())

@@ -20,6 +20,11 @@ def quick_or(quick, thorough):
     return thorough if THOROUGH else quick
 
 
+def some_draws(count: int) -> int:
+    """How many examples Hypothesis draws: all of them in `make test-all`, a third in `make test`, other ones every day."""
+    return quick_or(-(-count // 3), count)
+
+
 def rotating(*what) -> random.Random:
     """A generator for what it is called, another one every day."""
     return random.Random(repr((SEED, *what)))

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.runtime.scheduling.extents import ExtentManager, runs_of
 
@@ -20,7 +21,7 @@ def free_blocks(extents):
     return {b for start, length in free_runs(extents) for b in range(start, start + length)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=some_draws(300), deadline=None)
 @given(st.integers(1, 40), OPS)
 def test_blocks_are_in_one_place_at_any_time(num_blocks, operations):
     extents = ExtentManager(num_blocks, 16)

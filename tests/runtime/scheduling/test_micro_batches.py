@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
@@ -86,7 +87,7 @@ SWEEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=some_draws(400), deadline=None)
 @given(
     SWEEPS,
     st.integers(1, 5),

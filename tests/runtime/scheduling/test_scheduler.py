@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.core.plan import KV_CLASSES
 from batchgen.core.request import SamplingParams
@@ -140,7 +141,7 @@ class FakeExecutor:
         self.content |= behind
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=some_draws(400), deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
     pools = make_pools(load.pools, load.share)

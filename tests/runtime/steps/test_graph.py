@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.runtime.steps.graph import (
     EXCHANGE_SLOTS,
@@ -234,7 +235,7 @@ def jobs(draw):
     return streams, sweeps
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=some_draws(400), deadline=None)
 @given(jobs())
 def test_no_step_comes_too_early(job):
     streams, sweeps = job
