@@ -189,10 +189,8 @@ class MapFunction:
         if self._engine is None or self._process != os.getpid():
             from batchgen.engine.engine import Engine
 
-            self._engine, self._process = (
-                Engine(self._model, sampling=self._sampling, **self._engine_options),
-                os.getpid(),
-            )
+            self._engine = Engine(self._model, sampling=self._sampling, **self._engine_options)
+            self._process = os.getpid()
             self._finalizer = weakref.finalize(self, _close_in, self._process, self._engine)
         return self._engine
 

@@ -21,6 +21,7 @@ from batchgen.core.machine import cpu_name
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.generation import Generation
+from batchgen.ops.instruction_set import instruction_set
 from batchgen.runtime.scheduling.scheduler import Scheduler
 
 PROMPT_LEN, OUTPUT_LEN = 32, 48
@@ -113,7 +114,12 @@ def main() -> None:
             for num_seqs in given.sequences:
                 results.append({"dtype": dtype, **measure(engine, num_seqs)})
                 print(json.dumps(results[-1]), flush=True)
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "kernels": instruction_set(),
+        "python": platform.python_version(),
+    }
     found = {
         "machine": machine,
         "model": given.model,

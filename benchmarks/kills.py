@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 from processes import start_in_process
 
 from batchgen.core.machine import cpu_name
+from batchgen.ops.instruction_set import instruction_set
 
 RESULTS = Path(__file__).parent / "results"
 TIERS = ("memory", "disk", "int4")
@@ -346,7 +347,12 @@ def _results(campaign: Campaign, accounts: dict[tuple[str, str], Account]) -> di
     }
     moments = {kind: zip(*(accounts[name, kind].moments for name in TIERS), strict=True) for kind in HOW}
     return {
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "kernels": instruction_set(),
+            "python": platform.python_version(),
+        },
         "seed": campaign.seed,
         "rows": campaign.rows,
         "exact_tiers_are_equal": campaign.tiers[0].table.equals(campaign.tiers[1].table),
@@ -365,9 +371,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS / "kills.json")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell may have started this deaf to it, and so its jobs
+    # A shell may have started this deaf to it, and so its jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def note(found: dict[str, Any]) -> None:
         args.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -45,12 +45,12 @@ def replace_durably(source: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def write_atomically(path: Path, content: bytes, *, contended: bool = False) -> None:
-    """Put `content` at `path`: readers see the old file or the new one, never a piece.
+@contextlib.contextmanager
+def written_atomically(path: Path, *, contended: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which is at `path` when the block ends: readers see the old file or the new one, never a piece.
 
     Args:
         path: the file, in a directory that is there.
-        content: all of its bytes.
         contended: other processes may write the same file at the same time: each has a temporary file of its own, and the
             last one's content stays.
 
@@ -59,8 +59,14 @@ def write_atomically(path: Path, content: bytes, *, contended: bool = False) -> 
     """
     temporary = path.with_name(path.name + (f".{os.getpid()}.tmp" if contended else ".tmp"))
     with staged(temporary) as file:
-        file.write(content)
+        yield file
     replace_durably(temporary, path)
+
+
+def write_atomically(path: Path, content: bytes, *, contended: bool = False) -> None:
+    """Put `content` at `path`, as `written_atomically` does."""
+    with written_atomically(path, contended=contended) as file:
+        file.write(content)
 
 
 def sync_directory(path: Path) -> None:

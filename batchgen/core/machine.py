@@ -19,7 +19,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be taken: what the kernel calls available, or less where a cgroup limits us."""
+    """Memory that can still be allocated: what the kernel calls available, or less where a cgroup limits us."""
     available = _meminfo().get("MemAvailable")
     if available is None:  # not Linux
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -24,10 +24,8 @@ def format_response(
     """
     chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
     digest = _digest(custom_id, row_index)
-    prompt_tokens, completion_tokens = (
-        completion_row["prompt_tokens"],
-        sum(completion_row["generated_tokens"]),
-    )
+    prompt_tokens = completion_row["prompt_tokens"]
+    completion_tokens = sum(completion_row["generated_tokens"])
     answer = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",

@@ -64,7 +64,7 @@ class RequestHandler(Protocol):
 
 
 class SweepResult(Protocol):
-    """needs_host: what runs next depends on results in a way that only the host can work out."""
+    """What a sweep gives. needs_host: what runs next depends on it in a way that only the host can work out."""
 
     needs_host: bool
 
@@ -189,7 +189,7 @@ class Engine:
             on_load=on_load,
         )
         parts = load_parts(request, lambda: load_tokenizer(files))
-        self._init(parts, expected_output_len, on_overlong, sampling)
+        self._init(parts, expected_output_len, None, on_overlong, sampling)
 
     @classmethod
     def from_parts(
@@ -204,15 +204,19 @@ class Engine:
         """Make an engine around a model that is loaded already, or around anything else that runs sweeps.
 
         planned_output_len: the mean that its policy was planned for; where it is given, the engine adapts the block and
-        the streamed fraction to what it measures (runtime.adaptation).
+        the streamed fraction to what it measures (`batchgen.runtime.scheduling.adaptation`).
         """
         engine = cls.__new__(cls)
-        engine._init(parts, expected_output_len, on_overlong, sampling)
-        engine._planned_output_len = planned_output_len
+        engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)
         return engine
 
     def _init(
-        self, parts: EngineParts, expected_output_len: int | None, on_overlong: str, sampling: SamplingParams | None
+        self,
+        parts: EngineParts,
+        expected_output_len: int | None,
+        planned_output_len: float | None,
+        on_overlong: str,
+        sampling: SamplingParams | None,
     ) -> None:
         if on_overlong not in ON_OVERLONG:
             raise InputError(f"on_overlong must be one of {', '.join(ON_OVERLONG)}, not {on_overlong!r}")
@@ -222,7 +226,7 @@ class Engine:
         self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
-        self._planned_output_len: float | None = None
+        self._planned_output_len = planned_output_len
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # what adaptation has changed
         policy = parts.policy

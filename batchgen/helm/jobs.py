@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.core.atomic_file import written_atomically
 from batchgen.core.errors import BatchgenError, InputError, JobStopped
 from batchgen.core.text import repair_surrogates
 from batchgen.helm.results import ID_COLUMN, METADATA_KEY, OPTIONS, REPORT, REQUESTS, RESULTS, Results, read_requests
@@ -89,10 +89,9 @@ class Jobs:
         job = self._folder / f"{kind}-{digest}"
         job.mkdir(parents=True, exist_ok=True)
         schema = _SCHEMAS[kind].with_metadata({METADATA_KEY: json.dumps(_own_options(kind, rows)).encode()})
-        scratch = job / f"{REQUESTS}.tmp"
         table = _to_score(rows) if kind == SCORE else [_to_generate(row) for row in rows]
-        pq.write_table(pa.Table.from_pylist(list(table), schema=schema), scratch)
-        os.replace(scratch, job / REQUESTS)
+        with written_atomically(job / REQUESTS) as file:
+            pq.write_table(pa.Table.from_pylist(list(table), schema=schema), file)
         self._unfinished.append(job)
         return job
 
@@ -107,10 +106,8 @@ class Jobs:
         if self._engine == IN_PROCESS:
             import batchgen
 
-            options = {
-                "progress": JobOptions.progress,
-                **self._options_of(job),
-            }  # shown, unlike that of other jobs from Python
+            # Progress is shown, unlike that of other jobs from Python.
+            options = {"progress": JobOptions.progress, **self._options_of(job)}
             options |= {name: str(job / options[name]) for name in ("input", "output", "report")}
             stopped = batchgen.run(**options)["state"] == "stopped"
         else:

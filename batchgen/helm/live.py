@@ -31,7 +31,7 @@ def live_engine(options: Mapping[str, Any]) -> LiveEngine:
 
 
 class LiveEngine:
-    """options: "model", "seed", and others of `batchgen.Engine`. The model is loaded with the first rows. Raises InputError."""
+    """An engine that is made with the first rows. options: "model", "seed", and others of `batchgen.Engine`. Raises InputError."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         known = {*names_of("engine"), "seed"}

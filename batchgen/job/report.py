@@ -143,12 +143,11 @@ def summary(report: dict[str, Any]) -> list[str]:
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         shared = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
-        made, rate = (
-            f"{report['generated_tokens']:,} generated",
-            f" ({report['generated_tokens_per_s']:,.1f} generated/s)",
-        )
         if report["scored_tokens"]:
             made, rate = f"{report['scored_tokens']:,} of them scored", ""
+        else:
+            made = f"{report['generated_tokens']:,} generated"
+            rate = f" ({report['generated_tokens_per_s']:,.1f} generated/s)"
         lines.append(
             f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.core.atomic_file import replace_durably, staged, storage_error
+from batchgen.core.atomic_file import storage_error, written_atomically
 from batchgen.core.errors import BatchgenError, one_line
 
 _ROW_GROUP = 4096
@@ -98,7 +98,5 @@ def _add(array: pa.Array, digest: Any) -> None:
 def _write(rows: pa.Table, path: Path) -> None:
     """Writes Parquet, whole or not at all; in row groups that a resumed job need not all read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with staged(temporary) as file:
+    with written_atomically(path) as file:
         pq.write_table(rows, file, row_group_size=_ROW_GROUP)
-    replace_durably(temporary, path)

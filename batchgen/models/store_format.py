@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """dtype: "float32", "bfloat16", "float16" or "int4". shape: the weights', whatever they are packed in.
+    """A tensor and where it lies. dtype: "float32", "bfloat16", "float16" or "int4". shape: the weights', however they are packed.
 
     offset: bytes from the start of the file.
     """

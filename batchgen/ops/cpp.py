@@ -68,7 +68,7 @@ def supports_head_dim(head_dim: int) -> bool:
 
 
 def supports_attention(head_dim: int, group: int) -> bool:
-    """group: query heads of a KV head."""
+    """Whether the kernels know these shapes. group: query heads of a KV head."""
     return supports_head_dim(head_dim) and group <= _kernels.MAX_GROUP
 
 
@@ -142,7 +142,7 @@ def packed_grows(dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
-    """gated: for `linear` with "silu_mul"."""
+    """Pack a weight [columns, depth] for `linear`. gated: for "silu_mul"."""
     columns, depth = weight.shape
     assert weight.stride(1) == 1
     out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated), dtype=torch.uint8)

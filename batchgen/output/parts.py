@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.core.atomic_file import replace_durably, staged
+from batchgen.core.atomic_file import replace_durably, written_atomically
 from batchgen.core.errors import BatchgenError
 from batchgen.output.row_map import RowMap
 from batchgen.output.row_result import RESULT_SCHEMA, RowResult
@@ -49,14 +49,11 @@ def write_part(parts_dir: Path, number: int, results: Mapping[int, Result]) -> p
     kind: Any = type(next(iter(results.values())))  # of all of them
     batch = kind.to_batch(results)
     rows_per_group = max(1, min(8192, batch.num_rows * _GROUP_BYTES // max(1, batch.nbytes)))
-    path = parts_dir / f"part-{number:06d}.parquet"
-    temporary = path.with_name(path.name + ".tmp")
-    with staged(temporary) as file:
+    with written_atomically(parts_dir / f"part-{number:06d}.parquet") as file:
         sink = pa.BufferOutputStream()  # parts are bounded; plain writes give plain OSErrors
         with pq.ParquetWriter(sink, batch.schema, compression="zstd", write_page_checksum=True) as writer:
             writer.write_batch(batch, row_group_size=rows_per_group)
         file.write(sink.getvalue())
-    replace_durably(temporary, path)
     return batch
 
 

@@ -377,10 +377,10 @@ class Executor:
         for residency, part in b.parts.items():
             if residency == "delegated":
                 continue
-            resident = residency == "resident"
-            kv = (
-                self.kv_cache.pools[self._compute_tier][step.layer] if resident else self.kv_cache.staging(step.kv_slot)
-            )
+            if residency == "resident":
+                kv = self.kv_cache.pools[self._compute_tier][step.layer]
+            else:
+                kv = self.kv_cache.staging(step.kv_slot)
             options = self._rotary(step, b, part.tokens)
             q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
             b.attended[residency] = ops.paged_attention(q, kv, part.plans[window])
@@ -423,9 +423,8 @@ class Executor:
         found = [b.attended.pop(residency) for residency in b.parts]
         attention = found[0] if len(found) == 1 else torch.cat(found)
         hidden = b.hidden
-        if (
-            step.layer == self.config.num_layers - 1 and b.logits_indices is not None
-        ):  # only tokens whose logits are asked for go on
+        # Of the last layer, only tokens whose logits are asked for go on.
+        if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
             attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for tokens in self._chunks(len(hidden)):

@@ -22,7 +22,7 @@ from batchgen.runtime.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class SampledToken:
-    """logprob and top: the chosen token's log-probability and the top-k (token, logprob), if asked for."""
+    """A chosen token. logprob, top: its log-probability and the top-k (token, logprob), if asked for."""
 
     token_id: int
     logprob: float | None = None

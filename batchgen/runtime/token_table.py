@@ -22,7 +22,7 @@ class TokenTable:
         self._ids = torch.zeros(0, dtype=torch.int64, device=device)
 
     def keep(self, slots: Sequence[int], token_ids: Tensor) -> None:
-        """token_ids: int64 [slots], on the device."""
+        """Keep the tokens that a sweep has sampled. token_ids: int64 [slots], on the device."""
         if max(slots) >= len(self._ids):
             larger = torch.zeros(2 * (max(slots) + 1), dtype=torch.int64, device=self._device)
             larger[: len(self._ids)].copy_(self._ids)

@@ -60,7 +60,7 @@ WRITERS = {
     "runtime/steps/trace.py": "a timeline, for a browser",
 }
 WRITES = re.compile(
-    r"write_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\(|\.write_(text|bytes)\("
+    r"writ(e|ten)_atomically\(|staged\(Path|with staged\(|replace_durably\(|os\.(replace|rename)\(|\.write_(text|bytes)\("
     r"|\bopen\([^)]*\"[wx]|pq\.(write_table|ParquetWriter)|def __getstate__"
 )
 

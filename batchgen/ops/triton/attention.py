@@ -26,7 +26,7 @@ _ITEM = tl.constexpr(plans.COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, block_size: int, device: torch.device) -> bool:
-    """group: query heads of a KV head."""
+    """Whether the kernels know these shapes. group: query heads of a KV head."""
     return (
         card(device).has_products
         and head_dim % 2 == 0

@@ -46,7 +46,7 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """shared_memory: bytes a block. registers: a thread. stack: bytes a thread, which is where spilled registers go."""
+    """A compiled kernel. shared_memory: bytes a block. registers: a thread. stack: bytes a thread, which is where spilled registers go."""
 
     name: str
     shared_memory: int

@@ -48,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """capability: major * 10 + minor. num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
+    """What launches depend on. capability: major * 10 + minor. num_sms: streaming multiprocessors. shared_memory: bytes that one block may use."""
 
     capability: int
     num_sms: int

@@ -21,7 +21,7 @@ _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
 
 def supports_rotary(head_dim: int, rotate_keys: bool, device: torch.device) -> bool:
-    """rotate_keys: with a rotation, which is a matrix product."""
+    """Whether the kernel knows these shapes. rotate_keys: with a rotation, which is a matrix product."""
     return (card(device).has_products or not rotate_keys) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM
 
 

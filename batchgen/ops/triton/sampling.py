@@ -60,7 +60,7 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
 
 
 def draw_launch(logits: Tensor, params: Tensor, out: Tensor) -> Launch:
-    """params: fp64 [6, rows]: a row's number, and its `Draws`."""
+    """The launch of a draw. params: fp64 [6, rows]: a row's number, and its `Draws`."""
     args = _logits(logits) | {"params": params, "num_rows": params.shape[1], "out": out}
     return Launch(_draw, (params.shape[1],), args, _block(logits), _WARPS)
 

@@ -28,7 +28,7 @@ _LENGTH_QUANTILE = 0.95
 
 @dataclass(frozen=True)
 class Change:
-    """what: "expected_output_len", "block" or "streamed". sweep: after which it was made."""
+    """What adaptation has changed. what: "expected_output_len", "block" or "streamed". sweep: after which it was made."""
 
     sweep: int
     what: str
@@ -66,9 +66,8 @@ class Adaptation:
         self._window: list[Measured] = []
         self._preempted = 0
         self._sweep = 0
-        self._undo: tuple[str, float, SchedulerLimits] | None = (
-            None  # a change on trial: what, tokens/s and limits before
-        )
+        # A change on trial: what, tokens/s and limits before.
+        self._undo: tuple[str, float, SchedulerLimits] | None = None
         self._settled: set[str] = set()  # what has been found not to help
         # The first outputs to end are the shortest: judged is only when the block has turned over.
         self._enough = max(_FEWEST_LENGTHS, 2 * scheduler.limits.max_num_seqs)
