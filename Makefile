@@ -5,14 +5,23 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
+.PHONY: install packages package quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
 
-# torch comes first and by itself: an open range would let pip choose a build with gigabytes of CUDA libraries.
+# The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/simd/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[dev,test]"
+	$(MAKE) --no-print-directory --jobs 2 packages package
 	touch $@
+
+# One version of torch: an open range would let pip choose a build with gigabytes of CUDA libraries. Python compiles the modules
+# that it imports at first import; pip would compile all, tens of thousands.
+packages:
+	$(BIN)/python .ci/requirements.py dev docs test > $(VENV)/requirements.txt
+	$(BIN)/python -c "import torch" 2>/dev/null || echo torch==2.13.0 >> $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/requirements.txt
+
+package:
+	$(BIN)/python -m pip install --quiet --no-deps -e .
 
 install: $(VENV)/.installed
 
@@ -106,14 +115,10 @@ gpu-wheels:
 		--dest $(GPU_WHEELS) 'pulp<4' highspy xxhash gguf
 
 # The pages as a site, in build/site: the generated ones are made anew, links are checked.
-docs: install $(VENV)/.docs-installed
+docs: install
 	$(BIN)/python docs/describe_commands.py
 	$(BIN)/python docs/draw_sweep.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-$(VENV)/.docs-installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	touch $@
 
 clean:
 	rm -rf $(VENV) $(HELM_VENV) out build *.egg-info
