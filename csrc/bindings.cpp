@@ -105,8 +105,7 @@ int64_t packed_depth(const Kernels& kernels, const Linear& args) {
 }
 
 // Rows of a linear layer as the calls that the kernels would have.
-void run_linear_rows(const Kernels& kernels, Linear args) {
-    const LinearCut cut = kernels.linear_cut(args);
+void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) {
     const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args), tile = cut.row_tile;
     // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
     int64_t blocks = (args.rows + cut.rows - 1) / cut.rows;
@@ -144,9 +143,9 @@ void run_linear(const Linear& args) {
     if (!args.rows) return;
     const Kernels& kernels = active_kernels();
     const LinearCut cut = kernels.linear_cut(args);
-    int64_t most = args.rows;
-    if (cut.packed_bytes > kMostPacked)
-        most = std::max(cut.rows, int64_t(args.rows * (double(kMostPacked) / cut.packed_bytes)) / cut.rows * cut.rows);
+    if (cut.packed_bytes <= kMostPacked) return run_linear_rows(kernels, args, cut);
+    const int64_t most =
+        std::max(cut.rows, int64_t(args.rows * (double(kMostPacked) / cut.packed_bytes)) / cut.rows * cut.rows);
     for (int64_t row = 0; row < args.rows; row += most) {
         Linear part = args;
         const int64_t bytes = bytes_of(args.type);
@@ -154,7 +153,7 @@ void run_linear(const Linear& args) {
         part.x = at(Address(args.x) + row * args.x_stride * bytes);
         if (args.residual) part.residual = at(Address(args.residual) + row * args.residual_stride * bytes);
         part.out = at(Address(args.out) + row * args.out_stride * bytes_of(args.out_type));
-        run_linear_rows(kernels, part);
+        run_linear_rows(kernels, part, kernels.linear_cut(part));
     }
 }
 

@@ -1,9 +1,13 @@
 // The largest of a row of logits, the log of the sum of exponentials, and each one's softmax weight.
 
 inline float largest_of(const float* x, int64_t n) {
-    vf best = set1(-__builtin_inff());
-    for (int64_t i = 0; i + W <= n; i += W) best = max(load(x + i), best);
-    float highest = largest(best);
+    const vf none = set1(-__builtin_inff());
+    vf best[4] = {none, none, none, none};  // no comparison waits for the last one
+    int64_t at = 0;
+    for (; at + 4 * W <= n; at += 4 * W)
+        for (int c = 0; c < 4; c++) best[c] = max(load(x + at + c * W), best[c]);
+    for (; at + W <= n; at += W) best[0] = max(load(x + at), best[0]);
+    float highest = largest(max(max(best[0], best[1]), max(best[2], best[3])));
     for (int64_t i = n / W * W; i < n; i++) highest = x[i] > highest ? x[i] : highest;
     return highest;
 }
@@ -12,8 +16,13 @@ inline void argmax(const Argmax& args, int64_t row, int64_t stop) {
     const int64_t n = args.columns;
     for (; row < stop; row++) {
         const float* x = args.logits + row * args.stride;
-        const float highest = largest_of(x, n);
-        int64_t index = 0;
+        constexpr int64_t kBlock = 1024;
+        float highest = -__builtin_inff();
+        int64_t index = 0;  // of the block where the largest is first, then its own
+        for (int64_t i = 0; i < n; i += kBlock) {
+            const float here = largest_of(x + i, smaller(kBlock, n - i));
+            if (here > highest) highest = here, index = i;
+        }
         while (index < n - 1 && !(x[index] == highest)) index++;
         args.index[row] = index;
         args.maximum[row] = highest;

@@ -1,45 +1,55 @@
 // RMSNorm and LayerNorm of rows.
 
-template <class T>
-inline void norm_rows(const Norm& args, int64_t row, int64_t stop) {
-    const int64_t n = args.columns;
-    for (; row < stop; row++) {
-        const T* x = (const T*)args.x + row * args.x_stride;
-        T* out = (T*)args.out + row * args.out_stride;
-        const T *weight = (const T*)args.weight, *bias = (const T*)args.bias;
-        float mean = 0;
-        if (bias) {
-            vf all = zero();
-            for (int64_t i = 0; i < n; i += W) all = add(all, load_part(x + i, int(smaller(W, n - i))));
-            mean = sum(all) / float(n);
-        }
-        vf squares = zero();
-        for (int64_t i = 0; i < n; i += W) {
-            const int count = int(smaller(W, n - i));
-            vf v = load_part(x + i, count);
-            if (bias) {
-                v = sub(v, set1(mean));
-                if (count < W) {  // what is beyond the row is not mean's distance from zero
-                    float part[W];
-                    store(part, v);
-                    for (int j = count; j < W; j++) part[j] = 0;
-                    v = load(part);
-                }
-            }
-            squares = fma(v, v, squares);
-        }
-        const vf scale = set1(1 / __builtin_sqrtf(sum(squares) / float(n) + args.eps));
-        for (int64_t i = 0; i < n; i += W) {
-            const int count = int(smaller(W, n - i));
-            vf v = load_part(x + i, count);
-            if (bias) v = sub(v, set1(mean));
-            v = mul(mul(v, scale), load_part(weight + i, count));
-            if (bias) v = add(v, load_part(bias + i, count));
-            store_part(out + i, v, count);
-        }
+// The first n lanes, zero beyond.
+inline vf first_lanes(vf a, int n) {
+    float all[W], part[W] = {};
+    store(all, a);
+    memcpy(part, all, n * sizeof(float));
+    return load(part);
+}
+
+// The sum of what `add_to(sum, values)` adds, for `of(values)` of a row: in four chains, as an addition takes as long as
+// loading several vectors.
+template <class T, class F, class G>
+inline float sum_over(const T* x, int64_t n, F of, G add_to) {
+    vf sums[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int c = 0; c < 4; c++) sums[c] = add_to(sums[c], of(load(x + i + c * W)));
+    for (; i < n; i += W) {
+        const int count = int(smaller(W, n - i));
+        const vf values = of(load_part(x + i, count));
+        sums[0] = add_to(sums[0], count < W ? first_lanes(values, count) : values);
     }
+    return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <bool kLayer, class T>
+inline void norm_row(const T* x, const T* weight, const T* bias, int64_t n, float eps, T* out) {
+    vf mean = zero();
+    const auto centred = [&](vf v) { return kLayer ? sub(v, mean) : v; };
+    if (kLayer) mean = set1(sum_over(x, n, [](vf v) { return v; }, [](vf all, vf v) { return add(all, v); }) / float(n));
+    const float squares = sum_over(x, n, centred, [](vf all, vf v) { return fma(v, v, all); });
+    const vf scale = set1(1 / __builtin_sqrtf(squares / float(n) + eps));
+    const auto vector = [&](int64_t i, int count) {
+        vf v = mul(mul(centred(load_part(x + i, count)), scale), load_part(weight + i, count));
+        if (kLayer) v = add(v, load_part(bias + i, count));
+        store_part(out + i, v, count);
+    };
+    int64_t i = 0;
+    for (; i + W <= n; i += W) vector(i, W);
+    if (i < n) vector(i, int(n - i));
 }
 
 inline void norm(const Norm& args, int64_t row, int64_t stop) {
-    with_type(args.type, [&](auto* type) { norm_rows<__typeof__(*type)>(args, row, stop); });
+    with_type(args.type, [&](auto* type) {
+        using T = __typeof__(*type);
+        const T *weight = (const T*)args.weight, *bias = (const T*)args.bias;
+        for (; row < stop; row++) {
+            const T* x = (const T*)args.x + row * args.x_stride;
+            T* out = (T*)args.out + row * args.out_stride;
+            if (bias) norm_row<true>(x, weight, bias, args.columns, args.eps, out);
+            else norm_row<false>(x, weight, bias, args.columns, args.eps, out);
+        }
+    });
 }

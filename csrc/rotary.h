@@ -16,13 +16,6 @@ inline void rotate_only(const T* head, int n, const float* cos, const float* sin
     }
 }
 
-template <class T>
-inline void copy_head(const T* head, int n, T* out) {
-    int i = 0;
-    for (; i + W <= n; i += W) store(out + i, load(head + i));
-    if (i < n) memcpy(out + i, head + i, (n - i) * sizeof(T));
-}
-
 // A head's row in floats at b.x: normed, rotated by its position, scaled.
 template <class T>
 inline void rotate_head(const RotaryStore& args, const T* head, const T* weight, const float* cos, const float* sin,
@@ -91,19 +84,19 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             write_head(b.x, n, out);
         }
         const int64_t slot = kv.data ? args.slots[token] : 0;
+        uint8_t* kv_row = kv.data + slot / kv.block_size * kv.block_bytes + slot % kv.block_size * kv.row_bytes;
         for (int h = 0; h < 2 * kv.kv_heads; h++) {
             const bool key = h < kv.kv_heads;
             const int head = key ? h : h - kv.kv_heads;
             const T* row = qkv + (args.heads + h) * n;
             uint8_t* out;
             if (kv.data) {
-                out = kv.data + slot / kv.block_size * kv.block_bytes + head * kv.head_bytes +
-                      slot % kv.block_size * kv.row_bytes + (key ? 0 : kv.value_offset);
+                out = kv_row + head * kv.head_bytes + (key ? 0 : kv.value_offset);
             } else {
                 out = (uint8_t*)((T*)(key ? args.k_out : args.v_out) + (token * kv.kv_heads + head) * n);
             }
             if (!codes && !key) {
-                copy_head(row, n, (T*)out);
+                memcpy(out, row, n * sizeof(T));
                 continue;
             }
             if (!codes && plain) {

@@ -104,7 +104,8 @@ def process_bytes() -> int:
     import batchgen.models.tokenizer
     import batchgen.runtime.executor  # noqa: F401
 
-    give_back_freed_memory()
+    if resident_bytes() > TYPICAL_PROCESS_BYTES:  # what a model has left behind, perhaps; looking for it takes a while
+        give_back_freed_memory()
     here = resident_bytes()
     return here + _PROCESS_GROWTH_BYTES if here else TYPICAL_PROCESS_BYTES
 

@@ -95,17 +95,18 @@ def attention_plan(
 def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
     """As `ops.paged_attention`; out: where it goes, of q's shape."""
     out = torch.empty_like(q) if out is None else out
-    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv.is_contiguous()
+    (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
+    assert unit == 1 and head_stride == head_dim and kv.is_contiguous()
     _kernels.attention(
         plan,
         q.data_ptr(),
-        q.stride(0),
+        stride,
         out.data_ptr(),
-        out.stride(0),
+        out.stride()[0],
         TYPES[q.dtype],
         kv.data_ptr(),
         TYPES[kv.dtype],
-        q.shape[2],
+        head_dim,
     )
     return out
 
@@ -174,28 +175,30 @@ def linear(
     Sums are made in fp32, each in the same order whatever the number of tokens.
     """
     packed = isinstance(weight, PackedWeight)
+    (rows, x_depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
     columns, depth = weight.shape
-    made = columns // 2 if activation == "silu_mul" else columns
+    gated = activation == "silu_mul"
     if out is None:
-        out = torch.empty(x.shape[0], made, dtype=out_dtype or x.dtype)
-    assert x.stride(1) == 1 and out.stride(1) == 1 and x.shape[1] == depth and weight.dtype == x.dtype
-    assert not packed or weight.gated == (activation == "silu_mul")
+        out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
+    out_stride, out_unit = out.stride()
+    assert x_unit == 1 and out_unit == 1 and x_depth == depth and weight.dtype == dtype
+    assert not packed or weight.gated == gated
     _kernels.linear(
         x.data_ptr(),
-        x.stride(0),
-        x.shape[0],
+        x_stride,
+        rows,
         weight.data.data_ptr() if packed else weight.data_ptr(),
-        depth if packed else weight.stride(0),
+        depth if packed else weight.stride()[0],
         columns,
         depth,
-        TYPES[x.dtype],
+        TYPES[dtype],
         packed,
         ACTIVATIONS[activation],
-        _address(bias),
-        _address(residual),
-        residual.stride(0) if residual is not None else 0,
+        0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride()[0],
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         TYPES[out.dtype],
     )
     return out
@@ -207,17 +210,17 @@ def linear(
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """RMSNorm of the rows of x [..., columns], or with a bias LayerNorm."""
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    columns = x.shape[-1]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    count, columns = rows.shape
     assert out.is_contiguous()
     _kernels.norm(
         rows.data_ptr(),
-        rows.stride(0),
-        rows.shape[0],
+        rows.stride()[0],
+        count,
         columns,
         weight.data_ptr(),
-        _address(bias),
+        0 if bias is None else bias.data_ptr(),
         eps,
         TYPES[x.dtype],
         out.data_ptr(),
@@ -242,17 +245,17 @@ def rotary_store(  # the operands of one kernel
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `ops.rotary_store`. rotation: what queries and 4-bit keys are rotated with, fp32 [head_dim, head_dim]."""
-    tokens = qkv.shape[0]
-    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
+    tokens, (stride, unit) = qkv.shape[0], qkv.stride()
+    q = qkv.new_empty(tokens, heads, head_dim)
     k = v = None
     if kv is None:
-        k, v = (torch.empty(tokens, kv_heads, head_dim, dtype=qkv.dtype) for _ in range(2))
-    assert qkv.stride(1) == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
+        k, v = (qkv.new_empty(tokens, kv_heads, head_dim) for _ in range(2))
+    assert unit == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
     cos, sin = rope if rope else (None, None)
     q_norm, k_norm = norms if norms else (None, None)
     _kernels.rotary_store(
         qkv.data_ptr(),
-        qkv.stride(0),
+        stride,
         tokens,
         TYPES[qkv.dtype],
         heads,

@@ -74,7 +74,7 @@ def linear(
     Returns:
         [tokens, columns], or half the columns with "silu_mul".
     """
-    compute = kernels if x.device.type == "cpu" else _device_kernels(x.device) or reference
+    compute = kernels if x.is_cpu else _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
 
 
@@ -102,7 +102,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
 
     out: where the result goes, x perhaps.
     """
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return kernels.norm(x, weight, bias, eps, out)
     made = _device_kernels(x.device)
     compute = made if made and x.shape[-1] <= made.MAX_COLUMNS else reference
@@ -275,7 +275,7 @@ def rotation(n: int, device: torch.device = CPU) -> Tensor:
 
 
 def _has_kernels(x: Tensor, head_dim: int) -> bool:
-    return x.device.type == "cpu" and kernels.supports_head_dim(head_dim)
+    return x.is_cpu and kernels.supports_head_dim(head_dim)
 
 
 # KV.
@@ -362,7 +362,7 @@ def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
 
 
 def _of_logits(logits: Tensor) -> ModuleType:
-    return kernels if logits.device.type == "cpu" else _device_kernels(logits.device) or reference
+    return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
 
 
 # 4-bit groups.

@@ -98,7 +98,8 @@ class Executor:
         self._logits: Tensor | None = None
         self._rope = None
         if config.rope:
-            cos, sin = layers.rope_table(config, options.max_positions)
+            with _kernels_alone():
+                cos, sin = layers.rope_table(config, options.max_positions)
             self._rope = cos.to(self._device), sin.to(self._device)
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
@@ -368,9 +369,9 @@ class Executor:
 
     def _pre(self, step: Step, b: _Batch) -> None:
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        b.qkv = b.hidden.new_empty(len(b.hidden), self.config.qkv_size)
-        for tokens in self._chunks(len(b.hidden)):
-            layers.pre_attention(self.config, tensors, b.hidden[tokens], b.qkv[tokens])
+        b.qkv = b.hidden.new_empty(b.hidden.shape[0], self.config.qkv_size)
+        for hidden, qkv in self._chunks(b.hidden, b.qkv):
+            layers.pre_attention(self.config, tensors, hidden, qkv)
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
@@ -382,12 +383,14 @@ class Executor:
             else:
                 kv = self.kv_cache.staging(step.kv_slot)
             options = self._rotary(step, b, part.tokens)
-            q = ops.rotary_store(b.qkv[part.tokens], self.config.num_heads, kv, part.slots, **options)
+            qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
+            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
             b.attended[residency] = ops.paged_attention(q, kv, part.plans[window])
 
     def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
-        return layers.rotary_options(self.config, tensors, self._rope, b.positions[tokens])
+        positions = b.positions if len(b.parts) == 1 else b.positions[tokens]
+        return layers.rotary_options(self.config, tensors, self._rope, positions)
 
     def _send_qkv(self, step: Step, b: _Batch) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
@@ -427,15 +430,16 @@ class Executor:
         if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
             attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        for tokens in self._chunks(len(hidden)):
-            layers.post_attention(self.config, tensors, hidden[tokens], attention[tokens], hidden[tokens])
+        for part, attended in self._chunks(hidden, attention):
+            layers.post_attention(self.config, tensors, part, attended, part)
         b.hidden = hidden
 
-    def _chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Tokens that go through a layer's products together."""
-        count = self._options.chunk_tokens or num_tokens
-        for start in range(0, num_tokens, count):
-            yield slice(start, min(start + count, num_tokens))
+    def _chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
+        """The tensors of the tokens that go through a layer's products together."""
+        count = self._options.chunk_tokens
+        if count is None or tensors[0].shape[0] <= count:
+            return (tensors,)
+        return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 
     def _load_head(self, step: Step, b: _Batch) -> None:
         self.weights.load_head(step.layer, step.weight_slot)
@@ -491,7 +495,7 @@ def _prepare_thread(lane: str) -> None:
 
 @contextlib.contextmanager
 def _kernels_alone() -> Iterator[None]:
-    """The kernels' threads have the cores for themselves.
+    """The kernels' threads have the cores for themselves, torch's operations are done by the caller alone.
 
     A team of torch's would go on looking for work, on the same cores, for milliseconds after each of its operations.
     """

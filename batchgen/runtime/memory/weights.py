@@ -115,7 +115,8 @@ class Weights:
 
     def layer(self, layer: int, slot: int | None = None) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there. slot: None: all of them are resident."""
-        tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
+        passing = self._slot_views(layer, slot)
+        tensors = {**self._resident[layer], **passing} if passing or self._dequantized else self._resident[layer]
         if self._dequantized:
             tensors |= self._dequantized[layer % len(self._dequantized)]
         return tensors

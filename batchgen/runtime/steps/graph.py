@@ -91,6 +91,11 @@ class BatchFlow:
     def staged(self) -> bool:
         return self.history or self.stored or self.disk_write
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything of the batch is moved, or attended to elsewhere."""
+        return self.staged or self.disk_read or self.delegated or self.hidden_on_host
+
 
 class Sweeps:
     """Makes the Steps of one sweep after the other.
@@ -118,10 +123,26 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
         # too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
 
     def steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
         """The Steps of the next sweep over these micro-batches."""
         self._sweep += 1
+        if len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks:
+            return self._make_steps(batches)
+        return self._repeat_steps(batches[0])
+
+    def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
+        """As `_make_steps`, of one batch in a sweep in which nothing moves: only the numbers differ from sweep to sweep."""
+        if batch not in self._alike:
+            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch]))
+        first, sweep = self._next_id, self._sweep
+        for id, kind, lane, _, layer, k, weight_slot, kv_slot, after in self._alike[batch]:
+            self._next_id = first + id + 1
+            waits_for = tuple([first + earlier for earlier in after])
+            yield Step(first + id, kind, lane, sweep, layer, k, weight_slot, kv_slot, waits_for)
+
+    def _make_steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
         layers, last_batch = self.streams.num_layers, len(batches) - 1
         yield from self._load_weights(0)
         hidden: list[int] = []  # per batch, the Step that made its latest activations

@@ -267,6 +267,10 @@ JOBS = [
         [[BatchFlow()], [NEW_ON_DISK], [BatchFlow()], [OLD_ON_DISK]],
     ),
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
+    (
+        Streams(False, (False, False), (False, False), dequantized=True),
+        [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
+    ),
 ]
 # Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no activations,
 # a read need not wait for the load of a layer of which nothing came from disk.
