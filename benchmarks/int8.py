@@ -1,0 +1,130 @@
+"""Weights of 8 bits: their products against those in bf16 and fp32, and what they cost in quality.
+
+    python benchmarks/int8.py rates
+    python benchmarks/int8.py perplexity
+    python benchmarks/int8.py perplexity --formats "int8 weights" --tokens 2000
+
+Rates: one thread unless BATCHGEN_NUM_THREADS says otherwise; linear layers of fp32 and bf16 with packed weights, and of weights of
+8 bits, whose tokens are quantized within the call. Weights come from memory: several are used in turn. Perplexity: as
+`int4_perplexity.py`, of the demo model on Python's reference documentation.
+
+Results go to benchmarks/results/int8-CPU.json, named after the kind of CPU; what was measured before and is not now stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from int4_perplexity import DTYPE, measure, real_text
+from kernel_rates import machine, seconds, slug
+
+from batchgen.core.device import Device
+from batchgen.core.dtypes import INT8
+from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, resolve_budgets
+from batchgen.engine.parts import EngineParts
+from batchgen.job.report import versions
+from batchgen.models.files import ModelFiles, read_config, resolve_model
+from batchgen.models.tokenizer import load_tokenizer
+from batchgen.ops import dispatch as ops
+from batchgen.ops import int8
+from batchgen.ops.instruction_set import instruction_set
+
+HERE = Path(__file__).parent
+SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (3072, 3072))  # columns, depth
+TOKENS = (1, 4, 16, 64, 256, 1024)
+WEIGHT_BYTES = 96 << 20  # of all weights of a shape in fp32: more than caches hold
+FORMATS = {"fp32": "none", "int8 weights": INT8}
+TARGET = 1.01  # of perplexity, against fp32
+
+
+def rates(at_least_s: float) -> dict[str, dict]:
+    """GFLOP/s of each shape and number of tokens, and int8's ratio to the faster of the others."""
+    found = {}
+    for columns, depth in SHAPES:
+        count = max(2, WEIGHT_BYTES // (4 * columns * depth))
+        weights = [torch.randn(columns, depth) * depth**-0.5 for _ in range(count)]
+        made: dict[str, Callable[[torch.Tensor], object]] = {
+            "fp32": lambda w: w, "bf16": lambda w: w.bfloat16(), "int8": int8.quantize,
+        }  # fmt: skip
+        packed = {name: [ops.pack_weight(make(w)) for w in weights] for name, make in made.items()}
+        for tokens in TOKENS:
+            row = {name: rate(tokens, packed[name], columns, depth, at_least_s, name) for name in made}
+            row["ratio"] = row["int8"] / max(row["fp32"], row["bf16"])
+            found[f"{columns}x{depth}, {tokens} tokens"] = {name: round(value, 2) for name, value in row.items()}
+            print(f"{columns}x{depth}, {tokens} tokens:", found[f"{columns}x{depth}, {tokens} tokens"], flush=True)
+    return found
+
+
+def rate(tokens: int, weights: list, columns: int, depth: int, at_least_s: float, name: str) -> float:
+    x = torch.randn(tokens, depth)
+    x = x.bfloat16() if name == "bf16" else x
+    turn = iter(range(1 << 62))
+    taken = seconds(lambda: ops.linear(x, weights[next(turn) % len(weights)]), at_least_s)
+    return 2 * tokens * columns * depth / taken / 1e9
+
+
+def load(files: ModelFiles, quantization: str, window: int, chunk: int) -> EngineParts:
+    """The model on the CPU, everything in memory, with KV for one window."""
+    device, config = Device("cpu"), read_config(files)
+    policy = in_memory_policy(
+        config, device, dtype=DTYPE, admission="continuous", max_num_seqs=1, max_num_batched_tokens=chunk,
+        max_model_len=window, share_prefixes=False, quantization=quantization,
+    )  # fmt: skip
+    request = LoadRequest(
+        files, config, policy, dtype=DTYPE, device=device, budgets=resolve_budgets(device), min_output_len=1
+    )
+    return load_parts(replace(request, task="score"), lambda: load_tokenizer(files))
+
+
+def perplexities(names: list[str], num_tokens: int, window: int, chunk: int) -> dict[str, dict]:
+    files = resolve_model("demo")
+    num_windows = -(-num_tokens // (window - 1))
+    tokens = load_tokenizer(files).encode_batch([real_text()])[0][: num_windows * window]
+    windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
+    found = {}
+    for name in names:
+        parts = load(files, FORMATS[name], window, chunk)
+        found[name] = measure(parts, windows)
+        parts.executor.close()
+        print(f"{name}: perplexity {found[name]['perplexity']:.4f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["rates", "perplexity"])
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each rate, at least")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--tokens", type=int, default=20_000, help="tokens to score, at least")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that are read in one go")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a sweep")
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    on = machine()
+    path = args.output or HERE / "results" / f"int8-{slug(on)}.json"
+    results = (json.loads(path.read_text()) if path.exists() else {"benchmark": "int8"}) | {"machine": on}
+    results["instruction_set"] = instruction_set()
+    if args.part == "rates":
+        results["gflop_per_s"] = rates(args.seconds)
+    else:
+        texts = results.setdefault("perplexity", {})
+        texts |= perplexities(args.formats, args.tokens, args.window, args.chunk)
+        if texts.keys() == FORMATS.keys():
+            texts["int8 weights"]["ratio_to_fp32"] = texts["int8 weights"]["perplexity"] / texts["fp32"]["perplexity"]
+            results["target"] = TARGET
+            results["target_met"] = texts["int8 weights"]["ratio_to_fp32"] <= TARGET
+    results.setdefault("commands", {})[args.part] = shlex.join(["python", *sys.argv])
+    results["versions"] = versions()
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
