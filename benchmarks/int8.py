@@ -108,18 +108,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     on = machine()
+    if args.part == "rates":
+        measured = rates(args.seconds)
+    else:
+        measured = perplexities(args.formats, args.tokens, args.window, args.chunk)
     path = args.output or HERE / "results" / f"int8-{slug(on)}.json"
     results = (json.loads(path.read_text()) if path.exists() else {"benchmark": "int8"}) | {"machine": on}
-    results["instruction_set"] = instruction_set()
     if args.part == "rates":
-        results["gflop_per_s"] = rates(args.seconds)
+        results |= {"instruction_set": instruction_set(), "gflop_per_s": measured}
     else:
-        texts = results.setdefault("perplexity", {})
-        texts |= perplexities(args.formats, args.tokens, args.window, args.chunk)
+        texts = results["perplexity"] = results.get("perplexity", {}) | measured
         if texts.keys() == FORMATS.keys():
-            texts["int8 weights"]["ratio_to_fp32"] = texts["int8 weights"]["perplexity"] / texts["fp32"]["perplexity"]
-            results["target"] = TARGET
-            results["target_met"] = texts["int8 weights"]["ratio_to_fp32"] <= TARGET
+            ratio = texts["int8 weights"]["perplexity"] / texts["fp32"]["perplexity"]
+            results |= {"ratio_to_fp32": ratio, "target": TARGET, "target_met": ratio <= TARGET}
     results.setdefault("commands", {})[args.part] = shlex.join(["python", *sys.argv])
     results["versions"] = versions()
     path.write_text(json.dumps(results, indent=2) + "\n")
