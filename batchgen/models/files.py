@@ -177,7 +177,9 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 def stored_quantization(files: ModelFiles) -> str | None:
     """What a checkpoint's layers are quantized in by itself, "int8" (models/compressed_tensors.py); None: they are not."""
-    return INT8 if files.kind == "hf" and _read_json(files.path / "config.json").get("quantization_config") else None
+    path = files.path / "config.json"
+    # Not there where only a shape is known, of another name.
+    return INT8 if files.kind == "hf" and path.exists() and _read_json(path).get("quantization_config") else None
 
 
 def resolve_quantization(files: ModelFiles, quantization: str) -> str:

@@ -140,7 +140,7 @@ CASES = {
     "weights from disk": (EMULATED, {"weight_layers": (1, 0, 2)}),
     "weights from disk to the CPU": (CPU, {"weight_layers": (0, 1, 2)}),
     "4-bit weights": (EMULATED, {"weight_layers": (0, 3, 0), "weight_format": INT4}),
-    "8-bit weights": (EMULATED, {"weight_layers": (0, 2, 1), "weight_format": INT8}),
+    "8-bit weights": (EMULATED, {"weight_layers": (0, 3, 0), "weight_format": INT8}),
     "streamed": (EMULATED, {"kv_seqs": {"streamed": 8}}),
     "streamed in two batches": (EMULATED, {"kv_seqs": {"streamed": 8}, "gpu_batch_size": 4, "num_gpu_batches": 2}),
     "streamed in 4 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT4}),
