@@ -6,7 +6,7 @@
 
 Rates: one thread unless BATCHGEN_NUM_THREADS says otherwise; linear layers of fp32 and bf16 with packed weights, and of weights of
 8 bits, whose tokens are quantized within the call. Weights come from memory: several are used in turn. Perplexity: as
-`int4_perplexity.py`, of the demo model on Python's reference documentation.
+`int4_perplexity.py`, of the demo model on Python's reference documentation; in parts where that takes long (`--windows 0 7`).
 
 Results go to benchmarks/results/int8-CPU.json, named after the kind of CPU; what was measured before and is not now stays.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -49,7 +50,7 @@ FORMATS = {"fp32": "none", "int8 weights": INT8}
 TARGET = 1.01  # of perplexity, against fp32
 
 
-def rates(rounds: int) -> dict[str, dict]:
+def rates(at_least_s: float) -> dict[str, dict]:
     """GFLOP/s of each shape and number of tokens, and int8's ratio to the faster of the others."""
     found = {}
     for columns, depth in SHAPES:
@@ -59,9 +60,11 @@ def rates(rounds: int) -> dict[str, dict]:
         for tokens in TOKENS:
             inputs = {name: torch.randn(tokens, depth).to(DTYPES.get(name, torch.float32)) for name in MADE}
             best = dict.fromkeys(MADE, 1e9)
-            for turn in range(rounds):  # in turn, and the best of each: others may use the machine too
-                for name, x in inputs.items():
+            turn, deadline = 0, time.perf_counter() + at_least_s
+            while turn < 3 or time.perf_counter() < deadline:
+                for name, x in inputs.items():  # in turn, and the best of each: others may use the machine too
                     best[name] = min(best[name], seconds_of(x, packed[name], turn))
+                turn += 1
             row = {name: 2 * tokens * columns * depth / s / 1e9 for name, s in best.items()}
             row["ratio"] = row["int8"] / max(row["fp32"], row["bf16"])
             found[f"{columns}x{depth}, {tokens} tokens"] = {name: round(value, 2) for name, value in row.items()}
@@ -91,44 +94,62 @@ def load(files: ModelFiles, quantization: str, window: int, chunk: int) -> Engin
     return load_parts(replace(request, task="score"), lambda: load_tokenizer(files))
 
 
-def perplexities(names: list[str], num_tokens: int, window: int, chunk: int) -> dict[str, dict]:
+def perplexities(args: argparse.Namespace) -> dict[str, dict]:
+    """format -> "first:last" windows -> nats per token and number of tokens."""
     files = resolve_model("demo")
-    num_windows = -(-num_tokens // (window - 1))
-    tokens = load_tokenizer(files).encode_batch([real_text()])[0][: num_windows * window]
-    windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
+    num_windows = -(-args.tokens // (args.window - 1))
+    tokens = load_tokenizer(files).encode_batch([real_text()])[0][: num_windows * args.window]
+    windows = [tokens[i : i + args.window] for i in range(0, len(tokens), args.window)]
+    first, stop = args.windows or (0, num_windows)
     found = {}
-    for name in names:
-        parts = load(files, FORMATS[name], window, chunk)
-        found[name] = measure(parts, windows)
+    for name in args.formats:
+        parts = load(files, FORMATS[name], args.window, args.chunk)
+        scored = measure(parts, windows[first:stop])
         parts.executor.close()
-        print(f"{name}: perplexity {found[name]['perplexity']:.4f}", flush=True)
+        kept = ("nats_per_token", "tokens_scored", "weight_bytes", "seconds")
+        found[name] = {f"{first}:{min(stop, num_windows)}": {key: scored[key] for key in kept}}
+        print(f"{name}, windows {first} to {stop}: {scored['perplexity']:.4f}", flush=True)
+    return found
+
+
+def summary(parts: dict[str, dict]) -> dict[str, dict]:
+    """Of each format the perplexity of all its windows."""
+    found = {}
+    for name, some in parts.items():
+        tokens = sum(part["tokens_scored"] for part in some.values())
+        nats = sum(part["nats_per_token"] * part["tokens_scored"] for part in some.values()) / tokens
+        found[name] = {"perplexity": math.exp(nats), "tokens_scored": tokens}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["rates", "perplexity"])
-    parser.add_argument("--rounds", type=int, default=20, help="of each rate")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each row of rates, at least")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens to score, at least")
     parser.add_argument("--window", type=int, default=1024, help="tokens that are read in one go")
+    parser.add_argument(
+        "--windows", type=int, nargs=2, help="FIRST STOP: these only; the result has those of earlier runs too"
+    )
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a sweep")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     on = machine()
-    if args.part == "rates":
-        measured = rates(args.rounds)
-    else:
-        measured = perplexities(args.formats, args.tokens, args.window, args.chunk)
+    measured = rates(args.seconds) if args.part == "rates" else perplexities(args)
     path = args.output or HERE / "results" / f"int8-{slug(on)}.json"
     results = (json.loads(path.read_text()) if path.exists() else {"benchmark": "int8"}) | {"machine": on}
     if args.part == "rates":
         results |= {"instruction_set": instruction_set(), "gflop_per_s": measured}
     else:
-        texts = results["perplexity"] = results.get("perplexity", {}) | measured
+        parts = results.setdefault("windows", {})
+        for name, some in measured.items():
+            parts[name] = parts.get(name, {}) | some
+        texts = results["perplexity"] = summary(parts)
         if texts.keys() == FORMATS.keys():
             ratio = texts["int8 weights"]["perplexity"] / texts["fp32"]["perplexity"]
-            results |= {"ratio_to_fp32": ratio, "target": TARGET, "target_met": ratio <= TARGET}
+            same = parts["fp32"].keys() == parts["int8 weights"].keys()
+            results |= {"ratio_to_fp32": ratio, "target": TARGET, "target_met": same and ratio <= TARGET}
     results.setdefault("commands", {})[args.part] = shlex.join(["python", *sys.argv])
     results["versions"] = versions()
     path.write_text(json.dumps(results, indent=2) + "\n")
