@@ -99,14 +99,10 @@ int64_t num_panels(const Kernels& kernels, const Linear& args) {
     return (columns + width - 1) / width;
 }
 
-int64_t packed_depth(const Kernels& kernels, const Linear& args) {
-    const bool pairs = args.type == Type::BF16 && kernels.fast_bf16;
-    return pairs ? (args.depth + 1) / 2 : args.depth;
-}
-
 // Rows of a linear layer as the calls that the kernels would have.
 void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) {
-    const int64_t panels = num_panels(kernels, args), depth = packed_depth(kernels, args), tile = cut.row_tile;
+    const int64_t panels = num_panels(kernels, args), depth = kernels.panel_bytes(args) / (4 * kernels.panel),
+                  tile = cut.row_tile;
     // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
     int64_t blocks = (args.rows + cut.rows - 1) / cut.rows;
     while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
@@ -207,30 +203,32 @@ PYBIND11_MODULE(_kernels, m) {
         run(work.count(), std::cref(work), work.first_phase());
     });
 
-    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, int activation) {
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation) {
         Linear args{};
         args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
+        args.codes = codes;
         const Kernels& kernels = active_kernels();
-        return num_panels(kernels, args) * packed_depth(kernels, args) * kernels.panel * 4;
+        return num_panels(kernels, args) * kernels.panel_bytes(args);
     });
-    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, int activation, Address out) {
-        Linear args{};
-        args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
-        args.activation = Activation(activation);
-        const Kernels& kernels = active_kernels();
-        py::gil_scoped_release release;
-        over_rows(num_panels(kernels, args), depth * kernels.panel,
-                  [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at<uint32_t>(out)); });
-    });
+    m.def("pack",
+          [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation, Address out) {
+              Linear args{};
+              args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
+              args.codes = codes, args.activation = Activation(activation);
+              const Kernels& kernels = active_kernels();
+              py::gil_scoped_release release;
+              over_rows(num_panels(kernels, args), depth * kernels.panel,
+                        [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
+          });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-                       int type, bool packed, int activation, Address bias, Address residual, int64_t residual_stride,
-                       Address out, int64_t out_stride, int out_type) {
+                       int type, bool codes, bool packed, int activation, Address bias, Address residual,
+                       int64_t residual_stride, Address out, int64_t out_stride, int out_type) {
         Linear args{};
         args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
         args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
         args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-        args.packed = packed;
+        args.packed = packed, args.codes = codes;
         py::gil_scoped_release release;
         run_linear(args);
     });

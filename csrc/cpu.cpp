@@ -15,6 +15,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 namespace batchgen {
 
@@ -92,6 +96,16 @@ bool tiles_work(const Kernels& kernels, bool spoil) {
     return true;
 }
 
+#if defined(__aarch64__)
+bool cpu_has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    return false;
+#endif
+}
+#endif
+
 #if defined(__x86_64__)
 
 // Asks Linux for tile registers, for this process and all threads to come; cheap. Not before 5.16, and some sandboxes refuse.
@@ -118,8 +132,13 @@ bool system_keeps_tiles() {
     return (low >> 17 & 3) == 3;  // XTILECFG, XTILEDATA
 }
 
+bool cpu_has_avx_vnni() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+
 struct Found {
-    bool avx2, avx512, pairs, amx = false;
+    bool avx2, avx_vnni, avx512, avx512_vnni, pairs, amx = false;
     std::map<std::string, std::string> unavailable;
 
     Found() {
@@ -127,7 +146,9 @@ struct Found {
         avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        avx_vnni = avx2 && cpu_has_avx_vnni();
+        avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+        pairs = avx512_vnni && __builtin_cpu_supports("avx512bf16");
         const Kernels *tiles = built("amx"), *twin = built("amx_plain");
         if (!tiles) return;
         // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away only.
@@ -157,9 +178,12 @@ bool machine_runs(std::string_view name) {
 #if defined(__x86_64__)
     if (name == "amx") return found().amx;
     if (name == "avx512_bf16") return found().pairs;
+    if (name == "avx512_vnni") return found().avx512_vnni;
     if (name == "avx512") return found().avx512;
+    if (name == "avx_vnni") return found().avx_vnni;
     if (name == "avx2") return found().avx2;
 #elif defined(__aarch64__)
+    if (name == "neon_dot") return cpu_has_dot_products();
     if (name == "neon") return true;
 #endif
     return name == "scalar";

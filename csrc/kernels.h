@@ -71,6 +71,9 @@ struct Merge {
 // ---- linear --------------------------------------------------------------------------------------------------------
 
 // out = activation(x wᵀ + bias) + residual; with SiluMul w has the gate's rows before the other half's.
+//
+// With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
+// made of integers.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -78,11 +81,11 @@ struct Linear {
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
-    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row
+    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row; with `codes` w's are bytes
     int64_t rows, columns, depth;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
-    bool packed;
+    bool packed, codes;
 };
 
 // How a linear layer is best cut into calls.
@@ -186,12 +189,13 @@ struct Kernels {
     void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
     LinearCut (*linear_cut)(const Linear&);
+    int64_t (*panel_bytes)(const Linear&);  // of a packed panel of w
     // Groups [group, stop) of 16 rows of x, to where they are among all of them.
     void (*pack_rows)(const Linear&, int64_t group, int64_t stop, void* out);
     // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch);
-    void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, uint32_t* out);
+    void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);

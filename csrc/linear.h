@@ -6,8 +6,40 @@
 
 constexpr int64_t kDepthBlock = 1024;  // of 32 bits: a panel of it stays in a cache beside the rows
 
+template <class M>
+inline int64_t packed_depth(const Linear& args) {
+    return (round_up(args.depth, M::kWhole) + M::kPair - 1) / M::kPair;
+}
+
+// The row of w that is column `c` of a panel; with SiluMul a vector of the gate is beside one of what it is multiplied with.
+inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
+    if (args.activation != Activation::SiluMul) return panel * kPanel + c;
+    const int64_t column = panel * W + c % W, half = args.columns / 2;
+    return column < half ? column + (c / W) * half : args.columns;
+}
+
+template <class M>
+inline const typename M::Operand* packed_panel(const Linear& args, int64_t panel);
+
+#include "linear_int8.h"
+
+template <class M>
+constexpr bool kCoded = __is_same(M, Bytes);
+
+template <class M>
+inline int64_t panel_bytes_of(const Linear& args) {
+    return kPanel * (packed_depth<M>(args) * int64_t(sizeof(typename M::Operand)) + (kCoded<M> ? 4 : 0));
+}
+
+template <class M>
+inline const typename M::Operand* packed_panel(const Linear& args, int64_t panel) {
+    return (const typename M::Operand*)((const uint8_t*)args.w + panel * panel_bytes_of<M>(args));
+}
+
+// Calls f with the kind of product and x's type.
 template <class F>
 inline auto with_products(const Linear& args, F f) {
+    if (args.codes) return with_type(args.type, [&](auto* type) { return f.template operator()<Bytes, __typeof__(*type)>(); });
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16) return f.template operator()<Pairs, bf16>();
 #endif
@@ -18,51 +50,49 @@ inline auto with_products(const Linear& args, F f) {
     }
 }
 
-template <class M>
-inline int64_t packed_depth(const Linear& args) {
-    return (args.depth + M::kPair - 1) / M::kPair;
-}
-
-// The row of w that is column `c` of a panel; with SiluMul a vector of the gate is beside one of what it is multiplied with.
-inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
-    if (args.activation != Activation::SiluMul) return panel * kPanel + c;
-    const int64_t column = panel * W + c % W, half = args.columns / 2;
-    return column < half ? column + (c / W) * half : args.columns;
-}
-
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel].
 template <class M, class T>
-inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, uint32_t* out) {
-    for (int c = 0; c < kPanel; c += W) {
-        const T* rows[W];
-        for (int i = 0; i < W; i++) {
-            const int64_t row = weight_row(args, panel, c + i);
-            rows[i] = row < args.columns ? (const T*)args.w + row * args.w_stride : nullptr;
-        }
-        for (int64_t d = start; d < stop; d += W) {
-            const int64_t count = smaller(W, stop - d), values = smaller(count * M::kPair, args.depth - d * M::kPair);
-            vi r[W];
+inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename M::Operand* out) {
+    if constexpr (kCoded<M>) return pack_codes(args, panel, start, stop, out);
+    else
+        for (int c = 0; c < kPanel; c += W) {
+            const T* rows[W];
             for (int i = 0; i < W; i++) {
-                if (!rows[i]) r[i] = set1_int(0);
-                else if constexpr (M::kPair == 1) r[i] = as_int(load_part(rows[i] + d, int(values)));
-                else if (values == 2 * W) r[i] = load_int((const uint32_t*)(rows[i] + 2 * d));
-                else {
-                    uint32_t part[W] = {};
-                    memcpy(part, rows[i] + 2 * d, values * 2);
-                    r[i] = load_int(part);
-                }
+                const int64_t row = weight_row(args, panel, c + i);
+                rows[i] = row < args.columns ? (const T*)args.w + row * args.w_stride : nullptr;
             }
-            transpose(r);
-            for (int i = 0; i < count; i++) store_int(out + (d - start + i) * kPanel + c, r[i]);
+            for (int64_t d = start; d < stop; d += W) {
+                const int64_t count = smaller(W, stop - d), values = smaller(count * M::kPair, args.depth - d * M::kPair);
+                vi r[W];
+                for (int i = 0; i < W; i++) {
+                    if (!rows[i]) r[i] = set1_int(0);
+                    else if constexpr (M::kPair == 1) r[i] = as_int(load_part(rows[i] + d, int(values)));
+                    else if (values == 2 * W) r[i] = load_int((const uint32_t*)(rows[i] + 2 * d));
+                    else {
+                        uint32_t part[W] = {};
+                        memcpy(part, rows[i] + 2 * d, values * 2);
+                        r[i] = load_int(part);
+                    }
+                }
+                transpose(r);
+                for (int i = 0; i < count; i++) store_int(out + (d - start + i) * kPanel + c, r[i]);
+            }
         }
-    }
 }
 
-inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, uint32_t* out) {
+inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
     with_products(args, [&]<class M, class T>() {
         const int64_t depth = packed_depth<M>(args);
-        for (; panel < stop; panel++) pack_panel<M, T>(args, panel, 0, depth, out + panel * depth * kPanel);
+        for (; panel < stop; panel++) {
+            auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
+            pack_panel<M, T>(args, panel, 0, depth, to);
+            if constexpr (kCoded<M>) gather_scales(args, panel, (float*)(to + depth * kPanel));
+        }
     });
+}
+
+inline int64_t panel_bytes(const Linear& args) {
+    return with_products(args, [&]<class M, class T>() { return panel_bytes_of<M>(args); });
 }
 
 template <class M, class T>
@@ -70,19 +100,35 @@ inline constexpr bool direct() {
     return sizeof(typename M::Value) == sizeof(T) && (M::kPair == 2 || sizeof(T) == 4);
 }
 
+template <class M>
 struct LinearScratch {
-    uint32_t *a, *b;
-    float* c;
+    uint32_t* a;
+    typename M::Operand* b;
+    typename M::Number* c;
     LinearScratch(int64_t depth, int64_t rows, Carve& carve) {
-        a = carve.take<uint32_t>(rows * depth);
-        b = carve.take<uint32_t>(kPanel * smaller(depth, kDepthBlock));
-        c = carve.take<float>(rows * kPanel);
+        a = carve.take<uint32_t>(kCoded<M> ? 0 : rows * depth);
+        b = carve.take<typename M::Operand>(kPanel * smaller(depth, kDepthBlock));
+        c = carve.take<typename M::Number>(rows * kPanel);
     }
 };
 
+struct PlainSums {
+    const float* c;
+    PlainSums(const Linear&, int64_t, int64_t, const float* c) : c(c) {}
+    vf operator()(int64_t r, int part) const { return load(c + r * kPanel + part); }
+};
+
+template <class M>
+inline auto sums_of(const Linear& args, int64_t row, int64_t panel, const void* c) {
+    if constexpr (kCoded<M>) return CodeSums(args, row, panel, c);
+    else return PlainSums(args, row, panel, (const float*)c);
+}
+
 // Rows of sums of one panel to where they go.
-template <class T, class O>
-inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const float* c) {
+template <class M, class T, class O>
+inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const void* c) {
+    using A = typename M::Arithmetic;
+    const auto sums = sums_of<M>(args, row, panel, c);
     const bool gated = args.activation == Activation::SiluMul;
     const int64_t columns = gated ? args.columns / 2 : args.columns;
     for (int part = 0; part < (gated ? W : kPanel); part += W) {
@@ -95,12 +141,39 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
             if (gated) second_bias = load_part((const T*)args.bias + columns + column, n);
         }
         for (int64_t r = 0; r < rows; r++) {
-            vf x = add(load(c + r * kPanel + part), bias);
-            if (gated) x = mul(silu(x), add(load(c + r * kPanel + W), second_bias));
-            else x = activate(args.activation, x);
+            vf x = add(sums(r, part), bias);
+            if (gated) x = A::kept(mul(silu<A>(x), add(sums(r, W), second_bias)));
+            else x = A::kept(activate<A>(args.activation, x));
             if (args.residual) x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
             store_part((O*)args.out + (row + r) * args.out_stride + column, x, n);
         }
+    }
+}
+
+// Rows of A, from `row` on.
+struct Rows {
+    const uint32_t* at;
+    int64_t stride;
+};
+
+template <class M, class T>
+inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint32_t* space) {
+    const int64_t depth = packed_depth<M>(args);
+    if constexpr (kCoded<M>) {
+        return {(const uint32_t*)CodedRows(args, args.packed_x).codes + row * depth, depth};
+    } else {
+        if (direct<M, T>() && args.depth % M::kPair == 0 && args.x_stride % M::kPair == 0 && uintptr_t(args.x) % 4 == 0)
+            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / M::kPair};
+        for (int64_t r = 0; r < rows; r++) {
+            const T* x = (const T*)args.x + (row + r) * args.x_stride;
+            typename M::Value* out = (typename M::Value*)(space + r * depth);
+            if (args.depth % M::kPair) out[args.depth] = typename M::Value{};
+            for (int64_t i = 0; i < args.depth; i += W) {
+                const int n = int(smaller(W, args.depth - i));
+                store_part(out + i, load_part(x + i, n), n);
+            }
+        }
+        return {space, depth};
     }
 }
 
@@ -109,27 +182,12 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
                          int64_t next_panel, void* scratch) {
     const int64_t depth = packed_depth<M>(args), rows = row_stop - row;
     Carve carve{(uint8_t*)scratch};
-    LinearScratch s(depth, rows, carve);
-    const uint32_t* a = s.a;
-    int64_t a_stride = depth;
-    if (direct<M, T>() && args.depth % M::kPair == 0 && args.x_stride % M::kPair == 0 && uintptr_t(args.x) % 4 == 0) {
-        a = (const uint32_t*)((const T*)args.x + row * args.x_stride);
-        a_stride = args.x_stride / M::kPair;
-    } else {
-        for (int64_t r = 0; r < rows; r++) {
-            const T* x = (const T*)args.x + (row + r) * args.x_stride;
-            typename M::Value* out = (typename M::Value*)(s.a + r * depth);
-            if (args.depth % M::kPair) out[args.depth] = typename M::Value{};
-            for (int64_t i = 0; i < args.depth; i += W) {
-                const int n = int(smaller(W, args.depth - i));
-                store_part(out + i, load_part(x + i, n), n);
-            }
-        }
-    }
+    LinearScratch<M> s(depth, rows, carve);
+    const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
     for (; panel < panel_stop; panel++) {
         for (int64_t d = 0; d < depth; d += kDepthBlock) {
             const int64_t stop = smaller(depth, d + kDepthBlock);
-            const uint32_t* b = (const uint32_t*)args.w + (panel * depth + d) * kPanel;
+            const typename M::Operand* b = packed_panel<M>(args, panel) + d * kPanel;
             if (!args.packed) {
                 pack_panel<M, T>(args, panel, d, stop, s.b);
                 b = s.b;
@@ -138,45 +196,54 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
             const uint8_t* ahead = nullptr;
             if (args.packed) {
                 const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
-                ahead = (const uint8_t*)((const uint32_t*)args.w + (next * depth + d) * kPanel);
+                ahead = (const uint8_t*)(packed_panel<M>(args, next) + d * kPanel);
             }
-            const int64_t ahead_bytes = (stop - d) * kPanel * 4;
+            const int64_t ahead_bytes = (stop - d) * kPanel * int64_t(sizeof *b);
             for (int64_t r = 0; r < rows; r += kRowTile) {
                 const int64_t fetched = r / kRowTile * 64 * (stop - d);
                 const uint8_t* fetch = ahead && fetched < ahead_bytes ? ahead + fetched : nullptr;
                 with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
                     static const float one[12] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-                    product_tile<M, MR, 2>(a + r * a_stride + d, a_stride, b, kPanel, stop - d, s.c + r * kPanel, kPanel,
+                    product_tile<M, MR, 2>(a.at + r * a.stride + d, a.stride, b, kPanel, stop - d, s.c + r * kPanel, kPanel,
                                            d ? one : nullptr, fetch);
                 });
             }
         }
-        finish<T, O>(args, row, panel, rows, s.c);
+        finish<M, T, O>(args, row, panel, rows, s.c);
     }
 }
 
 #include "linear_tiles.h"
 
-// What is done in tile registers where there are some: products of pairs.
+// What is done in tile registers where there are some: products of pairs, and of bytes.
 template <class M>
 constexpr bool in_tiles() {
-    return kTiles && M::kPair == 2;
+    return kTiles && M::kPair > 1;
 }
 
 inline LinearCut linear_cut(const Linear& args) {
     return with_products(args, [&]<class M, class T>() {
-        if constexpr (in_tiles<M>()) return tile_cut(args);
+        if constexpr (in_tiles<M>()) return tile_cut<M>(args);
         // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
-        const int64_t rows = 96 * 1024 / packed_depth<M>(args) / kRowTile * kRowTile;
-        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, 0};
+        const int64_t depth = packed_depth<M>(args), rows = 96 * 1024 / depth / kRowTile * kRowTile;
+        const int64_t packed = kCoded<M> ? round_up(args.rows, 16) * (CodedRows::kBeside + depth * 4) : 0;
+        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed};
+    });
+}
+
+// Groups [group, stop) of 16 rows of x, to where they are among all of them.
+inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
+    with_products(args, [&]<class M, class T>() {
+        if constexpr (in_tiles<M>()) pack_tile_rows<M, T>(args, group, stop, out);
+        else if constexpr (kCoded<M>) pack_coded_rows<T>(args, group, stop, out);
     });
 }
 
 inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) {
     return with_products(args, [&]<class M, class T>() {
         Carve carve{nullptr};
-        if constexpr (in_tiles<M>()) TileScratch(args, rows, panels, carve);
-        else LinearScratch(packed_depth<M>(args), rows, carve);
+        if constexpr (in_tiles<M>()) TileScratch<M>(args, rows, panels, carve);
+        else LinearScratch<M>(packed_depth<M>(args), rows, carve);
         return carve.used;
     });
 }
@@ -184,7 +251,7 @@ inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) 
 template <class M, class T, class O>
 inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                       void* scratch) {
-    if constexpr (in_tiles<M>()) linear_tiles<O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+    if constexpr (in_tiles<M>()) linear_tiles<M, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     else linear_block<M, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
 }
 

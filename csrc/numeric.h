@@ -56,21 +56,35 @@ inline vf times_pow2(vf x, vf p, vf n) {
 }
 #endif
 
-// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too.
+// How products are added up: in one rounding where the machine can; or in two, which gives the same on every machine.
+struct Fused {
+    static constexpr bool kSame = false;
+    static vf kept(vf a) { return a; }
+    static vf fma(vf a, vf b, vf c) { return batchgen::fma(a, b, c); }
+};
+struct Apart {
+    static constexpr bool kSame = true;
+    static vf kept(vf a) { return rounded(a); }
+    static vf fma(vf a, vf b, vf c) { return add(rounded(mul(a, b)), c); }
+};
+
+// Within 2 units in the last place; 0 where it would be below 2^-126 or so, of -inf too. Apart: of at least -87, at most 87.
+template <class A = Fused>
 inline vf exp(vf x) {
-    const vf bounded = exp_argument(x), n = round_even(mul(bounded, set1(kLog2E)));
-    vf r = fma(n, set1(-0.693359375f), bounded);
-    r = fma(n, set1(2.12194440e-4f), r);
+    const vf bounded = A::kSame ? max(set1(-87), min(set1(87), x)) : exp_argument(x);
+    const vf n = round_even(mul(bounded, set1(kLog2E)));
+    vf r = A::fma(n, set1(-0.693359375f), bounded);
+    r = A::fma(n, set1(2.12194440e-4f), r);
     // Taylor's polynomial of degree 7: |r| <= ln(2) / 2.
     vf p = set1(1.0f / 5040);
-    p = fma(p, r, set1(1.0f / 720));
-    p = fma(p, r, set1(1.0f / 120));
-    p = fma(p, r, set1(1.0f / 24));
-    p = fma(p, r, set1(1.0f / 6));
-    p = fma(p, r, set1(0.5f));
-    p = fma(p, r, set1(1));
-    p = fma(p, r, set1(1));
-    return times_pow2(x, p, n);
+    p = A::fma(p, r, set1(1.0f / 720));
+    p = A::fma(p, r, set1(1.0f / 120));
+    p = A::fma(p, r, set1(1.0f / 24));
+    p = A::fma(p, r, set1(1.0f / 6));
+    p = A::fma(p, r, set1(0.5f));
+    p = A::fma(p, r, set1(1));
+    p = A::fma(p, r, set1(1));
+    return A::kSame ? mul(p, pow2(n)) : times_pow2(x, p, n);
 }
 
 #ifdef BATCHGEN_SCALES_BY_POW2
@@ -85,38 +99,47 @@ inline vf exp2_rough(vf x) {
 }
 #endif
 
-inline vf sigmoid(vf x) { return div(set1(1), add(set1(1), exp(sub(zero(), x)))); }
+template <class A = Fused>
+inline vf sigmoid(vf x) {
+    return div(set1(1), add(set1(1), exp<A>(sub(zero(), x))));
+}
 
+template <class A = Fused>
 inline vf tanh(vf x) {  // 2 sigmoid(2x) - 1
-    return fma(set1(2), sigmoid(add(x, x)), set1(-1));
+    return fma(set1(2), sigmoid<A>(add(x, x)), set1(-1));
 }
 
 // The error function: Abramowitz and Stegun 7.1.26, within 1.5e-7.
+template <class A = Fused>
 inline vf erf(vf x) {
     vf negative = select_less(x, zero(), set1(-1), set1(1)), a = mul(x, negative);
-    vf t = div(set1(1), fma(set1(0.3275911f), a, set1(1)));
+    vf t = div(set1(1), A::fma(set1(0.3275911f), a, set1(1)));
     vf p = set1(1.061405429f);
-    p = fma(p, t, set1(-1.453152027f));
-    p = fma(p, t, set1(1.421413741f));
-    p = fma(p, t, set1(-0.284496736f));
-    p = fma(p, t, set1(0.254829592f));
-    vf y = sub(set1(1), mul(mul(p, t), exp(sub(zero(), mul(a, a)))));
+    p = A::fma(p, t, set1(-1.453152027f));
+    p = A::fma(p, t, set1(1.421413741f));
+    p = A::fma(p, t, set1(-0.284496736f));
+    p = A::fma(p, t, set1(0.254829592f));
+    vf y = sub(set1(1), A::kept(mul(mul(p, t), exp<A>(sub(zero(), mul(a, a))))));
     return mul(y, negative);
 }
 
+template <class A = Fused>
 inline vf activate(Activation activation, vf x) {
     switch (activation) {
         case Activation::Relu: return max(zero(), x);
-        case Activation::Gelu: return mul(mul(set1(0.5f), x), add(set1(1), erf(mul(x, set1(0.70710678f)))));
+        case Activation::Gelu: return mul(mul(set1(0.5f), x), add(set1(1), erf<A>(mul(x, set1(0.70710678f)))));
         case Activation::GeluTanh: {
-            vf inner = mul(set1(0.79788456f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-            return mul(mul(set1(0.5f), x), add(set1(1), tanh(inner)));
+            vf inner = A::kept(mul(set1(0.79788456f), A::fma(mul(set1(0.044715f), mul(x, x)), x, x)));
+            return mul(mul(set1(0.5f), x), add(set1(1), tanh<A>(inner)));
         }
         default: return x;
     }
 }
 
-inline vf silu(vf x) { return mul(x, sigmoid(x)); }
+template <class A = Fused>
+inline vf silu(vf x) {
+    return mul(x, sigmoid<A>(x));
+}
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -54,6 +54,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         attend,
         merge,
         linear_cut,
+        panel_bytes,
         pack_rows,
         linear,
         pack_panels,

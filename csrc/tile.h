@@ -5,14 +5,27 @@
 
 struct NoTiles {};  // where products are made in vectors
 
-struct Floats {
+// What is summed up, where B lies, and where C does.
+struct FloatSums {
+    using Arithmetic = Fused;
+    static constexpr int kWhole = 1;  // depths are filled up to a multiple of it
+    using Sum = vf;
+    using Operand = uint32_t;  // a column of B at one depth
+    using Number = float;
+    static vi columns(const Operand* b) { return load_int(b); }
+    static vf none() { return zero(); }
+    static vf scaled(const float* c, float scale) { return mul(load(c), set1(scale)); }
+    static void put(float* c, vf sum) { store(c, sum); }
+};
+
+struct Floats : FloatSums {
     using Tiles = NoTiles;
     using Value = float;
     static constexpr int kPair = 1;  // values in 32 bits
     static inline vf dot(vi a, vi b, vf c) { return fma(as_float(a), as_float(b), c); }
 };
 #ifdef BATCHGEN_FAST_BF16
-struct Pairs {
+struct Pairs : FloatSums {
 #ifdef BATCHGEN_TILES
     using Tiles = batchgen::Tiles;
 #else
@@ -33,8 +46,9 @@ constexpr int kRowTile = W == 16 ? 12 : 6;
 constexpr int kPanel = 2 * W;
 
 template <class M, int MR, int NR>
-__attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const uint32_t* a, int64_t a_stride, const uint32_t* b,
-                                                      int64_t b_stride, int64_t depth, const uint8_t* ahead) {
+__attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a, int64_t a_stride,
+                                                      const typename M::Operand* b, int64_t b_stride, int64_t depth,
+                                                      const uint8_t* ahead) {
     // A pointer for every three rows: the others are within reach of an address's scaled index.
     constexpr int kPointers = (MR + 2) / 3;
     const uint32_t* row[kPointers];
@@ -44,7 +58,7 @@ __attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const u
     for (int64_t d = 0; d < depth; d++) {
         vi columns[NR];
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) columns[n] = load_int(b + n * W);
+        for (int n = 0; n < NR; n++) columns[n] = M::columns(b + n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; r++) {
             vi value = set1_int(row[r / 3][(r % 3) * a_stride]);
@@ -61,19 +75,19 @@ __attribute__((always_inline)) inline void accumulate(vf (&acc)[MR][NR], const u
 // c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what will be
 // read soon, 64 bytes for each depth, or null.
 template <class M, int MR, int NR>
-inline void product_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, float* c,
-                         int64_t c_stride, const float* scale, const uint8_t* ahead = nullptr) {
-    vf acc[MR][NR];
+inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride, int64_t depth,
+                         typename M::Number* c, int64_t c_stride, const float* scale, const uint8_t* ahead = nullptr) {
+    typename M::Sum acc[MR][NR];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) acc[r][n] = scale ? mul(load(c + r * c_stride + n * W), set1(scale[r])) : zero();
+        for (int n = 0; n < NR; n++) acc[r][n] = scale ? M::scaled(c + r * c_stride + n * W, scale[r]) : M::none();
     }
     accumulate<M, MR, NR>(acc, a, a_stride, b, b_stride, depth, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; n++) store(c + r * c_stride + n * W, acc[r][n]);
+        for (int n = 0; n < NR; n++) M::put(c + r * c_stride + n * W, acc[r][n]);
     }
 }
 

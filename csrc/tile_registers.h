@@ -26,8 +26,15 @@ inline void fetch(TileAhead ahead, int64_t step) {
     for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + (step * kStepLines + i) * 64, 0, 2);
 }
 
+template <TileProduct Kind, int C, int A, int B>
+inline void dot(Tiles& tiles) {
+    if constexpr (Kind == TileProduct::BF16) tiles.dot_bf16<C, A, B>();
+    else if constexpr (Kind == TileProduct::I8) tiles.dot_i8<C, A, B>();
+    else tiles.dot_u8<C, A, B>();
+}
+
 // C of Rows x Columns registers, [rows, c_stride] at c: a b, or with `add` what is there and a b.
-template <int Rows, int Columns>
+template <int Rows, int Columns, TileProduct Kind>
 inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps, float* c, int64_t c_stride, bool add,
                        TileAhead ahead) {
     const int64_t stride = c_stride * 4;
@@ -52,17 +59,17 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
     for (; step < steps; advance()) {
         tiles.load<4>(a.at, a.stride);
         tiles.load<6>(b.at, b.stride);
-        tiles.dot_bf16<0, 4, 6>();
-        if constexpr (Columns == 2) tiles.load<7>(b.at + b.half, b.stride), tiles.dot_bf16<1, 4, 7>();
-        if constexpr (Rows == 2) tiles.load<5>(a.at + a.half, a.stride), tiles.dot_bf16<2, 5, 6>();
-        if constexpr (Rows == 2 && Columns == 2) tiles.dot_bf16<3, 5, 7>();
+        dot<Kind, 0, 4, 6>(tiles);
+        if constexpr (Columns == 2) tiles.load<7>(b.at + b.half, b.stride), dot<Kind, 1, 4, 7>(tiles);
+        if constexpr (Rows == 2) tiles.load<5>(a.at + a.half, a.stride), dot<Kind, 2, 5, 6>(tiles);
+        if constexpr (Rows == 2 && Columns == 2) dot<Kind, 3, 5, 7>(tiles);
         if constexpr (Rows == 1) {
             advance();
             if (step == steps) break;
             tiles.load<5>(a.at, a.stride);
             tiles.load<2>(b.at, b.stride);
-            tiles.dot_bf16<0, 5, 2>();
-            if constexpr (Columns == 2) tiles.load<3>(b.at + b.half, b.stride), tiles.dot_bf16<1, 5, 3>();
+            dot<Kind, 0, 5, 2>(tiles);
+            if constexpr (Columns == 2) tiles.load<3>(b.at + b.half, b.stride), dot<Kind, 1, 5, 3>(tiles);
         }
     }
     tiles.store<0>(c, stride);
@@ -72,13 +79,14 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
 }
 
 // The same of up to 32 rows, for which the registers are configured, and 16 or 32 columns.
+template <TileProduct Kind = TileProduct::BF16>
 inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps, float* c,
                        int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
     const bool two = columns > kStep;
-    if (rows > kStep && two) tile_block<2, 2>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else if (rows > kStep) tile_block<2, 1>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else if (two) tile_block<1, 2>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else tile_block<1, 1>(tiles, a, b, steps, c, c_stride, add, ahead);
+    if (rows > kStep && two) tile_block<2, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (rows > kStep) tile_block<2, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (two) tile_block<1, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
 }
 
 // `product` of tile.h for up to 32 rows. Both operands go on with zeros, or A with zeros and B with numbers, to whole steps.
@@ -106,9 +114,9 @@ inline void tile_dot(TileProduct kind, int rows, const void* a, const void* b, v
     tiles.load<4>(a, 64);
     tiles.load<6>(b, 64);
     switch (kind) {
-        case TileProduct::BF16: tiles.dot_bf16<0, 4, 6>(); break;
-        case TileProduct::I8: tiles.dot_i8<0, 4, 6>(); break;
-        case TileProduct::U8: tiles.dot_u8<0, 4, 6>(); break;
+        case TileProduct::BF16: dot<TileProduct::BF16, 0, 4, 6>(tiles); break;
+        case TileProduct::I8: dot<TileProduct::I8, 0, 4, 6>(tiles); break;
+        case TileProduct::U8: dot<TileProduct::U8, 0, 4, 6>(tiles); break;
     }
     tiles.store<0>(c, 64);
 }

@@ -18,6 +18,7 @@ from batchgen.engine.loader import (
     LoadRequest,
     in_memory_policy,
     load_parts,
+    needs_store,
     resolve_budgets,
     resolve_context,
     resolve_dtype,
@@ -25,7 +26,8 @@ from batchgen.engine.loader import (
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
-from batchgen.models.files import read_config, resolve_model
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import cache_dir, read_config, resolve_model, resolve_quantization
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
@@ -122,6 +124,8 @@ class Engine:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
             "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
+        quantization: Of the layers' matrices: "none", "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
+            multiplied as integers with tokens quantized to 8 bits). A checkpoint of compressed-tensors is "int8" by itself.
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
         gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
@@ -145,6 +149,7 @@ class Engine:
         model: str = "demo",
         *,
         dtype: str = "auto",
+        quantization: str = "none",
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -175,7 +180,9 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
+            quantization=resolve_quantization(files, quantization),
         )
+        store = find_or_convert(files, cache_dir(), dtype, policy.weight_format) if needs_store(policy) else None
         request = LoadRequest(
             files,
             config,
@@ -186,6 +193,7 @@ class Engine:
             min_output_len=sampling.max_tokens,
             sampling=sampling,
             task=None,
+            store=store,
             on_load=on_load,
         )
         parts = load_parts(request, lambda: load_tokenizer(files))

@@ -27,7 +27,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.convert import store_path
+from batchgen.models.convert import QUANTIZATIONS, store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
 from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
@@ -160,6 +160,7 @@ def in_memory_policy(
     max_num_batched_tokens: int,
     max_model_len: int,
     share_prefixes: bool,
+    quantization: str = "none",
 ) -> Policy:
     """The policy that holds everything in the compute device's memory.
 
@@ -172,10 +173,13 @@ def in_memory_policy(
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: As of `resolve_context`.
         share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
+        quantization: Of the layers' matrices, as of `resolve_quantization`.
 
     Raises:
         InputError: A value is out of range.
     """
+    if quantization not in QUANTIZATIONS:
+        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -192,7 +196,7 @@ def in_memory_policy(
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
         share_prefixes=share_prefixes,
-        weight_format=dtype,
+        weight_format=dtype if quantization == "none" else quantization,
         kv_format=dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=tier,
@@ -213,7 +217,7 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, quantizatio
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
     """About what a weight store takes on disk."""
-    layer = sum(group_bytes(config, dtype, dtype if quantization == "none" else INT4).values())
+    layer = sum(group_bytes(config, dtype, dtype if quantization == "none" else quantization).values())
     return config.num_layers * layer + int((config.embedding_params + config.head_params) * FORMAT_BYTES[dtype])
 
 

@@ -10,14 +10,15 @@ from batchgen.job.options import ConvertOptions, JobOptions
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_job
 from batchgen.models.convert import convert
-from batchgen.models.files import resolve_model
+from batchgen.models.files import resolve_model, resolve_quantization
 
 
 def run_convert(options: ConvertOptions) -> str:
     """Converts; returns the line to end with. Raises BatchgenError."""
     started_s = time.monotonic()
     shown = Progress(options.progress)
-    files, quantization = resolve_model(options.model, notify=shown.say), options.quantization
+    files = resolve_model(options.model, notify=shown.say)
+    quantization = resolve_quantization(files, options.quantization)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
     shown.say(f"converting {files.name} to {dtype if quantization == 'none' else f'{quantization} and {dtype}'}")
     with shown.layers() as on_layer:

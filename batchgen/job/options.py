@@ -68,11 +68,13 @@ def _option(group: str, takers: str, *flags: str, default: Any = None, **more: A
 _COMMANDS = "run plan bench"
 _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-_QUANTIZATIONS = ("none", "int4")
+_QUANTIZATIONS = ("none", "int4", "int8")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub dataset; OpenAI batch JSONL."
-_INT4_HELP = "int4: the layers' matrices in 4 bits."
+_QUANTIZATION_HELP = (
+    "int4: the layers' matrices in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
+)
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -102,7 +104,7 @@ class JobOptions:
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
     quantization: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm", default="none", choices=_QUANTIZATIONS, help=_INT4_HELP
+        MODEL, f"{_COMMANDS} lm_eval helm", default="none", choices=_QUANTIZATIONS, help=_QUANTIZATION_HELP
     )
     kv_cache_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm", default="auto", choices=("auto", "int4"), help="int4: KV in 4 bits."
@@ -403,7 +405,7 @@ class ConvertOptions:
     output: str = _option(
         RUN, "convert", "-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."
     )
-    quantization: str = _option(MODEL, "convert", default="none", choices=_QUANTIZATIONS, help=_INT4_HELP)
+    quantization: str = _option(MODEL, "convert", default="none", choices=_QUANTIZATIONS, help=_QUANTIZATION_HELP)
     dtype: str = _option(
         MODEL, "convert", default="auto", choices=_DTYPES, help="Of everything else, and of what is computed."
     )

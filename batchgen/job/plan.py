@@ -97,7 +97,7 @@ def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> 
     """A machine that is only known by its profile."""
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
     job = resolve_for(hardware, options, files, config)
-    size = store_bytes(config, job.dtype, options.quantization)
+    size = store_bytes(config, job.dtype, job.options.quantization)
     return Case(job, hardware, replace(request_of(job), store_bytes=size), _STARTUP_S)
 
 

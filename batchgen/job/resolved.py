@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from batchgen.core.units import size_bytes
 from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, read_config
+from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_quantization
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _resolved(options: JobOptions, files: ModelFiles, config: ModelConfig, devic
         return None if value is None else size_bytes(value)
 
     return ResolvedJob(
-        options=options,
+        options=replace(options, quantization=resolve_quantization(files, options.quantization)),
         files=files,
         config=config,
         dtype=dtype,

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import INT8, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, read_config, weight_tensors
+from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
-from batchgen.models.weight_store import load_extent, open_store
+from batchgen.models.weight_store import load_extent, open_store, read_extent
 from batchgen.ops import cpp as kernels
+from batchgen.ops import int8
 
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
@@ -141,6 +143,7 @@ class Checkpoint:
 
     config: ModelConfig
     load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
+    stored_int8_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None  # of one that has 8 bits itself
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands before the layers, by name.
@@ -158,6 +161,13 @@ class Checkpoint:
         "up", and "down", each ".weight" and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
+
+    def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """As `load_layer`, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
+        if self.stored_int8_layer is not None:
+            return self.stored_int8_layer(layer, dtype)
+        tensors = self.load_layer(layer, dtype)
+        return {name: int8.quantize(t) if t.ndim == 2 else t for name, t in tensors.items()}
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands after the layers, by name.
@@ -189,24 +199,30 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
             raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
         return name, tensors[name]
 
-    wanted = [(embedding_layout(config), 0), (head_layout(config), 0)]
-    wanted += [(layer_layout(config), layer) for layer in range(config.num_layers)]
-    for layout, layer in wanted:
+    coded = stored_quantization(files) == INT8
+    wanted = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
+    wanted += [(layer_layout(config), layer, coded) for layer in range(config.num_layers)]
+    for layout, layer, in_codes in wanted:
         for part, shape in (entry for parts in layout.values() for entry in parts):
-            _check_tensor(files.kind, *find(part, layer), shape)
+            if in_codes and len(shape) == 2:
+                _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
+            else:
+                _check_tensor(files.kind, *find(part, layer), shape)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
     def fill(part: str, layer: int, out: Tensor) -> None:
         name, info = find(part, layer)
-        if files.kind == "hf":
+        if info.dtype == "I8":
+            _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
+        elif files.kind == "hf":
             _fill_from_safetensors(name, info, out)
         else:
             # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
             permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
             _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
 
-    return _part_checkpoint(config, fill)
+    return _part_checkpoint(config, fill, has_codes=coded)
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
@@ -232,20 +248,32 @@ def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
     return _part_checkpoint(config, fill)
 
 
-def _part_checkpoint(config: ModelConfig, fill: Callable[[str, int, Tensor], None]) -> Checkpoint:
-    """A checkpoint put together by `fill(part, layer, tensor to fill)`."""
+def _part_checkpoint(
+    config: ModelConfig, fill: Callable[[str, int, Tensor], None], *, has_codes: bool = False
+) -> Checkpoint:
+    """A checkpoint put together by `fill(part, layer, tensor to fill)`; has_codes: it fills rows of 8 bits too."""
     layouts = {"embeddings": embedding_layout(config), "layer": layer_layout(config), "head": head_layout(config)}
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layouts[which]
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
+        return filled(layouts[which], layer, lambda shape: torch.empty(shape, dtype=dtype))
+
+    def load_codes(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        def space(shape: tuple[int, ...]) -> Tensor:
+            if len(shape) < 2:
+                return torch.empty(shape, dtype=dtype)
+            return torch.zeros(shape[0], weight_row_bytes(shape[1], INT8), dtype=torch.int8)
+
+        return filled(layouts["layer"], layer, space)
+
+    def filled(layout: Layout, layer: int, space: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
+        tensors = {name: space(shape) for name, shape in tensor_shapes(layout).items()}
         for name, parts in layout.items():
             pieces = tensors[name].split([shape[0] for _, shape in parts])
             for (part, _), piece in zip(parts, pieces, strict=True):
                 fill(part, layer, piece)
         return tensors
 
-    return Checkpoint(config, load)
+    return Checkpoint(config, load, load_codes if has_codes else None)
 
 
 def _store_checkpoint(files: ModelFiles) -> Checkpoint:
@@ -256,7 +284,13 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
 
-    return Checkpoint(store.config, load)
+    def load_codes(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = store.layers[layer]
+        groups = [read_extent(file, extent) for extent in file.extents.values()]
+        tensors = {name: tensor for group in groups for name, tensor in group.items()}
+        return {name: t if t.dtype == torch.int8 else t.to(dtype) for name, t in tensors.items()}
+
+    return Checkpoint(store.config, load, load_codes if store.weight_format == INT8 else None)
 
 
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
@@ -282,6 +316,24 @@ def _check_tensor(kind: str, name: str, info: TensorInfo, shape: tuple[int, ...]
         raise InputError(f"{where} is {info.dtype}; supported: {', '.join(_DTYPES)}")
     if info.num_bytes != math.prod(shape) * _DTYPES[info.dtype].itemsize:
         raise InputError(f"{where} has {info.num_bytes:,} bytes, which do not fit its shape")
+
+
+def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo, shape: tuple[int, ...]) -> None:
+    """A matrix of 8 bits with a scale for each of its rows."""
+    where = f"tensor {name} in {info.path}"
+    if info.dtype != "I8":
+        raise InputError(
+            f"{where} is {info.dtype}, but its config.json says that all layers have weights of 8 bits (I8)"
+        )
+    if info.shape != shape:
+        raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
+    if info.num_bytes != math.prod(shape):
+        raise InputError(f"{where} has {info.num_bytes:,} bytes, which do not fit its shape")
+    if scale.shape not in ((shape[0], 1), (shape[0],)):
+        raise InputError(
+            f"tensor {scale_name} in {scale.path} is {list(scale.shape)}: only a scale for each output channel is supported"
+        )
+    _check_tensor("hf", scale_name, scale, scale.shape)
 
 
 def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> None:
@@ -331,6 +383,24 @@ def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
         _read_into(name, info, start, memoryview(values.view(torch.uint8).numpy()))
         piece.copy_(values)
         start += len(values) * stored.itemsize
+
+
+def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo], out: Tensor) -> None:
+    """Fills rows of 8 bits, or of numbers."""
+    name, info = codes
+    rows, n = info.shape
+    scales = torch.empty(rows, dtype=torch.float32)
+    _fill_from_safetensors(*scale, scales)
+    step = max(1, _CHUNK_VALUES // n)
+    for start in range(0, rows, step):
+        some = slice(start, min(rows, start + step))
+        values = torch.empty(some.stop - start, n, dtype=torch.int8)
+        _read_into(name, info, start * n, memoryview(values.view(-1).view(torch.uint8).numpy()))
+        packed = int8.join(values, scales[some, None])
+        if out.dtype == torch.int8:
+            out[some] = packed
+        else:
+            int8.dequantize(packed, n, out[some])
 
 
 def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:

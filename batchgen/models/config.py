@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.models.compressed_tensors import check_quantization
 from batchgen.models.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -317,12 +318,8 @@ class ModelConfig:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise InputError(
-            f"quantised checkpoints are not supported (quant_method {method!r}): use the model's "
-            "unquantised safetensors, or a GGUF"
-        )
+    if isinstance(quantization := config.get("quantization_config"), Mapping) and quantization:
+        check_quantization(quantization)
     if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")
 

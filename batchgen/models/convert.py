@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
@@ -32,6 +32,7 @@ from batchgen.models.files import (
     ModelFiles,
     model_identity,
     read_store_manifest,
+    resolve_quantization,
     store_manifest_checksum,
 )
 from batchgen.models.tokenizer import save_tokenizer
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.weight_store import Extent, StoreFile, WeightStore
 
-QUANTIZATIONS = ("none", "int4")
+QUANTIZATIONS = ("none", INT4, INT8)
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
 # What manifest, tokenizer and the file system's own records may take beside the weights.
@@ -66,7 +67,7 @@ def convert(
 ) -> WeightStore:
     """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
 
-    quantization: "int4" packs the matrices of the layers. overwrite: replace a store of something else.
+    quantization: "int4" and "int8" pack the matrices of the layers. overwrite: replace a store of something else.
     on_layer(done, total): called after each layer. Peak memory is about one layer, or the embeddings.
 
     Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
@@ -82,6 +83,7 @@ def convert(
     if quantization not in QUANTIZATIONS:
         raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     _check_apart(files, target)
+    quantization = resolve_quantization(files, quantization)
     checkpoint = open_checkpoint(files)
     weight_format = dtype if quantization == "none" else quantization
     header = {
@@ -270,12 +272,17 @@ class _Conversion:
             tensors: dict[str, Tensor] = {}
             importance: dict[str, Tensor] = {}
             if absent or measuring:
-                tensors = checkpoint.load(planned.which, planned.layer, dtype)
+                tensors = self._load(checkpoint, planned, dtype)
             if measuring and measured is not None:
                 importance = measured.next_layer(tensors)
             elif measuring:
                 measured = ChannelImportance(checkpoint.config, tensors, random_tokens(checkpoint.config))
             yield planned, tensors if absent else {}, importance
+
+    def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
+        if planned.which == "layer" and self.header["weight_format"] == INT8:
+            return checkpoint.load_int8_layer(planned.layer, dtype)
+        return checkpoint.load(planned.which, planned.layer, dtype)
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest of this same store, complete or not; None where it begins, or begins afresh."""

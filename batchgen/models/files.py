@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
+from batchgen.core.dtypes import INT8
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
@@ -172,6 +173,18 @@ def read_config(files: ModelFiles) -> ModelConfig:
     if not (config.get("dtype") or config.get("torch_dtype")):  # only after all that needs no weight file
         parsed = replace(parsed, dtype=_stored_dtype(files))
     return parsed
+
+
+def stored_quantization(files: ModelFiles) -> str | None:
+    """What a checkpoint's layers are quantized in by itself, "int8" (models/compressed_tensors.py); None: they are not."""
+    path = files.path / "config.json"
+    # Not there where only a shape is known, of another name.
+    return INT8 if files.kind == "hf" and path.exists() and _read_json(path).get("quantization_config") else None
+
+
+def resolve_quantization(files: ModelFiles, quantization: str) -> str:
+    """What weights are to be quantized in, "none" or a format: what is asked for, or else the checkpoint's own."""
+    return (stored_quantization(files) or quantization) if quantization == "none" else quantization
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8, weight_row_bytes
 from batchgen.models.config import ModelConfig
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
@@ -22,7 +22,7 @@ _LAYER_GROUPS = {
     "up": ("gate_up", "up"),
     "down": ("down",),
 }
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", INT4: "U8"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", INT4: "U8", INT8: "I8"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, ...]
@@ -30,7 +30,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and where it lies. dtype: "float32", "bfloat16", "float16" or "int4". shape: the weights', however they are packed.
+    """A tensor and where it lies.
+
+    dtype: "float32", "bfloat16", "float16", "int4" or "int8". shape: the weights', however they are packed.
 
     offset: bytes from the start of the file.
     """
@@ -43,8 +45,8 @@ class StoredTensor:
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the file: of int4, that of the bytes of packed rows."""
-        return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype == INT4 else self.shape
+        """The shape in the file: of int4 and int8, that of the bytes of packed rows."""
+        return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype in (INT4, INT8) else self.shape
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class StoreFile:
 class WeightStore:
     """A whole store.
 
-    dtype: what it computes in, and `config.dtype`. weight_format: that, or "int4" of the layers' matrices.
+    dtype: what it computes in, and `config.dtype`. weight_format: that, or "int4" or "int8" of the layers' matrices.
     """
 
     path: Path
@@ -114,8 +116,6 @@ def lay_out(
 
     groups: each group's tensors and their shapes, in order. weight_format: of matrices; all else is in `dtype`.
     """
-    from batchgen.ops.quant import row_bytes  # needs torch, as all who write files do
-
     entries: dict[str, dict] = {}
     extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte
     end = pads = 0
@@ -136,8 +136,8 @@ def lay_out(
         for name, shape in shapes.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
             stored_dtype = weight_format if len(shape) == 2 else dtype
-            if stored_dtype == INT4:
-                num_bytes = shape[0] * row_bytes(shape[1])
+            if stored_dtype in (INT4, INT8):
+                num_bytes = shape[0] * weight_row_bytes(shape[1], stored_dtype)
             else:
                 num_bytes = math.prod(shape) * _ITEM_BYTES[stored_dtype]
             tensor = StoredTensor(name, stored_dtype, shape, end, num_bytes)

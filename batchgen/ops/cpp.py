@@ -120,8 +120,8 @@ class PackedWeight:
 
     data: Tensor  # uint8
     columns: int
-    depth: int
-    dtype: torch.dtype
+    depth: int  # of int8, up to a multiple of four
+    dtype: torch.dtype  # int8: of rows of 8 bits (ops/int8.py)
     gated: bool
 
     @property
@@ -134,7 +134,7 @@ def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = 
 
     Of 16-bit numbers it is twice as much where the instruction set multiplies them as 32-bit ones.
     """
-    return _kernels.packed_bytes(columns, depth, TYPES[dtype], _gate(gated))
+    return _kernels.packed_bytes(columns, depth, *_kind(dtype), _gate(gated))
 
 
 def packed_grows(dtype: torch.dtype) -> bool:
@@ -144,7 +144,7 @@ def packed_grows(dtype: torch.dtype) -> bool:
 
 def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     """Pack a weight [columns, depth] for `linear`. gated: for "silu_mul"."""
-    columns, depth = weight.shape
+    columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
     out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated), dtype=torch.uint8)
     _kernels.pack(
@@ -152,7 +152,7 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
         weight.stride(0),
         columns,
         depth,
-        TYPES[weight.dtype],
+        *_kind(weight.dtype),
         _gate(gated),
         out.data_ptr(),
     )
@@ -172,16 +172,18 @@ def linear(
     """activation(x weightᵀ + bias) + residual, for x [tokens, depth], weight [columns, depth].
 
     With "silu_mul" the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
-    Sums are made in fp32, each in the same order whatever the number of tokens.
+    Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
+    says.
     """
-    packed = isinstance(weight, PackedWeight)
-    (rows, x_depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
-    columns, depth = weight.shape
+    packed, coded = isinstance(weight, PackedWeight), weight.dtype == torch.int8
+    (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
+    columns = weight.shape[0]
     gated = activation == "silu_mul"
     if out is None:
         out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
     out_stride, out_unit = out.stride()
-    assert x_unit == 1 and out_unit == 1 and x_depth == depth and weight.dtype == dtype
+    assert x_unit == 1 and out_unit == 1 and (coded or weight.dtype == dtype)
+    assert _depth(weight) == (-(-depth // 4) * 4 if coded else depth)
     assert not packed or weight.gated == gated
     _kernels.linear(
         x.data_ptr(),
@@ -192,6 +194,7 @@ def linear(
         columns,
         depth,
         TYPES[dtype],
+        coded,
         packed,
         ACTIVATIONS[activation],
         0 if bias is None else bias.data_ptr(),
@@ -354,6 +357,18 @@ def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _kind(dtype: torch.dtype) -> tuple[int, bool]:
+    """Of a weight: its type, and whether it has rows of 8 bits, whose products do not depend on the type."""
+    return (0, True) if dtype == torch.int8 else (TYPES[dtype], False)
+
+
+def _depth(weight: Tensor | PackedWeight) -> int:
+    """Values of a row; of 8 bits, codes before its scale."""
+    if isinstance(weight, PackedWeight):
+        return weight.depth
+    return weight.shape[1] - 4 if weight.dtype == torch.int8 else weight.shape[1]
 
 
 def _gate(gated: bool) -> int:

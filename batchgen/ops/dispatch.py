@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference
+from batchgen.ops import int8, quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import PackedWeight
 from batchgen.ops.sampling import Draws
@@ -64,7 +64,8 @@ def linear(
 
     Args:
         x: [tokens, depth].
-        weight: [columns, depth], or packed (`pack_weight`).
+        weight: [columns, depth], or packed (`pack_weight`); or rows of 8 bits, int8 [columns, int8.row_bytes(depth)], which x
+            is multiplied with as integers (`int8`): by the kernels on the CPU, and elsewhere by torch.
         bias: [columns].
         activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the first half of columns times the second one.
         residual: [tokens, columns of the result], added at the end.
@@ -74,7 +75,12 @@ def linear(
     Returns:
         [tokens, columns], or half the columns with "silu_mul".
     """
-    compute = kernels if x.is_cpu else _device_kernels(x.device) or reference
+    if x.is_cpu:
+        compute = kernels
+    elif weight.dtype == torch.int8:
+        compute = int8
+    else:
+        compute = _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
 
 
@@ -82,7 +88,7 @@ def pack_weight(weight: Tensor, *, gated: bool = False) -> Weight:
     """Pack a weight as `linear` reads it fastest, in about as many bytes.
 
     Args:
-        weight: [columns, depth].
+        weight: [columns, depth], or rows of 8 bits.
         gated: For "silu_mul": the gate's rows stand before those it is multiplied with.
 
     Returns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.planner.flow import Phase
@@ -21,6 +21,7 @@ from batchgen.planner.memory import (
     DEVICE_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
     activation_bytes,
+    coded_bytes,
     planned_logit_rows,
     sent_bytes,
 )
@@ -48,7 +49,9 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     """
     if phase.tokens == 0:
         return 0.0
-    rate = s.rates.rates("gemm_flops_per_s", s.compute_format).at(
+    # Products of 8 bits have rates of their own; where these are not known, they count as if in the compute format.
+    known_int8 = s.weight_format == INT8 and s.rates.has_rates("gemm_flops_per_s", INT8)
+    rate = s.rates.rates("gemm_flops_per_s", INT8 if known_int8 else s.compute_format).at(
         width=s.model.hidden_size, tokens=max(1.0, phase.tokens / s.num_gpu_batches)
     )
     return 2 * s.model.matmul_params_per_layer * phase.tokens / rate
@@ -252,7 +255,8 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
     else:
         lanes["compute"] = before + own_attention + requests_s
-        dram = on_disk + (s.dequantized_layer_bytes + kv_read)
+        read = s.layer_bytes if s.weight_format == INT8 else s.dequantized_layer_bytes
+        dram = on_disk + (read + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
 
@@ -335,6 +339,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     rows = planned_logit_rows(model, int(element), s.batch_tokens, s.gpu_batch_size, s.workload.task)
     captured = s.gpu_batch_size if s.on_gpu else 0
     work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
+    work += coded_bytes(s.weight_format, on_gpu=s.on_gpu)
     dequantized = s.dequantized_layer_bytes if s.weight_format == INT4 else 0.0
     cpu = s.process_bytes + WORKSPACE_BYTES + (1 - at.embed_gpu) * s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, row_bytes, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
 from batchgen.core.units import format_bytes
@@ -16,6 +16,9 @@ from batchgen.models.config import ModelConfig
 WORKSPACE_BYTES = 192 << 20
 # The same of an accelerator, which has no tokenizer.
 DEVICE_WORKSPACE_BYTES = 32 << 20
+# What products with weights of 8 bits need beside results: on the CPU rows of codes (csrc/bindings.cpp, kMostPacked); on an
+# accelerator what torch makes its sums in (ops/int8.py).
+_CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
@@ -89,9 +92,14 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str
     """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
     size = int(FORMAT_BYTES[dtype])
     return {
-        group: rows * row_bytes(columns, weight_format) + (config.layer_tensors[group] - rows * columns) * size
+        group: rows * weight_row_bytes(columns, weight_format) + (config.layer_tensors[group] - rows * columns) * size
         for group, (rows, columns) in config.layer_matrices.items()
     }
+
+
+def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
+    """Work space of products with weights of 8 bits."""
+    return (_DEVICE_CODED_BYTES if on_gpu else _CODED_ROWS_BYTES) if weight_format == INT8 else 0
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:
@@ -188,6 +196,7 @@ def _add_activations(
 ) -> None:
     size = int(FORMAT_BYTES[dtype])
     captured = policy.gpu_batch_size if device == "gpu" else 0
+    add(device, "activations", coded_bytes(policy.weight_format, on_gpu=device == "gpu"))
     work = activation_bytes(config, size, batch_tokens, logit_rows, on_gpu=device == "gpu", captured_tokens=captured)
     between = batch_tokens * config.hidden_size * size
     if device == "cpu":

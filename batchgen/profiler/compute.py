@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
+from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
@@ -108,6 +109,15 @@ def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     )
 
 
+@torch.inference_mode()
+def measure_int8(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
+    """What weights of 8 bits change: the rates of products, tokens in `dtype_name` quantized on the way."""
+    pool = device.pool(getattr(torch, dtype_name), effort)
+    name = f"matrix products with {INT8} weights and {dtype_name} on {device.kind}"
+    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT8))
+    return ComputeRates(gemm_flops_per_s={INT8: gemm})
+
+
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
     """Expanded bytes per second of a layer's 4-bit matrices, as many rows of each as the pool has numbers for."""
     packed, targets = [], []
@@ -123,11 +133,17 @@ def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Ef
     return device.rate(Trial(sum(target.nbytes for target in targets), run), effort)
 
 
-def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort) -> Rates:
+def gemm_rates(
+    device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort, weight_format: str | None = None
+) -> Rates:
     """FLOP/s of a layer's matrix products over width and tokens, each model's in turn.
 
     The activation and the residual adds go with them.
+
+    Args:
+        weight_format: "int8", or None: the pool's dtype.
     """
+    stored = int8.quantize if weight_format == INT8 else lambda weight: weight
 
     def trial(model: ModelConfig, tokens: int) -> Trial:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -138,7 +154,7 @@ def gemm_rates(device: Device, pool: Tensor, models: Sequence[ModelConfig], effo
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                ops.pack_weight(part.view(shape), gated=model.gated_mlp and i == 2)
+                ops.pack_weight(stored(part.view(shape)), gated=model.gated_mlp and i == 2)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))

@@ -166,6 +166,34 @@ def add_int4(
     return replace(profile, measured=profile.measured | {"seconds": seconds})
 
 
+def add_int8(
+    profile: HardwareProfile,
+    dtype: str,
+    *,
+    notify: Callable[[str], None],
+    model: ModelConfig | None = None,
+    effort: Effort = FULL,
+) -> HardwareProfile:
+    """A profile of this machine with the rates of products with weights of 8 bits, of tokens in `dtype`, merged in."""
+    from batchgen.profiler.compute import measure_int8, subjects_of
+
+    device = "cuda" if profile.gpu else "cpu"
+    check_measurable(device, (dtype,))
+    watch = _Stopwatch(notify)
+    rates = measure_int8(Device(device), dtype, subjects_of(device, effort, model), effort, watch)
+    # What whole sweeps have shown of the dtype's own products goes for these too.
+    slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
+    scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
+    rates = replace(rates, gemm_flops_per_s=scaled)
+    profile = (
+        replace(profile, gpu=merged(profile.gpu, rates))
+        if profile.gpu
+        else replace(profile, cpu=merged(profile.cpu, rates))
+    )
+    seconds = profile.measured.get("seconds", {}) | watch.parts_s
+    return replace(profile, measured=profile.measured | {"seconds": seconds})
+
+
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
     """The tables of both, b's where both have one."""
     tables = {name: getattr(a, name) | getattr(b, name) for name in _TABLES}

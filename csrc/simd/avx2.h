@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C.
+// AVX2 with FMA and F16C, and with BATCHGEN_VNNI products of bytes (AVX-VNNI).
 
 constexpr int W = 8;
 using vf = __m256;
@@ -68,6 +68,7 @@ inline void store_int(uint32_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); 
 inline vi as_int(vf a) { return _mm256_castps_si256(a); }
 inline vf as_float(vi a) { return _mm256_castsi256_ps(a); }
 inline vi load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -99,3 +100,43 @@ inline void transpose(vi* r) {
         r[4 + c] = as_int(_mm256_permute2f128_ps(s[c], s[4 + c], 0x31));
     }
 }
+
+// A number as it is: the compiler must not make one rounding of this product and a sum.
+inline vf rounded(vf a) {
+    asm("" : "+x"(a));
+    return a;
+}
+inline vi sub_int(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+inline vf max_or_nan(vf a, vf b) {
+    const vi magnitude = _mm256_set1_epi32(0x7fffffff);
+    return as_float(_mm256_max_epi32(_mm256_and_si256(as_int(a), magnitude), _mm256_and_si256(as_int(b), magnitude)));
+}
+
+// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+#ifdef BATCHGEN_VNNI
+using Code = int8_t;
+constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
+inline vi load_codes(const uint32_t* p) { return load_int(p); }
+inline vi dot_codes(vi x, vi w, vi c) {
+    asm("%{vex%} vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+x"(c) : "x"(w), "x"(x));
+    return c;
+}
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) {
+    const __m256i words = _mm256_cvtps_epi32(a);
+    const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(pairs, pairs));
+}
+#else
+using Code = int16_t;
+constexpr int kCodeOffset = 0;
+inline vi load_codes(const uint16_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi dot_codes(vi x, vi w, vi c) { return _mm256_add_epi32(c, _mm256_madd_epi16(x, w)); }
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) {
+    const __m256i words = _mm256_cvtps_epi32(a);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+#endif

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ), and with BATCHGEN_FAST_BF16 its products of bf16 pairs and of bytes (VNNI).
+// AVX-512 (F, BW, VL, DQ), with BATCHGEN_VNNI its products of bytes, and with BATCHGEN_FAST_BF16 those of bf16 pairs too.
 
 constexpr int W = 16;
 using vf = __m512;
@@ -61,6 +61,7 @@ inline vi as_int(vf a) { return _mm512_castps_si512(a); }
 inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
 // W bytes as integers; their low and high halves as floats.
 inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -102,6 +103,10 @@ inline void transpose(vi* r) {
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
+inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+inline vf max_or_nan(vf a, vf b) { return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b)))); }
+
 // Lane i: all lanes of r[i] joined two by two.
 template <class F>
 inline vf across(const vf* r, F join) {
@@ -125,6 +130,15 @@ inline vf sums(const vf* r) { return across(r, add); }
 // p times 2 to the integer n, 0 where that is too small.
 inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
 #define BATCHGEN_SCALES_BY_POW2
+
+#ifdef BATCHGEN_VNNI
+// In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
+inline vi dot_bytes(vi a, vi b, vi c) {
+    // By its name: around the intrinsic, GCC 12 copies and spills sums.
+    asm("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+#endif
 
 #ifdef BATCHGEN_FAST_BF16
 // The first n <= W / 2 of both, each in its half.
@@ -157,7 +171,6 @@ inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b
 
 inline vi and_bits(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 template <int N>
 inline vi shift_left(vi a) {
     return _mm512_slli_epi32(a, N);
@@ -166,22 +179,13 @@ template <int N>
 inline vi shift_right(vi a) {
     return _mm512_srli_epi32(a, N);
 }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 // To the nearest; -2^31 of what is no number or beyond all integers.
 inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
-// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
-inline vf max_or_nan(vf a, vf b) { return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b)))); }
 inline void store_low_bytes(int8_t* p, vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 inline vi set1_bytes(const int8_t* four) {
     int bits;
     memcpy(&bits, four, 4);
     return _mm512_set1_epi32(bits);
-}
-// In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
-inline vi dot_bytes(vi a, vi b, vi c) {
-    // By its name: around the intrinsic, GCC 12 copies and spills sums.
-    asm("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(c) : "v"(a), "v"(b));
-    return c;
 }
 // The 32 bytes of each of four rows as (a_i, b_i, c_i, d_i): first and second half of them.
 inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
@@ -197,4 +201,28 @@ inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c
     first = _mm512_permutex2var_epi16(even, order, odd);
     second = _mm512_permutex2var_epi16(even, _mm512_add_epi16(order, _mm512_set1_epi16(8)), odd);
 }
+#endif
+
+// A number as it is: the compiler must not make one rounding of this product and a sum.
+inline vf rounded(vf a) {
+    asm("" : "+v"(a));
+    return a;
+}
+
+// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+#ifdef BATCHGEN_VNNI
+using Code = int8_t;
+constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
+inline vi load_codes(const uint32_t* p) { return load_int(p); }
+inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
+#else
+using Code = int16_t;
+constexpr int kCodeOffset = 0;
+inline vi load_codes(const uint16_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline vi dot_codes(vi x, vi w, vi c) { return _mm512_add_epi32(c, _mm512_madd_epi16(x, w)); }
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a))); }
 #endif

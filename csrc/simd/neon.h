@@ -1,4 +1,4 @@
-// Advanced SIMD of 64-bit Arm.
+// Advanced SIMD of 64-bit Arm, with products of bytes where the target has them (armv8.2-a+dotprod).
 
 constexpr int W = 4;
 using vf = float32x4_t;
@@ -52,6 +52,7 @@ inline void store_int(uint32_t* p, vi a) { vst1q_u32(p, a); }
 inline vi as_int(vf a) { return vreinterpretq_u32_f32(a); }
 inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
 inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
 inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -72,4 +73,38 @@ inline void transpose(vi* r) {
     r[1] = vcombine_u32(vget_low_u32(a.val[1]), vget_low_u32(b.val[1]));
     r[2] = vcombine_u32(vget_high_u32(a.val[0]), vget_high_u32(b.val[0]));
     r[3] = vcombine_u32(vget_high_u32(a.val[1]), vget_high_u32(b.val[1]));
+}
+
+// A number as it is: the compiler must not make one rounding of this product and a sum.
+inline vf rounded(vf a) {
+    asm("" : "+w"(a));
+    return a;
+}
+inline vi sub_int(vi a, vi b) { return vsubq_u32(a, b); }
+// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+inline vf max_or_nan(vf a, vf b) {
+    return vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(vabsq_f32(a)), vreinterpretq_u32_f32(vabsq_f32(b))));
+}
+
+// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+using Code = int8_t;
+constexpr int kCodeOffset = 0;
+inline vi load_codes(const uint32_t* p) { return load_int(p); }
+inline vi dot_codes(vi x, vi w, vi c) {
+    const int8x16_t a = vreinterpretq_s8_u32(x), b = vreinterpretq_s8_u32(w);
+    const int32x4_t sums = vreinterpretq_s32_u32(c);
+#ifdef __ARM_FEATURE_DOTPROD
+    return vreinterpretq_u32_s32(vdotq_s32(sums, a, b));
+#else
+    // Two products of codes of x, which are never -128, fit 16 bits.
+    const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    return vreinterpretq_u32_s32(vpadalq_s16(sums, vpaddq_s16(low, high)));
+#endif
+}
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) {
+    const int16x4_t words = vmovn_s32(vcvtnq_s32_f32(a));
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(words, words));
+    memcpy(p, &bytes, 4);
 }

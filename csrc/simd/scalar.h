@@ -141,6 +141,7 @@ inline vi load_bytes(const uint8_t* p) {
     memcpy(&a, p, sizeof a);
     return __builtin_convertvector(a, vi);
 }
+inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -161,6 +162,32 @@ inline void transpose(vi* r) {
     for (int i = 0; i < W; i++)
         for (int j = 0; j < W; j++) to[i][j] = from[j][i];
     memcpy(r, to, sizeof to);
+}
+
+inline vi sub_int(vi a, vi b) { return a - b; }
+// Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
+inline vf max_or_nan(vf a, vf b) {
+    const vs x = (vs)(as_int(a) & 0x7fffffffu), y = (vs)(as_int(b) & 0x7fffffffu);
+    return select(x > y, (vf)x, (vf)y);
+}
+// In each 32 bits c + the products of the four bytes of a, without a sign, and of b, with one.
+inline vi dot_bytes(vi a, vi b, vi c) {
+    for (int n = 0; n < 32; n += 8) c += (a >> n & 0xff) * (vi)((vs)(b << (24 - n)) >> 24);
+    return c;
+}
+
+// A number as it is. Products and sums are never made in one rounding here: CMakeLists.txt says so to the compiler.
+inline vf rounded(vf a) { return a; }
+
+// Products of codes, which are integers of 8 bits with a sign. Code: what those of x are kept in, so many in 32 bits.
+// load_codes: those of w that go with them, of W columns. c + the products in each 32 bits; nothing is rounded or cut off.
+using Code = int8_t;
+constexpr int kCodeOffset = 128;  // codes of w are without a sign, and so much larger
+inline vi load_codes(const uint32_t* p) { return load_int(p); }
+inline vi dot_codes(vi x, vi w, vi c) { return dot_bytes(w, x, c); }
+// Floats that are such integers.
+inline void store_codes(Code* p, vf a) {
+    for (int i = 0; i < W; i++) p[i] = a[i] == a[i] ? Code(a[i]) : 0;
 }
 
 #ifdef BATCHGEN_FAST_BF16
@@ -216,7 +243,6 @@ inline vi shift_right_16(vi a) {
 inline vi pair_bytes(vi a, vi b) { return a | b << 16; }
 inline vi and_bits(vi a, vi b) { return a & b; }
 inline vi add_int(vi a, vi b) { return a + b; }
-inline vi sub_int(vi a, vi b) { return a - b; }
 template <int N>
 inline vi shift_left(vi a) {
     return a << N;
@@ -225,16 +251,11 @@ template <int N>
 inline vi shift_right(vi a) {
     return a >> N;
 }
-inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vi to_int(vf a) {
     const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
     const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);
     return as_int(
         select(fits, as_float((vi) __builtin_convertvector(select(fits, whole, vf{}), vs)), as_float(set1_int(0x80000000))));
-}
-inline vf max_or_nan(vf a, vf b) {
-    const vs x = (vs)(as_int(a) & 0x7fffffffu), y = (vs)(as_int(b) & 0x7fffffffu);
-    return select(x > y, (vf)x, (vf)y);
 }
 inline void store_low_bytes(int8_t* p, vi a) {
     for (int i = 0; i < W; i++) p[i] = int8_t(a[i]);
@@ -243,10 +264,6 @@ inline vi set1_bytes(const int8_t* four) {
     uint32_t bits;
     memcpy(&bits, four, 4);
     return set1_int(bits);
-}
-inline vi dot_bytes(vi a, vi b, vi c) {
-    for (int n = 0; n < 32; n += 8) c += (a >> n & 0xff) * (vi)((vs)(b << (24 - n)) >> 24);
-    return c;
 }
 inline void interleave_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, vi& first, vi& second) {
     uint8_t fours[2 * W][4];

@@ -199,6 +199,10 @@ class TestElsewhere:
         both = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4", "--kv-cache-dtype", "int4"))
         formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both)]
         assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4")]
+        eight = plan_json(*on_t4(opt_30b, *little, "--quantization", "int8"))
+        assert eight["policy"]["weight_format"] == "int8"
+        # Half of what 16 bits take to be streamed.
+        assert plain["prediction"]["total_s"] > eight["prediction"]["total_s"]
         assert plain["prediction"]["total_s"] > weights["prediction"]["total_s"]
 
     def test_flags_are_kept(self, opt_30b):

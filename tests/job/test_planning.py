@@ -252,13 +252,20 @@ class TestRunnable:
         assert plan.placement_bytes["weights"]["disk"] > 0 and plan.policy.num_gpu_batches == 2
         assert self.runnable(plan, "llama") is plan
 
-    @pytest.mark.parametrize(("name", "option"), [("weight_format", "quantization"), ("kv_format", "kv_cache_dtype")])
-    def test_a_plan_in_4_bits(self, in_memory, name, option):
-        plan = replace(in_memory, policy=replace(in_memory.policy, **{name: "int4"}))
+    @pytest.mark.parametrize(
+        ("name", "option", "stored"),
+        [("weight_format", "quantization", "int4"), ("weight_format", "quantization", "int8"),
+         ("kv_format", "kv_cache_dtype", "int4")],
+    )  # fmt: skip
+    def test_a_plan_in_4_or_8_bits(self, in_memory, name, option, stored):
+        plan = replace(in_memory, policy=replace(in_memory.policy, **{name: stored}))
         flag = "--" + option.replace("_", "-")
-        assert f"--plan has int4 where {flag} is" in complaint(self.runnable, plan)
-        assert self.runnable(plan, **{option: "int4"}) is plan
-        assert f"--plan has float16 where {flag} is int4" in complaint(self.runnable, in_memory, **{option: "int4"})
+        assert f"--plan has {stored} where {flag} is" in complaint(self.runnable, plan)
+        assert self.runnable(plan, **{option: stored}) is plan
+        assert f"--plan has float16 where {flag} is {stored}" in complaint(self.runnable, in_memory, **{option: stored})
+        if option == "quantization":
+            other = {"int4": "int8", "int8": "int4"}[stored]
+            assert f"--plan has {stored} where {flag} is {other}" in complaint(self.runnable, plan, **{option: other})
 
     def test_without_a_disk_all_is_in_memory(self, in_memory):
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}

@@ -20,6 +20,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.importance import ChannelImportance, random_tokens
 from batchgen.models.weight_store import load_extent, open_store, read_extent, verify, views
+from batchgen.ops import int8
 from batchgen.ops.quant import dequantize, quantize
 
 GROUPS = {
@@ -47,7 +48,7 @@ def store_path(tiny_models, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 @pytest.mark.parametrize(("family", "overrides"), ALL)
 def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantization):
     model = make_tiny_model(family, tmp_path / "model", **overrides)
@@ -73,6 +74,9 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantiza
                     unfitted = dequantize(quantize(expected[name]), expected[name].shape[1])
                     error = (importance[name] * (tensor - expected[name]).square()).mean()
                     assert 0 < error < (importance[name] * (unfitted - expected[name]).square()).mean()
+                elif in_layer and quantization == "int8" and expected[name].ndim == 2:
+                    assert torch.equal(tensor, int8.quantize(expected[name]))
+                    tensor = int8.dequantize(tensor, expected[name].shape[1], torch.empty_like(expected[name]))
                 else:
                     assert torch.equal(tensor, expected[name])
                 seen[name] = tensor
@@ -93,7 +97,7 @@ def test_a_group_counts_the_parameters_the_planner_counts(store_path):
         assert counts == store.config.layer_tensors and list(counts) == list(store.config.layer_tensors)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 def test_places(store_path, quantization):
     """Groups on whole blocks, one right behind the other to the end of the file; tensors on multiples of 64."""
     store = open_store(store_path(quantization))
@@ -136,7 +140,7 @@ def test_several_groups_in_one_request(store_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 def test_loading_in_small_pieces(store_path, monkeypatch, quantization, dtype):
     store = open_store(store_path(quantization))
     monkeypatch.setattr("batchgen.models.weight_store._PIECE_BYTES", 1000)
@@ -149,6 +153,8 @@ def test_loading_in_small_pieces(store_path, monkeypatch, quantization, dtype):
                 expected = stored[tensor.name]
                 if tensor.dtype == "int4":
                     expected = dequantize(expected, tensor.shape[1])
+                if tensor.dtype == "int8":
+                    expected = int8.dequantize(expected, tensor.shape[1], torch.empty(tensor.shape))
                 assert torch.equal(loaded[tensor.name], expected.to(dtype))
                 assert loaded[tensor.name].untyped_storage().nbytes() == expected.numel() * dtype.itemsize
 

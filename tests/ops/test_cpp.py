@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thorough import some_draws, some_of
 
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference
+from batchgen.ops import int8, quant, reference
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
@@ -411,8 +411,89 @@ def test_products_in_tile_registers(kind, rows, instruction_set):
     assert torch.equal(c[rows:], before[rows:])
 
 
+# Weights of 8 bits: bit for bit what torch makes of them, on every instruction set.
+
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul"]
+
+
+@examples(
+    40,
+    linear_shapes,
+    st.sampled_from(DTYPES),
+    st.sampled_from(ACTIVATIONS),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_linear_of_8_bits(shape, dtype, activation, with_bias, with_residual, packed, wide, seed):
+    rows, columns, depth = shape
+    gated = activation == "silu_mul"
+    x = random(seed, rows, depth, dtype=dtype)
+    w = int8.quantize(random(seed + 1, columns * (1 + gated), depth, scale=2 * depth**-0.5))
+    bias = random(seed + 2, len(w), dtype=dtype) if with_bias else None
+    residual = random(seed + 3, rows, columns, dtype=dtype) if with_residual else None
+    weight = kernels.pack(w, gated=gated) if packed else w
+    options = {"activation": activation, "residual": residual, "out_dtype": torch.float32 if wide else dtype}
+    got, expected = kernels.linear(x, weight, bias, **options), int8.linear(x, w, bias, **options)
+    assert got.dtype == options["out_dtype"] and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_8_bits_at_all_sizes(activation, instruction_set):
+    """Of results from tiny to large, and of both signs."""
+    w = int8.quantize(torch.eye(64).repeat(2, 1) if activation == "silu_mul" else torch.eye(64))
+    x = torch.cat([random(i, 8, 64, scale=4.0**i) for i in range(-6, 7)])
+    got = kernels.linear(x, kernels.pack(w, gated=activation == "silu_mul"), activation=activation)
+    assert torch.equal(got, int8.linear(x, w, activation=activation))
+    assert got.isfinite().all()
+
+
+def test_rows_of_8_bits_that_are_no_numbers_are_alone():
+    x, w = random(0, 9, 70), int8.quantize(random(1, 40, 70))
+    expected = int8.linear(x, w)
+    x[2, 69], x[3, 0], x[5] = torch.nan, -torch.inf, 0
+    x[7] *= 1e-36  # smaller than what is told from zero
+    for weight in (w, kernels.pack(w)):
+        got = kernels.linear(x, weight)
+        assert got[[2, 3]].isnan().all() and not got[[5, 7]].any()
+        assert torch.equal(got[[0, 1, 4, 6, 8]], expected[[0, 1, 4, 6, 8]])
+
+
+@pytest.mark.parametrize("codes", [-128, -127, 127])
+def test_sums_of_8_bits_do_not_overflow(codes):
+    """Nothing is cut off where all products are as large as they get; a checkpoint may have codes of -128."""
+    depth = 4096
+    x = torch.ones(17, depth) * torch.tensor([1.0, -1.0]).repeat(9)[:17, None]
+    w = int8.join(torch.full((40, depth), codes, dtype=torch.int8), torch.full((40, 1), 0.5))
+    expected = x[:, :1] * (127 * codes * depth * 0.5 / 127)
+    for weight in (w, kernels.pack(w)):
+        torch.testing.assert_close(kernels.linear(x, weight), expected.expand(17, 40), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("depth", [40, 96, 1120])
+def test_a_row_of_8_bits_is_the_same_alone_and_in_any_number(depth):
+    x, w = random(0, 70, depth, dtype=torch.bfloat16), int8.quantize(random(1, 48, depth, scale=depth**-0.5))
+    packed = kernels.pack(w)
+    whole = int8.linear(x, w)
+    for rows in (1, 2, 15, 16, 17, 33, 70):
+        assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
+        assert torch.equal(kernels.linear(x[rows - 1 : rows], packed if rows % 2 else w), whole[rows - 1 : rows])
+
+
+def test_linear_of_8_bits_of_views_into_views():
+    """More rows of a large depth than are made codes at once, too."""
+    x, w = random(0, 2100, 2110)[:, 10:2088], int8.quantize(random(1, 8, 2078))
+    residual, out = random(2, 2100, 20)[:, :8], torch.zeros(2100, 11)
+    kernels.linear(x, kernels.pack(w), residual=residual, out=out[:, :8])
+    assert torch.equal(out[:, :8], int8.linear(x, w, residual=residual)) and not out[:, 8:].any()
+
+
 def test_nothing_to_do():
     w = kernels.pack(random(0, 8, 16))
+    eight = kernels.pack(int8.quantize(random(0, 8, 16)))
+    assert kernels.linear(torch.empty(0, 16), eight).shape == (0, 8)
     assert kernels.linear(torch.empty(0, 16), w).shape == (0, 8)
     assert kernels.norm(torch.empty(0, 16), torch.ones(16), None, 1e-5).shape == (0, 16)
     assert kernels.argmax(torch.empty(0, 16))[0].shape == (0,)

@@ -10,12 +10,12 @@ from tiered import CPU, make_parts, make_policy, make_requests
 from timing import undisturbed
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.cost import bounds, head_lanes, layer_lanes, moved_bytes
+from batchgen.planner.cost import bounds, head_lanes, layer_lanes, linear_s, moved_bytes
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import LANES, RuntimeModel
 from batchgen.planner.lp import Counts
@@ -140,6 +140,7 @@ CASES = {
     "weights from disk": (EMULATED, {"weight_layers": (1, 0, 2)}),
     "weights from disk to the CPU": (CPU, {"weight_layers": (0, 1, 2)}),
     "4-bit weights": (EMULATED, {"weight_layers": (0, 3, 0), "weight_format": INT4}),
+    "8-bit weights": (EMULATED, {"weight_layers": (0, 3, 0), "weight_format": INT8}),
     "streamed": (EMULATED, {"kv_seqs": {"streamed": 8}}),
     "streamed in two batches": (EMULATED, {"kv_seqs": {"streamed": 8}, "gpu_batch_size": 4, "num_gpu_batches": 2}),
     "streamed in 4 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT4}),
@@ -221,3 +222,18 @@ def test_int4_costs_what_it_was_measured_to_cost(llama):
     without = replace(packed, cpu=replace(packed.cpu, **{t: {FP32: getattr(packed.cpu, t)[FP32]} for t in tables}))
     assert compute_s(FP32, INT4, without) == pytest.approx(plain)
     assert compute_s(FP32, INT4) > plain * 1.01
+
+
+def test_products_of_8_bits_cost_what_they_were_measured_to_cost(llama):
+    """Where they were not measured, what the dtype's own do."""
+    config = llama[1]
+
+    def seconds(weight_format, hardware):
+        p = problem(config, hardware, Workload.uniform(16, 40, 20), weight_formats=(weight_format,))
+        return linear_s(next(search_space(p))[0], Phase(1, 100, 2, 0, 0))
+
+    plain = seconds(FP32, box())
+    assert seconds(INT8, box()) == plain
+    cpu = box().cpu
+    faster = cpu.gemm_flops_per_s | {INT8: cpu.gemm_flops_per_s[FP32].scaled(3)}
+    assert seconds(INT8, replace(box(), cpu=replace(cpu, gemm_flops_per_s=faster))) == pytest.approx(plain / 3)

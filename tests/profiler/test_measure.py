@@ -28,7 +28,7 @@ from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
 from batchgen.profiler.cache import Wanted, load_or_measure, profile_path
-from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, measure
+from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, add_int8, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
 
@@ -162,6 +162,19 @@ class TestMeasure:
         assert 1e6 < cpu.expand_bytes_per_s < 1e13
         assert len(lines) == 4 and all("int4" in line for line in lines)
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
+        assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_products_of_8_bits_are_merged_in(self, measured, dtype):
+        lines = []
+        slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
+        after = add_int8(
+            dataclasses.replace(measured, measured=measured.measured | slower), dtype, notify=lines.append, effort=TINY
+        )
+        table = after.cpu.gemm_flops_per_s
+        assert {k: v for k, v in table.items() if k != "int8"} == measured.cpu.gemm_flops_per_s
+        assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table["int8"].points))
+        assert len(lines) == 1 and "int8" in lines[0]
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
     @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])
@@ -480,6 +493,14 @@ class TestCache:
         again = load(formats=("int4",))
         assert len(load.notes) == count and self.without_sizes(again) == self.without_sizes(packed)
         assert load().cpu.expand_bytes_per_s == packed.cpu.expand_bytes_per_s
+
+    def test_products_of_8_bits_are_measured_when_asked_for_and_kept(self, load):
+        first = load()
+        eight = load(formats=("int8",))
+        assert load.measured == [("float32",)] and set(eight.cpu.gemm_flops_per_s) == {"float32", "int8"}
+        assert eight.cpu.gemm_flops_per_s["float32"] == first.cpu.gemm_flops_per_s["float32"]
+        count = len(load.notes)
+        assert self.without_sizes(load(formats=("int8",))) == self.without_sizes(eight) and len(load.notes) == count
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_what_cannot_be_measured_is_refused_before_anything_is(self, load):

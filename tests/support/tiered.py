@@ -74,7 +74,8 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
     if store is None and needs_store(policy):
         policy = policy if find_spec("xxhash") else without_store(policy)
     if store is None and needs_store(policy):
-        store = find_or_convert(files, offload_dir, "float32", "int4" if policy.weight_format == "int4" else "none")
+        quantization = "none" if policy.weight_format == "float32" else policy.weight_format
+        store = find_or_convert(files, offload_dir, "float32", quantization)
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
     request = LoadRequest(

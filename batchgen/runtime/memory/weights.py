@@ -2,7 +2,7 @@
 
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
-computes. 4-bit matrices are dequantized once per layer and sweep.
+computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits are multiplied as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8, weight_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
@@ -23,7 +23,6 @@ from batchgen.models.layers import GATED
 from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
-from batchgen.ops.quant import row_bytes
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import as_buffer
@@ -183,7 +182,9 @@ class Weights:
             file = self._store.layers[layer]
             groups = {group: read_extent(file, file.extents[group]) for group in kept}
         elif kept:
-            tensors = self._checkpoint.load_layer(layer, self.dtype)
+            in_codes = self.residency.weight_format == INT8
+            load = self._checkpoint.load_int8_layer if in_codes else self._checkpoint.load_layer
+            tensors = load(layer, self.dtype)
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}
@@ -200,10 +201,14 @@ class Weights:
     def _stored_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Each tensor of a layer as it is stored."""
         shapes = tensor_shapes(layer_layout(self.config))
-        if self.residency.weight_format != INT4:
+        stored_format = self.residency.weight_format
+        packed = {INT4: torch.uint8, INT8: torch.int8}.get(stored_format)
+        if packed is None:
             return {name: (shape, self.dtype) for name, shape in shapes.items()}
         return {
-            name: ((*shape[:-1], row_bytes(shape[-1])), torch.uint8) if len(shape) == 2 else (shape, self.dtype)
+            name: ((shape[0], weight_row_bytes(shape[1], stored_format)), packed)
+            if len(shape) == 2
+            else (shape, self.dtype)
             for name, shape in shapes.items()
         }
 
@@ -327,7 +332,7 @@ class Weights:
 def _packed(tensors: Tensors) -> Tensors:
     """With matrices as products read them fastest; 4-bit ones are left as they are."""
     return {
-        name: ops.pack_weight(t, gated=name == GATED) if t.ndim == 2 and t.is_floating_point() else t
+        name: ops.pack_weight(t, gated=name == GATED) if t.ndim == 2 and t.dtype != torch.uint8 else t
         for name, t in tensors.items()
     }
 

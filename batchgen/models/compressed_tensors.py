@@ -1,0 +1,56 @@
+"""Checkpoints of compressed-tensors: which scheme their config.json names, and whether it can be loaded as it is.
+
+The one that can is `int-quantized`, W8A8: weights of 8 bits with a scale for each output channel, activations quantized for
+each token as they come. That is what `ops/int8.py` multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.errors import InputError
+
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def check_quantization(config: Mapping[str, Any]) -> None:
+    """Raise InputError unless all linear layers, but for `ignore`, are int-quantized: `quantization_config` of config.json."""
+    method = config.get("quant_method", "unknown")
+    if method != "compressed-tensors":
+        raise InputError(
+            f"quantised checkpoints are not supported (quant_method {method!r}): use the model's "
+            "unquantised safetensors, or a GGUF"
+        )
+    groups = config.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    for scheme in schemes or [{}]:
+        wrong = _difference(scheme.get("weights"), _WEIGHTS) or _difference(
+            scheme.get("input_activations"), _ACTIVATIONS
+        )
+        if config.get("format") != "int-quantized" or wrong or scheme.get("output_activations"):
+            raise _refused(config, scheme, wrong)
+    if config.get("kv_cache_scheme"):
+        raise InputError(
+            "compressed-tensors checkpoints with a kv_cache_scheme are not supported: remove it from config.json"
+        )
+
+
+def _difference(stated: Any, wanted: Mapping[str, Any]) -> str:
+    """The first field that is another than what is wanted, as "field value"; "" where there is none."""
+    if not isinstance(stated, Mapping):
+        return "nothing stated"
+    return next((f"{name} {stated.get(name)!r}" for name, value in wanted.items() if stated.get(name) != value), "")
+
+
+def _refused(config: Mapping[str, Any], scheme: Mapping[str, Any], wrong: str) -> InputError:
+    bits = "".join(
+        f"{letter}{part.get('num_bits', 16) if isinstance(part := scheme.get(name), Mapping) else 16}"
+        for letter, name in (("W", "weights"), ("A", "input_activations"))
+    )
+    detail = f", {wrong}" if wrong and config.get("format") == "int-quantized" else ""
+    return InputError(
+        f"compressed-tensors checkpoints in the scheme {bits} ({config.get('format', 'no format')}{detail}) are not supported:"
+        " only int-quantized W8A8, weights by channel and activations by token, is; use the model's unquantised safetensors"
+    )

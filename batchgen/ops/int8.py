@@ -1,0 +1,167 @@
+"""Weights of 8 bits: the layout of their rows, and in torch what the kernels make of them, bit for bit.
+
+A matrix [rows, n] is int8 [rows, row_bytes(n)]: each row has n codes, zeros up to a multiple of four, and a scale, a
+little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value.
+
+`linear` makes codes of each row of x in the same way, so that sums are those of integers, exact in any order. What follows is
+done in fp32, each operation rounded to nearest even by itself, in the order of `_finished`. The kernels do the same on every
+instruction set (csrc/linear_int8.h): a result does not depend on the machine, nor on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from batchgen.core.dtypes import INT8, weight_row_bytes
+
+_LARGEST = 127.0
+_LEAST = 2.0**-100  # a row of smaller numbers counts as zeros
+# Values of an operand or a result that are worked on at a time, in fp64: for memory that the planner counts on
+# (planner/memory.py).
+_VALUES = 1 << 21
+_FEWEST_ROWS = 16
+
+
+def row_bytes(n: int) -> int:
+    """Bytes of a row of `n` weights."""
+    return weight_row_bytes(n, INT8)
+
+
+def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows symmetrically: x [rows, n] of any float dtype -> codes int8 [rows, n], scales fp32 [rows, 1].
+
+    The code is x * (127 / largest), rounded to nearest even. A row that has a NaN or an infinity has codes of zero and a scale
+    of NaN.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    finite = largest.isfinite()
+    counts = finite & (largest >= _LEAST)
+    whole = torch.full_like(largest, _LARGEST)
+    steps = torch.where(counts, whole / largest, 0.0)
+    scale = torch.where(counts, largest / whole, torch.where(finite, 0.0, torch.nan))
+    return torch.where(counts, x * steps, 0.0).round_().to(torch.int8), scale
+
+
+def join(codes: Tensor, scale: Tensor) -> Tensor:
+    """Rows of weights, int8 [rows, row_bytes(n)], of codes int8 [rows, n] and scales fp32 [rows, 1]."""
+    n = codes.shape[1]
+    rows = codes.new_zeros(len(codes), row_bytes(n))
+    rows[:, :n] = codes
+    rows[:, -4:] = scale.float().contiguous().view(torch.int8)
+    return rows
+
+
+def split(rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 [rows, n], a view, and scales fp32 [rows, 1]."""
+    return rows[:, :n], rows[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def quantize(x: Tensor) -> Tensor:
+    """Quantize a matrix [rows, n] of any float dtype into rows int8 [rows, row_bytes(n)]."""
+    packed = torch.empty(len(x), row_bytes(x.shape[1]), dtype=torch.int8, device=x.device)
+    for some in _parts(len(x), x.shape[1]):
+        packed[some] = join(*to_codes(x[some]))
+    return packed
+
+
+def dequantize(rows: Tensor, n: int, out: Tensor) -> Tensor:
+    """Rows int8 [rows, row_bytes(n)] as numbers in `out` [rows, n], of any float dtype, each rounded once to it."""
+    for some in _parts(len(rows), n):
+        codes, scale = split(rows[some], n)
+        out[some] = codes * scale
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `ops.linear`, of a weight in rows of 8 bits, on any device. Sums are made in fp64, where they are exact."""
+    columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
+    if out is None:
+        out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
+    for some in _parts(len(x), max(x.shape[1], len(weight))):
+        codes, scale = to_codes(x[some])
+        y = _scaled_sums(codes, weight) * scale
+        out[some] = _finished(y, bias, activation, None if residual is None else residual[some])
+    return out
+
+
+def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
+    """Sums of products of codes, rounded to fp32, times the scales of the weight's rows."""
+    wide = codes.double()
+    scaled = torch.empty(len(codes), len(weight), device=codes.device)
+    for some in _parts(len(weight), codes.shape[1]):
+        w, scale = split(weight[some], codes.shape[1])
+        scaled[:, some] = (wide @ w.double().T).float() * scale.view(-1)
+    return scaled
+
+
+def _finished(y: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> Tensor:
+    y = y + (0.0 if bias is None else bias.float())
+    if activation == "silu_mul":
+        gate, up = y.chunk(2, dim=-1)
+        y = gate * _sigmoid(gate) * up
+    elif activation is not None:
+        y = _ACTIVATIONS[activation](y)
+    return y if residual is None else y + residual.float()
+
+
+def _parts(rows: int, width: int) -> Iterator[slice]:
+    step = max(_FEWEST_ROWS, _VALUES // max(1, width))
+    return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
+
+
+# Functions as csrc/numeric.h has them (`Apart`).
+
+
+def _polynomial(x: Tensor, first: float, *others: float) -> Tensor:
+    p = torch.full_like(x, first)
+    for coefficient in others:
+        p = p * x + coefficient
+    return p
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Of at least -87, at most 87."""
+    bounded = x.clamp(-87.0, 87.0)
+    n = (bounded * 1.44269504).round_()
+    r = n * 2.12194440e-4 + (n * -0.693359375 + bounded)
+    p = _polynomial(r, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+    return p * (n.nan_to_num().int() + 127 << 23).view(torch.float32)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.ones_like(x) / (_exp(0.0 - x) + 1.0)
+
+
+def _erf(x: Tensor) -> Tensor:
+    """Abramowitz and Stegun 7.1.26."""
+    sign = torch.where(x < 0, -1.0, 1.0)
+    a = x * sign
+    t = torch.ones_like(a) / (a * 0.3275911 + 1.0)
+    p = _polynomial(t, 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    return (1.0 - p * t * _exp(0.0 - a * a)) * sign
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (_erf(x * 0.70710678) + 1.0)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    inner = (0.044715 * (x * x) * x + x) * 0.79788456
+    tanh = 2.0 * _sigmoid(inner + inner) - 1.0
+    return 0.5 * x * (tanh + 1.0)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}

@@ -1,0 +1,145 @@
+// Linear layers of weights of 8 bits: sums of integers, with a scale for each column and one for each row of x.
+//
+// batchgen/ops/int8.py says how rows of numbers become codes, and in which order sums become results; it does the same in
+// torch, bit for bit. Rows of x are made codes once for all threads. A packed panel has its columns' scales after its codes.
+
+#ifdef BATCHGEN_TILES
+constexpr int kWeightOffset = 0;
+#else
+constexpr int kWeightOffset = kCodeOffset;  // which the sums are rid of by the sum of a row's codes
+#endif
+
+inline uint16_t operand_with(int16_t) { return 0; }
+inline uint32_t operand_with(int8_t) { return 0; }
+
+struct Bytes {
+    using Value = Code;
+    using Arithmetic = Apart;
+    static constexpr int kWhole = 4;
+    using Sum = vi;
+    using Operand = decltype(operand_with(Code{}));
+    using Number = uint32_t;
+    static constexpr int kPair = 4 / sizeof(Code);
+    static vi columns(const Operand* b) { return load_codes(b); }
+    static vi none() { return set1_int(0); }
+    static vi scaled(const uint32_t* c, float) { return load_int(c); }  // by one
+    static void put(uint32_t* c, vi sum) { store_int(c, sum); }
+    static vi dot(vi a, vi b, vi c) { return dot_codes(a, b, c); }
+};
+
+// Where w's scale is in a row.
+inline int64_t scale_at(const Linear& args) { return round_up(args.depth, 4); }
+
+// Rows of x as codes, and what is kept of each beside them; at `packed_x`.
+struct CodedRows {
+    static constexpr int64_t kBeside = 8;  // bytes of a row
+    float* scales;
+    int32_t* excess;  // of sums, for the offset of w's codes
+    uint8_t* codes;
+    CodedRows(const Linear& args, const void* at) {
+        const int64_t rows = round_up(args.rows, 16);
+        scales = (float*)at, excess = (int32_t*)(scales + rows), codes = (uint8_t*)(excess + rows);
+    }
+};
+
+// A row's scale, and what its numbers are multiplied with to be codes.
+struct RowScale {
+    float scale, steps;
+    template <class T>
+    RowScale(const T* x, int64_t n) {
+        constexpr float kLeast = 0x1p-100f;  // what is smaller counts as zero
+        vf largest = zero();
+        for (int64_t i = 0; i < n; i += W) largest = max_or_nan(largest, load_part(x + i, int(smaller(W, n - i))));
+        uint32_t all[W], most = 0;
+        store_int(all, as_int(largest));
+        for (int i = 0; i < W; i++) most = all[i] > most ? all[i] : most;
+        float value;
+        memcpy(&value, &most, 4);
+        const bool finite = most < 0x7f800000, counts = finite && value >= kLeast;
+        scale = counts ? value / 127 : finite ? 0 : __builtin_nanf("");
+        steps = counts ? 127 / value : 0;
+    }
+};
+
+// Codes of the numbers [from, to) of a row of n, zeros beyond its end; returns their sum.
+template <class T>
+inline int32_t put_codes(const T* x, int64_t n, int64_t from, int64_t to, float steps, uint8_t* out) {
+    int32_t sum = 0;
+    for (int64_t i = from; i < to; i += W, out += W * sizeof(Code)) {
+        const vf values = i < n ? load_part(x + i, int(smaller(W, n - i))) : zero();
+        Code codes[W];
+        store_codes(codes, round_even(mul(values, set1(steps))));
+        memcpy(out, codes, smaller(W, to - i) * sizeof(Code));
+        for (int j = 0; j < W; j++) sum += codes[j];
+    }
+    return sum;
+}
+
+template <class T>
+inline void pack_coded_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
+    const CodedRows rows(args, out);
+    const int64_t depth = packed_depth<Bytes>(args);
+    for (int64_t r = group * 16; r < smaller(stop * 16, args.rows); r++) {
+        const T* x = (const T*)args.x + r * args.x_stride;
+        const RowScale row(x, args.depth);
+        rows.scales[r] = row.scale;
+        rows.excess[r] =
+            kWeightOffset * put_codes(x, args.depth, 0, depth * Bytes::kPair, row.steps, rows.codes + r * depth * 4);
+    }
+}
+
+// Depths [start, stop), in units of 32 bits of x, of a panel.
+inline void pack_codes(const Linear& args, int64_t panel, int64_t start, int64_t stop, Bytes::Operand* out) {
+    constexpr int kParts = sizeof(uint32_t) / sizeof(Bytes::Operand);  // of the four codes of a column that are read at once
+    constexpr uint32_t kFlip = kWeightOffset ? 0x80808080 : 0;
+    for (int c = 0; c < kPanel; c += W) {
+        const uint32_t* rows[W];
+        for (int i = 0; i < W; i++) {
+            const int64_t row = weight_row(args, panel, c + i);
+            rows[i] = row < args.columns ? (const uint32_t*)((const uint8_t*)args.w + row * args.w_stride) : nullptr;
+        }
+        const int64_t end = (stop + kParts - 1) / kParts;
+        for (int64_t d = start / kParts; d < end; d += W) {
+            const int count = int(smaller(W, end - d));
+            vi r[W];
+            for (int i = 0; i < W; i++)
+                r[i] = !rows[i] ? set1_int(0) : count == W ? load_int(rows[i] + d) : load_int_part(rows[i] + d, count);
+            transpose(r);
+            for (int i = 0; i < count; i++) {
+                uint32_t fours[W];
+                store_int(fours, r[i]);
+                const int64_t first = (d + i) * kParts;
+                for (int part = 0; part < kParts && first + part < stop; part++)
+                    for (int j = 0; j < W; j++)
+                        out[(first + part - start) * kPanel + c + j] = Bytes::Operand((fours[j] ^ kFlip) >> (16 * part));
+            }
+        }
+    }
+}
+
+// The scales of a panel's columns as they lie in rows of w.
+inline void gather_scales(const Linear& args, int64_t panel, float* out) {
+    for (int c = 0; c < kPanel; c++) {
+        const int64_t row = weight_row(args, panel, c);
+        out[c] = 0;
+        if (row < args.columns) memcpy(out + c, (const uint8_t*)args.w + row * args.w_stride + scale_at(args), 4);
+    }
+}
+
+// Sums of a panel's integers as numbers.
+struct CodeSums {
+    const uint32_t* c;
+    const float* row_scales;
+    const int32_t* excess;
+    float scales[kPanel];
+    CodeSums(const Linear& args, int64_t row, int64_t panel, const void* c) : c((const uint32_t*)c) {
+        const CodedRows rows(args, args.packed_x);
+        row_scales = rows.scales + row, excess = rows.excess + row;
+        if (args.packed) memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
+        else gather_scales(args, panel, scales);
+    }
+    vf operator()(int64_t r, int part) const {
+        const vi sums = sub_int(load_int(c + r * kPanel + part), set1_int(uint32_t(excess[r])));
+        return rounded(mul(mul(to_float(sums), load(scales + part)), set1(row_scales[r])));
+    }
+};

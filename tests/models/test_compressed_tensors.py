@@ -1,0 +1,155 @@
+"""Checkpoints of compressed-tensors: W8A8 as it is stored, all else refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_tiny_model
+
+import batchgen
+from batchgen.core.errors import InputError
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.weight_store import open_store
+from batchgen.ops import int8
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False, "group_size": None}
+ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+    "group_size": None,
+}
+
+
+def scheme(weights=WEIGHTS, activations=ACTIVATIONS, **fields):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    stated = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+    return stated | fields
+
+
+def make_quantized(family, path, scale_dtype=torch.float32, **fields):
+    """A tiny model as such a checkpoint; returns name -> (codes, scale) as they are in its file."""
+    make_tiny_model(family, path)
+    tensors = load_file(path / "model.safetensors")
+    made = {}
+    for name in [n for n in tensors if n.endswith(("_proj.weight", "fc1.weight", "fc2.weight"))]:
+        codes, scale = int8.to_codes(tensors[name])
+        codes[0, 0] = -128  # such codes are allowed
+        made[name] = codes, scale.to(scale_dtype)
+        tensors[name], tensors[f"{name}_scale"] = made[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    state(path, scheme(**fields))
+    return made
+
+
+def state(path, quantization):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
+    stored = make_quantized(family, tmp_path / "model", scale_dtype)
+    files = resolve_model(str(tmp_path / "model"))
+    checkpoint = open_checkpoint(files)
+    inner = "fc1" if family == "opt" else "gate_proj"
+    for layer in range(checkpoint.config.num_layers):
+        parts = {"qkv": ["q_proj", "k_proj", "v_proj"], ("up" if family == "opt" else "gate_up"): [inner]}
+        packed, numbers = (load(layer, torch.float32) for load in (checkpoint.load_int8_layer, checkpoint.load_layer))
+        for name, members in parts.items():
+            pairs = [next(v for k, v in stored.items() if f"layers.{layer}." in k and m in k) for m in members]
+            codes, scale = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
+            n, rows = codes.shape[1], len(codes)
+            got = int8.split(packed[f"{name}.weight"], n)
+            assert torch.equal(got[0][:rows], codes) and torch.equal(got[1][:rows], scale.float())
+            assert torch.equal(numbers[f"{name}.weight"][:rows], codes * scale.float())
+        assert packed["input_norm.weight"].dtype == torch.float32
+    store = convert(files, tmp_path / "store", dtype="float32")
+    assert store.weight_format == "int8"
+    kept = open_checkpoint(resolve_model(str(store.path))).load_int8_layer(1, torch.float32)
+    again = checkpoint.load_int8_layer(1, torch.float32)
+    assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    make_quantized("llama", tmp_path / "model")
+    path = str(tmp_path / "model")
+    files = resolve_model(path)
+    assert [resolve_quantization(files, q) for q in ("none", "int4", "int8")] == ["int8", "int4", "int8"]
+
+    def tokens(model, quantization="none"):
+        with batchgen.Engine(
+            model, dtype="float32", quantization=quantization, sampling=batchgen.SamplingParams(max_tokens=8)
+        ) as engine:
+            return engine.policy.weight_format, [c.samples[0].token_ids for c in engine.generate(["The ferry", "Yes."])]
+
+    own = tokens(path)
+    assert own[0] == "int8" and own == tokens(path, "int8")
+    store = find_or_convert(files, tmp_path / "stores", "float32", "int8")
+    assert tokens(str(store.path), "int8") == own
+    assert tokens(path, "int4")[0] == "int4"
+    with pytest.raises(InputError, match="quantization 'int3' is not one of none, int4, int8"):
+        tokens(path, "int3")
+
+
+def test_a_plain_model_in_8_bits_has_the_tokens_of_its_store(tiny_models, tmp_path):
+    path = tiny_models("qwen3")[0]
+    store = convert(resolve_model(str(path)), tmp_path / "store", dtype="float32", quantization="int8")
+    assert open_store(store.path).weight_format == "int8"
+    found = []
+    for model in (path, store.path):
+        engine = batchgen.Engine(
+            str(model), dtype="float32", quantization="int8", sampling=batchgen.SamplingParams(max_tokens=8)
+        )
+        with engine:
+            found.append([c.samples[0].token_ids for c in engine.generate(["The ferry left", "A restaurant"])])
+    assert found[0] == found[1]
+
+
+REFUSED = {
+    "W4A16 (pack-quantized)": scheme(WEIGHTS | {"num_bits": 4, "strategy": "group"}, None, format="pack-quantized"),
+    "W8A8 (float-quantized)": scheme(WEIGHTS | {"type": "float"}, format="float-quantized"),
+    "W8A16 (pack-quantized)": scheme(activations=None, format="pack-quantized"),
+    "W8A8 (int-quantized, strategy 'tensor')": scheme(WEIGHTS | {"strategy": "tensor"}),
+    "W8A8 (int-quantized, symmetric False)": scheme(activations=ACTIVATIONS | {"symmetric": False}),
+    "W8A8 (int-quantized, dynamic False)": scheme(activations=ACTIVATIONS | {"dynamic": False}),
+    "W8A16 (int-quantized, nothing stated)": scheme(activations=None),
+    "W16A16 (no format)": {"quant_method": "compressed-tensors"},
+    "kv_cache_scheme": scheme(kv_cache_scheme={"num_bits": 8}),
+    "quant_method 'awq'": {"quant_method": "awq"},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_other_schemes_are_refused_by_name(tmp_path, named):
+    make_tiny_model("llama", tmp_path / "model")
+    state(tmp_path / "model", REFUSED[named])
+    with pytest.raises(InputError) as caught:
+        read_config(resolve_model(str(tmp_path / "model")))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", ["a float layer", "a scale for all", "no scale"])
+def test_what_does_not_fit_the_scheme_is_named(tmp_path, broken):
+    make_quantized("llama", tmp_path / "model")
+    path, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    if broken == "a float layer":
+        tensors[name] = tensors[name].float()
+    elif broken == "a scale for all":
+        tensors[f"{name}_scale"] = torch.ones(1)
+    else:
+        del tensors[f"{name}_scale"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=name.replace(".", "[.]")):
+        open_checkpoint(resolve_model(str(tmp_path / "model")))
