@@ -61,6 +61,7 @@ inline vi as_int(vf a) { return _mm512_castps_si512(a); }
 inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
 // W bytes as integers; their low and high halves as floats.
 inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -166,7 +167,6 @@ template <int N>
 inline vi shift_right(vi a) {
     return _mm512_srli_epi32(a, N);
 }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 // To the nearest; -2^31 of what is no number or beyond all integers.
 inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 // Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.

@@ -141,6 +141,7 @@ inline vi load_bytes(const uint8_t* p) {
     memcpy(&a, p, sizeof a);
     return __builtin_convertvector(a, vi);
 }
+inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -225,7 +226,6 @@ template <int N>
 inline vi shift_right(vi a) {
     return a >> N;
 }
-inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vi to_int(vf a) {
     const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
     const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);
