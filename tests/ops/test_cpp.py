@@ -154,13 +154,13 @@ PACKINGS = tuple(quant.PACKED_DTYPES)
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sweeps(), st.sampled_from(PACKINGS))
 def test_attention_over_packed_kv_in_fp32(case, packing):
     check_attention(case, torch.float32, packing, 5e-5)
 
 
-@examples(80, sweeps(), st.sampled_from(PACKINGS))
+@examples(60, sweeps(), st.sampled_from(PACKINGS))
 def test_attention_over_packed_kv_in_bf16(case, packing):
     # Codes are exact; softmax weights times scales are rounded to bf16, and minimums come on top in fp32.
     check_attention(case, torch.bfloat16, packing, 0.03)
@@ -175,7 +175,7 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 
 @pytest.mark.parametrize(
     ("packing", "head_dim", "group", "window"),
-    some_of(itertools.product(PACKINGS, (64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 20, "decode over packed KV"),
+    some_of(itertools.product(PACKINGS, (64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 16, "decode over packed KV"),
 )
 def test_decode_over_packed_kv(packing, head_dim, group, window, instruction_set):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
@@ -433,7 +433,7 @@ def test_logits_are_fp32():
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 40), st.one_of(st.integers(1, 70), st.just(576)), st.sampled_from(DTYPES), st.booleans(),
     st.integers(0, 2**20),
@@ -560,7 +560,7 @@ def test_a_nan_spoils_its_group_and_nothing_else():
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.one_of(st.integers(1, 100), st.just(49152)), st.integers(0, 2**20))
 def test_argmax(rows, columns, seed):
     logits = random(seed, rows, columns, scale=4)
@@ -572,7 +572,7 @@ def test_argmax(rows, columns, seed):
 
 
 @real_sets
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 700), st.sampled_from([0.01, 0.5, 0.99]), st.integers(0, 2**20))
 def test_forbid(rows, columns, share, seed):
     rng = np.random.default_rng(seed)
