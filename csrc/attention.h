@@ -2,7 +2,7 @@
 // sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the queries of all
 // heads that share a KV head are rows of one product, so that K and V are read once for all of them.
 //
-// Of 4-bit KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
+// Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
 
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
@@ -22,7 +22,7 @@ struct SoftmaxWeight {
 
 template <class M, class T>
 struct Attend {
-    static constexpr bool kCodes = sizeof(T) == sizeof(Packed4);
+    static constexpr bool kCodes = kBits<T> != 0;
     const Attention& args;
     AttentionScratch<M> s;
     const int n, group, groups;
@@ -111,8 +111,8 @@ struct Attend {
                 ahead.spread((left - 1) * steps);
                 pack_values<T>(M(), values, whole, n, s, ahead);
                 if (kCodes) {
-                    read_tables(keys, whole, n, s.k_scale, s.k_minimum);
-                    read_tables(values, whole, n, s.v_scale, s.v_minimum);
+                    read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+                    read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
                 }
                 // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce<M>) {
@@ -209,7 +209,7 @@ struct Attend {
 #endif
     }
 
-    // The same of 4-bit KV.
+    // The same of packed KV.
     void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
                    int left) {
 #ifdef BATCHGEN_FAST_BF16
@@ -218,13 +218,14 @@ struct Attend {
             constexpr int kRowsOfValues = kFewest / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
-            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
-            read_tables(keys, whole, n, s.k_scale, s.k_minimum);
+            constexpr int kCodeBits = kBits<T>;
+            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n * kCodeBits / 32, s.k + i, ahead);
+            read_tables<kCodeBits>(keys, whole, n, s.k_scale, s.k_minimum);
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
                 for (int i = 0; i < whole; i += kVectors * W) {
                     ahead.fetch();
-                    code_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
+                    code_scores<kCodeBits, Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
                                                 s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
                                                 s.k_minimum + i, s.s + i);
                 }
@@ -232,19 +233,22 @@ struct Attend {
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             ahead.spread((left - 1) * (whole / W + passes * groups));
-            interleave_codes(values, whole, n, s.v, ahead);
-            read_tables(values, whole, n, s.v_scale, s.v_minimum);
+            interleave_codes(values, whole, n * kCodeBits / 8, s.v, ahead);
+            read_tables<kCodeBits>(values, whole, n, s.v_scale, s.v_minimum);
             fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
                           s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
                     constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
-                    for (int column = 0; column < n / 2; column += kVectors * W) {
-                        const int g = column / (kGroup / 2);
-                        if (column % (kGroup / 2) == 0) ahead.fetch();
-                        code_values<Rows, kVectors>(
-                            s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g, s.v + column, n / 2,
-                            whole, s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns, s.change + r);
+                    constexpr int kGroupBytes = kGroup * kCodeBits / 8;
+                    const int bytes = n * kCodeBits / 8;
+                    for (int byte = 0; byte < bytes; byte += kVectors * W) {
+                        const int g = byte / kGroupBytes;
+                        if (byte % kGroupBytes == 0) ahead.fetch();
+                        float* acc = s.acc + (held_row + r) * s.columns + g * kGroup + byte % kGroupBytes;
+                        code_values<kCodeBits, Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedWeights,
+                                                               s.p_step + r * kGroups + g, s.v + byte, bytes, whole, acc,
+                                                               s.columns, s.change + r);
                     }
                 });
             }
@@ -285,7 +289,7 @@ struct Attend {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
                 if (!kCodes) memcpy(a, q, n * sizeof(Q));
-                else if (packs) code_order((const bf16*)q, n, (bf16*)a);
+                else if (packs) code_order<kBits<T>>((const bf16*)q, n, (bf16*)a);
             }
         } else {
             for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
@@ -423,12 +427,14 @@ template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Pairs, bf16>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Pairs, Packed4>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Pairs, Codes<4>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Pairs, Codes<8>>();
 #endif
     switch (args.kv.type) {
         case Type::BF16: return f.template operator()<Floats, bf16>();
         case Type::F16: return f.template operator()<Floats, f16>();
-        case Type::Int4: return f.template operator()<Floats, Packed4>();
+        case Type::Int4: return f.template operator()<Floats, Codes<4>>();
+        case Type::Int8: return f.template operator()<Floats, Codes<8>>();
         default: return f.template operator()<Floats, float>();
     }
 }

@@ -54,7 +54,7 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
     }
 }
 
-// 4-bit KV. Its codes, the quantized values, are taken as bytes, and there is an instruction that adds up four products of
+// Packed KV. Its codes, the quantized values, are taken as bytes, and there is an instruction that adds up four products of
 // bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is.
 // Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors do not keep their
 // registers.
@@ -81,9 +81,8 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
     return highest / kFixedMost;
 }
 
-// The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
-__attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
-    const int words = n / 8;
+// The codes of 2 W keys, a row of words for each 32 bits of K: out [words, kFewKeys].
+__attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int words, uint32_t* out, Ahead& ahead) {
     ahead.fetch();
     for (int d = 0; d < words; d += W) {
         vi r[W];
@@ -105,8 +104,22 @@ __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n
     }
 }
 
-// Scores of Vectors * W keys for each of Rows queries.
+// Adds to the sums of each row the products of four codes and the row's bytes at q.
 template <int Rows, int Vectors>
+__attribute__((always_inline)) inline void add_products(const vi (&codes)[Vectors], const int8_t* q, vi (&high)[Rows][Vectors],
+                                                        vi (&low)[Rows][Vectors]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; v++) {
+            high[r][v] = dot_bytes(codes[v], set1_bytes(q + r * kFixedRow), high[r][v]);
+            low[r][v] = dot_bytes(codes[v], set1_bytes(q + r * kFixedRow + kMaxHeadDim), low[r][v]);
+        }
+    }
+}
+
+// Scores of Vectors * W keys for each of Rows queries.
+template <int Bits, int Rows, int Vectors>
 __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
                                            const uint32_t* words, const float* scale, const float* minimum, float* out) {
     const vi four_bits = set1_int(0x0f0f0f0f);
@@ -117,31 +130,19 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) high[r][v] = low[r][v] = set1_int(0);
         }
-        for (int d = 0; d < kGroup / 2; d += 4, words += kFewKeys) {
-            vi first[Vectors], second[Vectors];
+        for (int d = 0; d < kGroup * Bits / 8; d += 4, words += kFewKeys) {
+            // Of 4-bit codes the low nibbles here, and the high ones below.
+            vi codes[Vectors];
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) {
-                const vi both = load_int(words + v * W);
-                first[v] = and_bits(both, four_bits), second[v] = and_bits(shift_right_16<4>(both), four_bits);
+                codes[v] = load_int(words + v * W);
+                if (Bits == 4) codes[v] = and_bits(codes[v], four_bits);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) {
-                const int8_t* row = q + r * kFixedRow + d;
+            add_products<Rows, Vectors>(codes, q + d, high, low);
+            if (Bits == 8) continue;
 #pragma GCC unroll 2
-                for (int v = 0; v < Vectors; v++) {
-                    high[r][v] = dot_bytes(first[v], set1_bytes(row), high[r][v]);
-                    low[r][v] = dot_bytes(first[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) {
-                const int8_t* row = q + r * kFixedRow + d + kGroup / 2;
-#pragma GCC unroll 2
-                for (int v = 0; v < Vectors; v++) {
-                    high[r][v] = dot_bytes(second[v], set1_bytes(row), high[r][v]);
-                    low[r][v] = dot_bytes(second[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
-                }
-            }
+            for (int v = 0; v < Vectors; v++) codes[v] = and_bits(shift_right_16<4>(load_int(words + v * W)), four_bits);
+            add_products<Rows, Vectors>(codes, q + d + kGroup / 2, high, low);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
@@ -157,13 +158,14 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
     }
 }
 
-// Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
-__attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+// Bytes of four rows of V together, in their order: out [keys / 4, bytes] of 32 bits.
+__attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int bytes, uint32_t* out,
+                                                Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
         if (i % W == 0) ahead.fetch();
-        for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
+        for (int j = 0; j < bytes; j += 2 * W, out += 2 * W) {
             vi first, second;
-            interleave_four(values[i] + g, values[i + 1] + g, values[i + 2] + g, values[i + 3] + g, first, second);
+            interleave_four(values[i] + j, values[i + 1] + j, values[i + 2] + j, values[i + 3] + j, first, second);
             store_int(out, first), store_int(out + W, second);
         }
     }
@@ -211,11 +213,11 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
 
 // acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for one group's columns: those of
 // Vectors * W bytes.
-template <int Rows, int Vectors>
+template <int Bits, int Rows, int Vectors>
 __attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* bytes,
                                            int64_t bytes_stride, int keys, float* acc, int64_t stride, const float* change) {
     const vi high_bits = set1_int(0xf0f0f0f0);
-    // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
+    // Of whole bytes and, of 4-bit codes, of their high halves, times 16 as they are. What the low halves give is the rest.
     vi whole[Rows][Vectors][2], upper[Rows][Vectors][2];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
@@ -235,7 +237,7 @@ __attribute__((noinline)) void code_values(const int8_t* weights, const float* s
 #pragma GCC unroll 2
                 for (int v = 0; v < Vectors; v++) {
                     whole[r][v][part] = dot_bytes(both[v], weight, whole[r][v][part]);
-                    upper[r][v][part] = dot_bytes(high[v], weight, upper[r][v][part]);
+                    if (Bits == 4) upper[r][v][part] = dot_bytes(high[v], weight, upper[r][v][part]);
                 }
             }
         }
@@ -247,8 +249,8 @@ __attribute__((noinline)) void code_values(const int8_t* weights, const float* s
         for (int v = 0; v < Vectors; v++) {
             float* out = acc + r * stride + v * W;
             const vi all = join_fixed(whole[r][v][0], whole[r][v][1]), high = join_fixed(upper[r][v][0], upper[r][v][1]);
-            store(out, fma(to_float(sub_int(all, high)), step, mul(load(out), changed)));
-            store(out + kGroup / 2, fma(to_float(high), upper_step, mul(load(out + kGroup / 2), changed)));
+            store(out, fma(to_float(Bits == 4 ? sub_int(all, high) : all), step, mul(load(out), changed)));
+            if (Bits == 4) store(out + kGroup / 2, fma(to_float(high), upper_step, mul(load(out + kGroup / 2), changed)));
         }
     }
 }

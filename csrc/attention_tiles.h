@@ -30,7 +30,7 @@ struct AttentionScratch {
     int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
     int64_t expanded_stride;
-    // With few rows over 4-bit KV, whose tile is in k and v: queries and weights in fixed point.
+    // With few rows over packed KV, whose tile is in k and v: queries and weights in fixed point.
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
     uint32_t* transposed;       // [heads, depth, 16]: queries as columns, where there are few of them
@@ -56,7 +56,7 @@ struct AttentionScratch {
         v_minimum = carve.take<float>(kGroups * kKeys);
         expanded_stride = columns + 2 * W;
         expanded = carve.take<float>(W * expanded_stride);
-        const int64_t fixed = M::kPair == 2 && args.kv.type == Type::Int4 && args.kv.head_dim % kGroup == 0;
+        const int64_t fixed = M::kPair == 2 && code_bits(args.kv.type) && args.kv.head_dim % kGroup == 0;
         fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
         fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);
@@ -66,8 +66,26 @@ struct AttentionScratch {
     }
 };
 
-// The codes of a 4-bit row as floats. Writes up to 2 W values too many.
-inline void expand_codes(const uint8_t* row, int n, float* out) {
+// What packed rows are taken as: codes of so many bits.
+template <int Bits>
+struct Codes {
+    uint8_t byte;
+};
+template <class T>
+constexpr int kBits = 0;
+template <int Bits>
+constexpr int kBits<Codes<Bits>> = Bits;
+
+// A row as floats, its codes where it is packed. Writes up to 2 W values too many.
+template <class T>
+inline void expand_row(const T* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
+}
+inline void expand_row(const Codes<8>* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, to_float(load_bytes_part(&row->byte + i, n - i)));
+}
+inline void expand_row(const Codes<4>* packed, int n, float* out) {
+    const uint8_t* row = &packed->byte;
     for (int start = 0; start < n; start += kGroup) {
         int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
         for (int i = 0; i < half; i += W) store(out + start + i, low_nibbles(load_bytes_part(row + i, half - i)));
@@ -75,16 +93,6 @@ inline void expand_codes(const uint8_t* row, int n, float* out) {
         row += half;
     }
 }
-
-// A row as floats, its codes where it is 4-bit.
-template <class T>
-inline void expand_row(const T* row, int n, float* out) {
-    for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
-}
-struct Packed4 {
-    uint8_t byte;
-};
-inline void expand_row(const Packed4* row, int n, float* out) { expand_codes(&row->byte, n, out); }
 
 // Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
 // are to overlap with.
@@ -119,7 +127,7 @@ struct Ahead {
 // Whether 2 W keys are packed together: of rows that take half a vector.
 template <class M, class T>
 inline bool packs_two(int n) {
-    return M::kPair == 2 && sizeof(T) == sizeof(Packed4) && n <= 4 * W;
+    return M::kPair == 2 && kBits<T> == 4 && n <= 4 * W;
 }
 
 // W keys, or twice as many, as columns of K's tile at `out` [depth, kKeys].
@@ -144,13 +152,14 @@ inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, Att
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
-// Which values of a row are the pair at each depth of a 4-bit K tile: four pairs from each 32 bits.
+// Which values of a row are the pair at each depth of a packed K tile: those of each 32 bits, as `store_codes` puts them.
+template <int Bits>
 inline void code_order(const bf16* q, int n, bf16* out) {
-    for (int start = 0; start < n; start += kGroup) {
-        int half = int(smaller(kGroup, n - start)) / 2;
+    for (int start = 0; start < n; start += Bits == 4 ? kGroup : 4) {
+        const int half = Bits == 4 ? int(smaller(kGroup, n - start)) / 2 : 4;
         for (int j = 0; j < half; j += 4)
-            for (int i = 0; i < 4; i++) {
-                const bf16* first = q + start + j + i / 2 + i % 2 * half;
+            for (int i = 0; i < 16 / Bits; i++) {
+                const bf16* first = q + start + j + (Bits == 4 ? i / 2 + i % 2 * half : i);
                 *out++ = first[0];
                 *out++ = first[2];
             }
@@ -158,29 +167,41 @@ inline void code_order(const bf16* q, int n, bf16* out) {
 }
 
 #ifdef BATCHGEN_FAST_BF16
-// Eight codes of W keys as pairs, in the order of `code_order`.
+// The integers in the low eight bits of each 16, as bf16, exactly.
+inline vi bytes_to_bf16(vi a) {
+    const vi low = as_int(to_float(and_bits(a, set1_int(0xff)))), high = as_int(to_float(shift_right<16>(a)));
+    return add_int(shift_right<16>(low), and_bits(high, set1_int(0xffff0000)));
+}
+// Codes of W keys, 32 bits of each, as pairs, in the order of `code_order`.
+template <int Bits>
 inline void store_codes(vi words, uint32_t* out, int64_t stride) {
-    store_int(out, nibbles_to_bf16(words));
-    store_int(out + stride, nibbles_to_bf16(shift_right_16<4>(words)));
-    store_int(out + 2 * stride, nibbles_to_bf16(shift_right_16<8>(words)));
-    store_int(out + 3 * stride, nibbles_to_bf16(shift_right_16<12>(words)));
+    if constexpr (Bits == 8) {
+        const vi bytes = set1_int(0x00ff00ff);
+        store_int(out, bytes_to_bf16(and_bits(words, bytes)));
+        store_int(out + stride, bytes_to_bf16(and_bits(shift_right_16<8>(words), bytes)));
+    } else {
+        store_int(out, nibbles_to_bf16(words));
+        store_int(out + stride, nibbles_to_bf16(shift_right_16<4>(words)));
+        store_int(out + 2 * stride, nibbles_to_bf16(shift_right_16<8>(words)));
+        store_int(out + 3 * stride, nibbles_to_bf16(shift_right_16<12>(words)));
+    }
 }
 
 template <class T>
 inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
-    constexpr bool codes = sizeof(T) == sizeof(Packed4);
-    const int words = codes ? n / 8 : n / 2;   // of 32 bits, of a row
-    if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
+    constexpr int bits = kBits<T>;
+    const int words = bits ? n * bits / 32 : n / 2;  // of 32 bits, of a row
+    if constexpr (bits && in_tiles<Pairs>())         // the last step of tile registers goes beyond the row
         for (int64_t d = n / 2; d < s.depth; d++)
             for (int i = 0; i < (packs_two<Pairs, T>(n) ? 2 * W : W); i += W) store_int(out + d * s.tile + i, set1_int(0));
-    if constexpr (codes) {
+    if constexpr (bits == 4) {
         if (packs_two<Pairs, T>(n)) {
             vi r[W];
             for (int i = 0; i < W; i++) r[i] = load_int_halves((const uint32_t*)rows[i], (const uint32_t*)rows[i + W], words);
             transpose(r);
             ahead.fetch();
             for (int d = 0; d < words; d++, out += 4 * s.tile)
-                store_codes(r[d], out, s.tile), store_codes(r[W / 2 + d], out + W, s.tile);
+                store_codes<4>(r[d], out, s.tile), store_codes<4>(r[W / 2 + d], out + W, s.tile);
             return;
         }
     }
@@ -190,8 +211,8 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
         for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
         transpose(r);
         ahead.fetch();
-        if constexpr (codes) {
-            for (int i = 0; i < count; i++, out += 4 * s.tile) store_codes(r[i], out, s.tile);
+        if constexpr (bits) {
+            for (int i = 0; i < count; i++, out += 16 / bits * s.tile) store_codes<bits>(r[i], out, s.tile);
         } else {
             for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }
@@ -204,7 +225,10 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
         ahead.fetch();
         uint32_t* out = s.v + i / 2 * s.columns;
         const uint8_t *a = rows[i], *b = rows[i + 1];
-        if constexpr (sizeof(T) == sizeof(Packed4)) {
+        if constexpr (kBits<T> == 8) {
+            for (int j = 0; j < n; j += W)
+                store_int(out + j, bytes_to_bf16(pair_bytes(load_bytes_part(a + j, n - j), load_bytes_part(b + j, n - j))));
+        } else if constexpr (kBits<T> == 4) {
             for (int start = 0; start < n; start += kGroup) {
                 int half = int(smaller(kGroup, n - start)) / 2;
                 auto both = [&](int j) {
@@ -237,9 +261,10 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 }
 #endif
 
-// Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
+// Scales and minimums of `keys` packed rows (a multiple of W) as floats [groups, kKeys].
+template <int Bits>
 __attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
-    const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
+    const int start = code_bytes(n, Bits), groups = (n + kGroup - 1) / kGroup;
     for (int g = 0; g < groups; g++) {
         for (int i = 0; i < keys; i += W) {
             uint32_t words[W];

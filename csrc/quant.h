@@ -1,4 +1,4 @@
-// Rows in 4-bit groups, as batchgen/ops/quant.py has them.
+// Rows in groups of 4 or 8 bits a value, as batchgen/ops/quant.py has them.
 
 constexpr float kMaxF16 = 65504.0f;
 
@@ -10,8 +10,10 @@ inline f16 to_f16_value(float x) {
 }
 
 // One row of floats, changed (brought within fp16's range). x has space for W values more.
+template <int Bits>
 inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
-    uint8_t* table = packed + nibble_bytes(int(n));
+    constexpr int kMost = (1 << Bits) - 1;
+    uint8_t* table = packed + code_bytes(int(n), Bits);
     for (int64_t start = 0; start < n; start += kGroup, table += 4) {
         float* group = x + start;
         const int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
@@ -27,25 +29,30 @@ inline void quantize_row(float* x, int64_t n, uint8_t* packed) {
         }
         const f16 minimum = to_f16_value(number ? low : __builtin_nanf(""));
         const float least = f16_value(minimum);
-        f16 scale = to_f16_value(number && high > least ? (high - least) / 15 : number ? 0.0f : __builtin_nanf(""));
+        f16 scale = to_f16_value(number && high > least ? (high - least) / kMost : number ? 0.0f : __builtin_nanf(""));
         float step = f16_value(scale);
         // Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
-        if (least + 15 * step > kMaxF16) scale.bits--, step = f16_value(scale);
+        if (least + kMost * step > kMaxF16) scale.bits--, step = f16_value(scale);
         memcpy(table, &scale, 2);
         memcpy(table + 2, &minimum, 2);
         const vf steps = set1(step > 0 ? 1 / step : 0), base = set1(number ? least : 0);
         float codes[kGroup + 2 * W] = {};
         for (int i = 0; i < size; i += W) {
             vf code = round_even(mul(sub(load_part(group + i, size - i), base), steps));
-            store(codes + i, max(min(code, set1(15)), zero()));
+            store(codes + i, max(min(code, set1(kMost)), zero()));
         }
-        for (int i = size; i < 2 * half; i++) codes[i] = 0;
-        for (int i = 0; i < half; i += W) {
-            uint8_t out[W];
-            store_nibbles(out, load(codes + i), load(codes + half + i));
-            memcpy(packed + i, out, smaller(W, half - i));
+        if constexpr (Bits == 8) {
+            for (int i = 0; i < size; i++) packed[i] = uint8_t(int(codes[i]));
+            packed += size;
+        } else {
+            for (int i = size; i < 2 * half; i++) codes[i] = 0;
+            for (int i = 0; i < half; i += W) {
+                uint8_t out[W];
+                store_nibbles(out, load(codes + i), load(codes + half + i));
+                memcpy(packed + i, out, smaller(W, half - i));
+            }
+            packed += half;
         }
-        packed += half;
     }
 }
 
@@ -70,7 +77,7 @@ inline void stream_group(const uint8_t* packed, vf scale, vf minimum, T* out) {
 template <bool Streamed, class T>
 inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
     constexpr int kAhead = 6144;  // bytes: memory's latency takes this much reading
-    const uint8_t* table = packed + nibble_bytes(int(n));
+    const uint8_t* table = packed + code_bytes(int(n), 4);
     const int64_t groups = (n + kGroup - 1) / kGroup;
     for (int64_t first = 0; first < groups; first += W, table += 4 * W) {
         const int count = int(smaller(W, groups - first));
@@ -94,23 +101,29 @@ inline void dequantize_row(const uint8_t* packed, int64_t n, T* out) {
     }
 }
 
+template <int Bits, class T>
+inline void quantize_rows(const Quant& args, int64_t row, int64_t stop) {
+    for (; row < stop; row++) {
+        uint8_t* packed = args.packed + row * args.row_bytes;
+        for (int64_t start = 0; start < args.columns; start += kGroup) {
+            // A group at a time: its offset among the codes, and in the table.
+            float values[kGroup + W];
+            const int size = int(smaller(kGroup, args.columns - start)), bytes = code_bytes(size, Bits);
+            for (int i = 0; i < size; i += W)
+                store(values + i, load_part((const T*)args.x + row * args.columns + start + i, size - i));
+            uint8_t group[kGroup + 4];
+            quantize_row<Bits>(values, size, group);
+            memcpy(packed + start * Bits / 8, group, bytes);
+            memcpy(packed + code_bytes(int(args.columns), Bits) + start / kGroup * 4, group + bytes, 4);
+        }
+    }
+}
+
 inline void quantize(const Quant& args, int64_t row, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);
-        for (; row < stop; row++) {
-            uint8_t* packed = args.packed + row * args.row_bytes;
-            for (int64_t start = 0; start < args.columns; start += kGroup) {
-                // A group at a time: its offset among the nibbles, and in the table.
-                float values[kGroup + W];
-                const int size = int(smaller(kGroup, args.columns - start)), half = (size + 1) / 2;
-                for (int i = 0; i < size; i += W)
-                    store(values + i, load_part((const T*)args.x + row * args.columns + start + i, size - i));
-                uint8_t group[kGroup / 2 + 4];
-                quantize_row(values, size, group);
-                memcpy(packed + start / 2, group, half);
-                memcpy(packed + nibble_bytes(int(args.columns)) + start / kGroup * 4, group + half, 4);
-            }
-        }
+        if (args.bits == 8) quantize_rows<8, T>(args, row, stop);
+        else quantize_rows<4, T>(args, row, stop);
     });
 }
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.ops import _kernels
+from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
 # Those that `unpack_gguf` knows, as files number them.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
@@ -283,18 +283,19 @@ def rotary_store(  # the operands of one kernel
     return q, k, v
 
 
-def quantize(x: Tensor) -> Tensor:
+def quantize(x: Tensor, packing: str = formats.INT4) -> Tensor:
     """As `quant.quantize` without importance."""
     x = x.contiguous()
     columns = x.shape[-1]
-    packed = torch.empty(*x.shape[:-1], formats.row_bytes(columns, formats.INT4), dtype=torch.uint8)
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, packing), dtype=quant.PACKED_DTYPES[packing])
     rows = packed.numel() // packed.shape[-1]
-    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), packed.shape[-1])
+    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), TYPES[packed.dtype])
     return packed
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """As `quant.dequantize`. packed and out: contiguous."""
+    """As `quant.dequantize`, of 4-bit rows. packed and out: contiguous."""
+    assert packed.dtype == torch.uint8
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
     return out

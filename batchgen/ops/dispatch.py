@@ -3,7 +3,7 @@
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept rotated (`rotation`).
+or, with packed KV (4 or 8 bits), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import INT4
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8, quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
@@ -168,7 +169,7 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
 
     slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
     """
-    kv_heads, rotate_keys = kv.shape[2], kv.dtype == torch.uint8
+    kv_heads, packing, rotate_keys = kv.shape[2], quant.packing_of(kv.dtype), rotates_keys(kv.dtype)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if _has_kernels(qkv, head_dim):
         matrix = rotation(head_dim) if rotate_keys else None
@@ -178,8 +179,8 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
         matrix = rotation(head_dim, qkv.device) if rotate_keys else None
         return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
-    if rotate_keys:
-        k, v = quantize(k), quantize(v)
+    if packing:
+        k, v = quantize(k, packing), quantize(v, packing)
     write_kv(kv, kv_rows(slots, kv_heads, kv.shape[3]), k, v)
     return q
 
@@ -206,7 +207,8 @@ def prepare_attention(
         return reference.prepare_attention(plan, kv_heads, block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
-    width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
+    packing = quant.packing_of(kv_dtype)
+    width = quant.row_bytes(head_dim, packing) if packing else head_dim * kv_dtype.itemsize
     return kernels.attention_plan(plan, kv_heads, group, block_size, width)
 
 
@@ -260,6 +262,11 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
     else:
         compute = _triton().paged_attention
     return compute(q, kv, plan, out).flatten(1)
+
+
+def rotates_keys(kv_dtype: torch.dtype) -> bool:
+    """Whether keys of KV in this dtype are kept rotated: 8 bits tell large channels from small ones as they are."""
+    return quant.packing_of(kv_dtype) == INT4
 
 
 @lru_cache
@@ -371,16 +378,16 @@ def _of_logits(logits: Tensor) -> ModuleType:
     return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
 
 
-# 4-bit groups.
+# Packed rows.
 
 
-def quantize(x: Tensor) -> Tensor:
-    """Packs rows [..., n] into uint8 [..., quant.row_bytes(n)]."""
-    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x)
+def quantize(x: Tensor, packing: str = INT4) -> Tensor:
+    """Packs rows [..., n] into [..., quant.row_bytes(n, packing)]. packing: "int4" or "int8"."""
+    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, packing)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
-    """Dequantize packed rows into `out` [..., n]."""
+    """Dequantize 4-bit rows into `out` [..., n]."""
     compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
     if compute and packed.is_contiguous() and out.is_contiguous():
         return compute.dequantize(packed, out.shape[-1], out)

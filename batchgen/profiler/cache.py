@@ -10,12 +10,12 @@ from pathlib import Path
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import INT4, INT8
+from batchgen.core.dtypes import INT8
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.models.config import ModelConfig
 from batchgen.profiler.calibration import calibrated
-from batchgen.profiler.measure import add_dtypes, add_int4, add_int8, check_measurable, identity, measure, sizes
+from batchgen.profiler.measure import add_dtypes, add_int8, add_packed, check_measurable, identity, measure, sizes
 from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
 
@@ -76,8 +76,10 @@ def load_or_measure(
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
         _keep(profile, path, notify)
-    if INT4 in wanted.formats and profile.compute.expand_bytes_per_s is None:
-        profile = add_int4(profile, dtypes[0], **how)
+    for packing in wanted.formats:
+        if profile.compute.has_rates("decode_attention_bytes_per_s", packing):
+            continue
+        profile = add_packed(profile, dtypes[0], packing, **how)
         _keep(profile, path, notify)
     if INT8 in wanted.formats and not profile.compute.has_rates("gemm_flops_per_s", INT8):
         profile = add_int8(profile, dtypes[0], **how)

@@ -47,8 +47,8 @@ def attended(q, kv, slices, window):
 
 def paged(kv, kv_format):
     """KV as the kernels read it, and in fp32 what that stands for."""
-    if kv_format == "int4":
-        packed = quant.quantize(kv)
+    if kv_format in quant.PACKED_DTYPES:
+        packed = quant.quantize(kv, kv_format)
         return packed, quant.dequantize(packed, kv.shape[-1])
     stored = kv.to(getattr(torch, kv_format))
     return stored, stored.float()

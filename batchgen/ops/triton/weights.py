@@ -1,4 +1,4 @@
-"""4-bit groups (batchgen/ops/quant.py): rows dequantized and packed, each byte read and written once."""
+"""Packed rows (batchgen/ops/quant.py): dequantized from 4 bits, packed into 4 and 8; each byte is read and written once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.ops import quant
-from batchgen.ops.triton.groups import aligned, pack, tile_columns, unpack
+from batchgen.ops.triton.groups import aligned, pack, pack_halves, tile_columns, unpack
 from batchgen.ops.triton.launch import Launch, power_of_two
 
 _PROGRAM_GROUPS = 32  # 1 KiB of nibbles: 8 bytes a thread, which are 16 bytes of each half's 16-bit results
 _MAX_GROUPS = 32  # of a row
+_PROGRAM_HEADS = 16
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
@@ -27,11 +29,27 @@ def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
     return Launch(_dequantize, *_shapes(args, out.numel() // n, n, packed))
 
 
-def quantize(x: Tensor) -> Tensor:
-    """As `quant.quantize` without importance."""
-    packed = torch.empty(*x.shape[:-1], quant.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-    quantize_launch(x.contiguous(), packed)()
+def quantize(x: Tensor, packing: str = INT4) -> Tensor:
+    """As `quant.quantize` without importance. With 8 bits rows are heads of KV: an even number of values, and few."""
+    shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], packing)
+    packed = torch.empty(shape, dtype=quant.PACKED_DTYPES[packing], device=x.device)
+    (quantize_launch if packing == INT4 else quantize_heads_launch)(x.contiguous(), packed)()
     return packed
+
+
+def quantize_heads_launch(x: Tensor, packed: Tensor) -> Launch:
+    n = x.shape[-1]
+    rows = x.numel() // n
+    args = {"x": x, "packed": packed.view(torch.uint8), "num_rows": rows}
+    constants = {
+        "N": n,
+        "WIDTH": packed.shape[-1],
+        "ROWS": _PROGRAM_HEADS,
+        "HALF": power_of_two(n // 2, 16),
+        "GROUPS": triton.cdiv(n, 64),
+        "ALIGNED": aligned(n, INT8, packed.data_ptr()),
+    }
+    return Launch(_quantize_heads, (triton.cdiv(rows, _PROGRAM_HEADS), 1), args, constants)
 
 
 def quantize_launch(x: Tensor, packed: Tensor) -> Launch:
@@ -48,7 +66,7 @@ def _shapes(args: dict, num_rows: int, n: int, packed: Tensor) -> tuple[tuple[in
         "WIDTH": quant.row_bytes(n),
         "ROWS": rows,
         "GROUPS": across,
-        "ALIGNED": aligned(n, packed.data_ptr()),
+        "ALIGNED": aligned(n, INT4, packed.data_ptr()),
     }
     return (triton.cdiv(num_rows, rows), triton.cdiv(groups, across)), args | {"num_rows": num_rows}, constants
 
@@ -94,3 +112,25 @@ def _quantize(
     low = tl.load(rows + low_column[None, :, :], mask=there & low_there[None, :, :], other=0.0).to(tl.float32)
     high = tl.load(rows + high_column[None, :, :], mask=there & high_there[None, :, :], other=0.0).to(tl.float32)
     pack(low, high, packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_heads(
+    x,
+    packed,
+    num_rows,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)[None, :]
+    there = row < num_rows
+    mask = there[:, None] & (column < N // 2)
+    rows = x + row[:, None] * N
+    first = tl.load(rows + column, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(rows + N // 2 + column, mask=mask, other=0.0).to(tl.float32)
+    pack_halves(first, second, packed + row * WIDTH, there, N, GROUPS, ALIGNED)
