@@ -6,6 +6,8 @@ the kernels are told of no format, so that the gguf package unpacks.
 
     python benchmarks/loading.py
     python benchmarks/loading.py --only unpacking
+
+What a run leaves out stays in the file as it was.
 """
 
 from __future__ import annotations
@@ -114,7 +116,10 @@ def main() -> None:
     from batchgen.job.report import versions
 
     cores = len(os.sched_getaffinity(0))
-    result: dict = {"cpu": cpu_name(), "cores": cores, "rounds": args.rounds, "versions": versions()}
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{cpu_name()} {cores} cores".lower()).strip("-")
+    output = args.output or HERE / "results" / f"loading-{slug}.json"
+    before = json.loads(output.read_text()) if args.only and output.exists() else {}  # the other part stays
+    result: dict = before | {"cpu": cpu_name(), "cores": cores, "rounds": args.rounds, "versions": versions()}
     if args.only != "start":
         result["unpacked_gb_per_s"] = unpacking()
     if args.only != "unpacking":
@@ -123,8 +128,6 @@ def main() -> None:
     for part in ("unpacked_gb_per_s", "demo_start"):
         for name, figures in result.get(part, {}).items():
             print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in figures.items()))
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{result['cpu']} {cores} cores".lower()).strip("-")
-    output = args.output or HERE / "results" / f"loading-{slug}.json"
     output.write_text(json.dumps(result, indent=1) + "\n")
 
 
