@@ -29,12 +29,12 @@ from peers.environments import python_of
 from peers.machine_rates import gemm_rates
 from peers.workloads import WORKLOADS, Workload, random_rows, work
 
-from batchgen.core.machine import available_memory_bytes, cpu_name
+from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name
 from batchgen.core.units import parse_bytes
 from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.profiler.timing import FULL, available_cores
+from batchgen.profiler.timing import FULL
 from batchgen.profiler.transfer import dram_read_rate
 
 HERE = Path(__file__).parent

@@ -25,11 +25,10 @@ from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
-from batchgen.core.machine import cpu_name
+from batchgen.core.machine import available_cores, cpu_name
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
-from batchgen.profiler.timing import available_cores
 
 HERE = Path(__file__).parent
 BATCHGEN = Path(sys.executable).with_name("batchgen")

@@ -104,6 +104,11 @@ def _cgroup_headroom() -> list[int]:
     return headroom
 
 
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_name() -> str:
     """The CPU as it calls itself, or its architecture."""
     try:

@@ -17,6 +17,7 @@ from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.machine import (
+    available_cores,
     available_memory_bytes,
     give_back_freed_memory,
     keep_freed_memory,
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this part is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
-# Of KV pools, what is provided while the model loads: about as much as that takes. What is used of a pool is known only
-# later, as rows may share most of their KV.
-_PREFAULT_BYTES = 1 << 30
+# Of KV pools, what is provided while the model loads, where it leaves cores idle: about as much as that takes. What is used of
+# a pool is known only later, as rows may share most of their KV. Loading by itself keeps two or three cores busy.
+_PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
 # What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
 # what they take later, for threads, compiled kernels and buffers.
 TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
@@ -368,7 +369,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
     )
-    if not request.device.accelerated:
+    if not request.device.accelerated and available_cores() >= _PREFAULT_CORES:
         kv_cache.prefault(_PREFAULT_BYTES)
     return kv_cache
 

@@ -13,10 +13,10 @@ from typing import Any
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.machine import available_memory_bytes, cpu_name, resident_bytes
+from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.ops.instruction_set import instruction_set
-from batchgen.profiler.timing import FULL, Device, Effort, available_cores
+from batchgen.profiler.timing import FULL, Device, Effort
 from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate
 
 DEVICES = ("cpu", "cuda")

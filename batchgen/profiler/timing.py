@@ -144,11 +144,6 @@ def pieces(pool: torch.Tensor, *shape: int) -> list[torch.Tensor]:
     return [pool[i * size : (i + 1) * size].view(shape) for i in range(count)]
 
 
-def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def last_level_cache_bytes() -> int:
     """The last-level caches of all cores this process may run on; a usual size where the system does not say."""
     sizes: dict[tuple[int, str], int] = {}  # by level and the cores that share it

@@ -7,7 +7,6 @@ is made in a thread of its own, from the moment its last token is known: while t
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.machine import available_cores
 from batchgen.core.request import SamplingParams
 
 # Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
@@ -133,7 +133,7 @@ class Grammars:
     @cached_property
     def _pool(self) -> Any:
         # Half of the cores: the layers need them all.
-        return _llguidance().LLExecutor(num_threads=max(1, _num_cores() // 2))
+        return _llguidance().LLExecutor(num_threads=max(1, available_cores() // 2))
 
     @cached_property
     def _known(self) -> np.ndarray:
@@ -211,7 +211,3 @@ def _first_line(reason: str) -> str:
     lines = reason.strip().splitlines()
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return "no text is like that" if told == "NoExtensionBias" else one_line(told)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,6 +9,7 @@ from tiny_models import FAMILIES
 
 import batchgen
 from batchgen.core.request import Request, SamplingParams
+from batchgen.engine import loader
 
 MAX_TOKENS = 12
 ROPE = {
@@ -322,3 +323,10 @@ def test_bad_options_are_refused(tiny_models, options, message):
     path, _ = tiny_models("llama")
     with pytest.raises(batchgen.InputError, match=message):
         batchgen.Engine(str(path), **{"cpu_memory": "4GiB", **options})
+
+
+@pytest.mark.parametrize(("cores", "pages_ahead"), [(2, False), (64, True)])
+def test_pages_of_kv_are_provided_ahead_where_loading_leaves_cores_idle(tiny_models, monkeypatch, cores, pages_ahead):
+    monkeypatch.setattr(loader, "available_cores", lambda: cores)
+    with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="1GiB") as engine:
+        assert (engine.parts.executor.kv_cache._prefault is not None) == pages_ahead
