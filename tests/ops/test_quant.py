@@ -84,7 +84,7 @@ def test_row_bytes():
     assert row_bytes(64) == 36 and row_bytes(128) == 72
     assert row_bytes(4096) == 4096 * FORMAT_BYTES["int4"]
     assert row_bytes(1) == 5 and row_bytes(65) == 36 + 5 and row_bytes(96) == 48 + 8
-    assert row_bytes(64, INT8) == 68 and row_bytes(4096, INT8) == 4096 * FORMAT_BYTES["int8"]
+    assert row_bytes(64, INT8) == 68 and row_bytes(4096, INT8) == 4096 + 4 * 64
     assert row_bytes(1, INT8) == 5 and row_bytes(65, INT8) == 68 + 5
 
 
