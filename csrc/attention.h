@@ -99,6 +99,10 @@ struct Attend {
                     few_in_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
                     continue;
                 }
+                if (few_floats(count)) {
+                    few_in_floats(held_row, int(key), count_keys, whole, keys, values, left);
+                    continue;
+                }
                 if (few(count)) {
                     at = 0, rows_now = count;
                     few_rows(held_row, int(key), count_keys, whole, keys, values, left);
@@ -143,6 +147,39 @@ struct Attend {
         (void)count;
         return false;
 #endif
+    }
+
+    // Whether so many rows are few for products in floats.
+    bool few_floats(int count) const {
+        return M::kPair == 1 && !kCodes && count <= kFewest && n * int(sizeof(T)) % (4 * W) == 0;
+    }
+
+    // A tile of one head with such rows, as many at a time as have their sums in registers.
+    void few_in_floats(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys,
+                       const uint8_t* const* values, int left) {
+        if constexpr (M::kPair == 1 && !kCodes) {
+            const int words = n / kInWord<T>, passes = (count + kFewAtOnce - 1) / kFewAtOnce;
+            at = 0, rows_now = count;
+            ahead.spread(left * (whole / W) * (words / W));
+            for (int i = 0; i < whole; i += W) transpose_keys(keys + i, words, s.k + i, s.tile, ahead);
+            each_few(count, [&]<int Rows>(int r) {
+                const float* a = (const float*)s.a + (held_row + r) * s.depth;
+                in_steps<few_vectors(Rows)>(whole / W, [&]<int Vectors>(int v) {
+                    transposed_scores<T, Rows, Vectors>(a, s.depth, s.k + v * W, s.tile, words, s.s + r * s.tile + v * W,
+                                                        s.tile);
+                });
+            });
+            mask(key, count_keys, whole);
+            softmax(held_row, whole);
+            const int columns = few_vectors((count + passes - 1) / passes) * W;
+            ahead.spread((left - 1) * (whole / kFetchKeys) * passes * ((n + columns - 1) / columns));
+            each_few(count, [&]<int Rows>(int r) {
+                in_steps<few_vectors(Rows)>(n / W, [&]<int Vectors>(int v) {
+                    row_values<T, Rows, Vectors>((const float*)s.p + r * s.tile, s.tile, values, whole, v * W,
+                                                 s.acc + (held_row + r) * s.columns, s.columns, s.change + r, ahead);
+                });
+            });
+        }
     }
 
     // What such rows are multiplied as, of all heads.
@@ -226,8 +263,8 @@ struct Attend {
                 for (int i = 0; i < whole; i += kVectors * W) {
                     ahead.fetch();
                     code_scores<kCodeBits, Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
-                                                s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
-                                                s.k_minimum + i, s.s + i);
+                                                           s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
+                                                           s.k_minimum + i, s.s + i);
                 }
             });
             mask(key, count_keys, whole);

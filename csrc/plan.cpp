@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -8,9 +10,21 @@ namespace {
 
 constexpr int kPartKeys = 1024;
 constexpr int kTileKeys = 64;
-// K and V of a tile of keys, of all heads of an item: this much stays in a core's cache while the next comes in.
-constexpr int kTileBytes = 128 << 10;
+// K and V of a tile of keys, of all heads of an item, at most and at least: a core's cache has it beside the next one, which is
+// fetched meanwhile, and what products use. Longer runs of memory are read faster, until the next tile pushes this one out.
+constexpr long kMostTileBytes = 128 << 10, kFewestTileBytes = 32 << 10;
 constexpr int kHeadRows = 72;  // rows of several heads together: with more there is nothing to gain from it
+
+int tile_bytes() {
+    static const int bytes = [] {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+        const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+        if (cache > 0) return int(std::clamp(cache / 8, kFewestTileBytes, kMostTileBytes));
+#endif
+        return int(kMostTileBytes);  // not known
+    }();
+    return bytes;
+}
 
 }  // namespace
 
@@ -27,7 +41,7 @@ AttentionPlan::AttentionPlan(int kv_heads, int group, int block_size, int row_by
     : kv_heads_(kv_heads),
       group_(group),
       block_size_(block_size),
-      most_heads_(std::clamp(kTileBytes / (2 * kTileKeys * row_bytes), 1, kMostHeads)) {}
+      most_heads_(std::clamp(tile_bytes() / (2 * kTileKeys * row_bytes), 1, kMostHeads)) {}
 
 const int32_t* AttentionPlan::keep(const int32_t* blocks, int count) {
     blocks_.push_back(std::make_unique<int32_t[]>(std::max(1, count)));

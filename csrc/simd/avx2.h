@@ -77,24 +77,31 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
 }
 
-// The halves of each 32 bits as floats of 16 bits.
+// The halves of each 32 bits: bf16, and floats of 16 bits.
+inline void split_bf16(vi words, vf& low, vf& high) {
+    low = as_float(_mm256_slli_epi32(words, 16));
+    high = as_float(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000))));
+}
 inline void split_f16(vi words, vf& low, vf& high) {
     low = _mm256_cvtph_ps(narrow(_mm256_and_si256(words, _mm256_set1_epi32(0xffff))));
     high = _mm256_cvtph_ps(narrow(_mm256_srli_epi32(words, 16)));
 }
 
-inline void transpose(vi* r) {
+__attribute__((always_inline)) inline void transpose(vi* r) {
     __m256 t[8], s[8];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         t[2 * i] = _mm256_unpacklo_ps(as_float(r[2 * i]), as_float(r[2 * i + 1]));
         t[2 * i + 1] = _mm256_unpackhi_ps(as_float(r[2 * i]), as_float(r[2 * i + 1]));
     }
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
         s[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
         s[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
         s[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
         s[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
     }
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
         r[c] = as_int(_mm256_permute2f128_ps(s[c], s[4 + c], 0x20));
         r[4 + c] = as_int(_mm256_permute2f128_ps(s[c], s[4 + c], 0x31));

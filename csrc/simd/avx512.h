@@ -70,7 +70,11 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(both));
 }
 
-// The halves of each 32 bits as floats of 16 bits.
+// The halves of each 32 bits: bf16, and floats of 16 bits.
+inline void split_bf16(vi words, vf& low, vf& high) {
+    low = as_float(_mm512_slli_epi32(words, 16));
+    high = as_float(_mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000))));
+}
 inline void split_f16(vi words, vf& low, vf& high) {
     low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
     high = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));

@@ -61,7 +61,11 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     p[2] = uint8_t(vgetq_lane_u32(both, 2)), p[3] = uint8_t(vgetq_lane_u32(both, 3));
 }
 
-// The halves of each 32 bits as floats of 16 bits.
+// The halves of each 32 bits: bf16, and floats of 16 bits.
+inline void split_bf16(vi words, vf& low, vf& high) {
+    low = as_float(vshlq_n_u32(words, 16));
+    high = as_float(vandq_u32(words, vdupq_n_u32(0xffff0000)));
+}
 inline void split_f16(vi words, vf& low, vf& high) {
     low = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(words)));
     high = vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(words, 16)));

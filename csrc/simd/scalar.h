@@ -148,7 +148,8 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
     for (int i = 0; i < W; i++) p[i] = uint8_t(int(low[i]) | int(high[i]) << 4);
 }
 
-// The halves of each 32 bits as floats of 16 bits.
+// The halves of each 32 bits: bf16, and floats of 16 bits.
+inline void split_bf16(vi words, vf& low, vf& high) { low = as_float(words << 16), high = as_float(words & 0xffff0000u); }
 inline void split_f16(vi words, vf& low, vf& high) {
     for (int i = 0; i < W; i++) {
         low[i] = to_float(f16{uint16_t(words[i])});

@@ -233,6 +233,25 @@ def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
 
 
+@real_sets
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "float16"])
+def test_few_heads_of_a_group_have_the_bits_of_many(kv_format):
+    """Up to eight rows are multiplied from the rows of K and V as they lie, more of them from packed tiles."""
+    lengths = (1, 65, 300)
+    for head_dim, group in ((64, 1), (64, 7), (128, 4), (96, 8), (40, 5)):
+        kv = random(head_dim, 30, 2, 2, 16, head_dim, dtype=getattr(torch, kv_format))
+        q = random(group, len(lengths), 2, 16, head_dim, scale=head_dim**-0.5)
+        slices = [SequenceSlice(1, n - 1, np.arange(-(-n // 16), dtype=np.int32) + i) for i, n in enumerate(lengths)]
+        plan = plan_attention(slices, [], block_size=16, key_bytes=2 * head_dim * kv.element_size(), window=None)
+
+        def attention(heads, plan=plan, kv=kv, q=q, head_dim=head_dim):
+            made = kernels.attention_plan(plan, 2, heads, 16, head_dim * kv.element_size())
+            rows = q[:, :, :heads].reshape(len(lengths), 2 * heads, head_dim).contiguous()
+            return kernels.attention(rows, kv, made).view(len(lengths), 2, heads, head_dim)
+
+        assert torch.equal(attention(group), attention(16)[:, :, :group])
+
+
 def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
     """Bit by bit: what a resumed job computes is what it would have computed."""
     slices, _, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (90, 300, False)], 16, 5)
