@@ -42,14 +42,49 @@ struct CodedRows {
     }
 };
 
+constexpr int kRotated = 64;  // values that are rotated together
+
+// Numbers of a row as codes are made of them: as they are, zeros beyond its end, or with whole blocks of 64 rotated by
+// Hadamard's matrix. Read a vector at a time, in order.
+template <class T>
+struct RowValues {
+    const T* x;
+    int64_t n;
+    bool rotated;
+    float block[kRotated];
+
+    vf at(int64_t i) {
+        if (rotated && i / kRotated < n / kRotated) {
+            if (i % kRotated == 0) rotate(i);
+            return load(block + i % kRotated);
+        }
+        return i < n ? load_part(x + i, int(smaller(W, n - i))) : zero();
+    }
+
+  private:
+    void rotate(int64_t first) {
+        for (int i = 0; i < kRotated; i += W) store(block + i, load(x + first + i));
+        stage<1>(), stage<2>(), stage<4>(), stage<8>(), stage<16>(), stage<32>();
+        for (int i = 0; i < kRotated; i += W) store(block + i, mul(load(block + i), set1(1.0f / 8)));
+    }
+    template <int Apart>
+    void stage() {
+        for (int i = 0; i < kRotated; i += 2 * Apart)
+            for (int j = i; j < i + Apart; j++) {
+                const float a = block[j], b = block[j + Apart];
+                block[j] = a + b, block[j + Apart] = a - b;
+            }
+    }
+};
+
 // A row's scale, and what its numbers are multiplied with to be codes.
 struct RowScale {
     float scale, steps;
     template <class T>
-    RowScale(const T* x, int64_t n) {
+    explicit RowScale(RowValues<T> x) {
         constexpr float kLeast = 0x1p-100f;  // what is smaller counts as zero
         vf largest = zero();
-        for (int64_t i = 0; i < n; i += W) largest = max_or_nan(largest, load_part(x + i, int(smaller(W, n - i))));
+        for (int64_t i = 0; i < x.n; i += W) largest = max_or_nan(largest, x.at(i));
         uint32_t all[W], most = 0;
         store_int(all, as_int(largest));
         for (int i = 0; i < W; i++) most = all[i] > most ? all[i] : most;
@@ -61,30 +96,37 @@ struct RowScale {
     }
 };
 
-// Codes of the numbers [from, to) of a row of n, zeros beyond its end; returns their sum.
+// Codes of the numbers [from, to), `from` a multiple of 64; returns their sum.
 template <class T>
-inline int32_t put_codes(const T* x, int64_t n, int64_t from, int64_t to, float steps, uint8_t* out) {
+inline int32_t put_codes(RowValues<T>& x, int64_t from, int64_t to, float steps, uint8_t* out) {
     int32_t sum = 0;
     for (int64_t i = from; i < to; i += W, out += W * sizeof(Code)) {
-        const vf values = i < n ? load_part(x + i, int(smaller(W, n - i))) : zero();
         Code codes[W];
-        store_codes(codes, round_even(mul(values, set1(steps))));
+        store_codes(codes, round_even(mul(x.at(i), set1(steps))));
         memcpy(out, codes, smaller(W, to - i) * sizeof(Code));
         for (int j = 0; j < W; j++) sum += codes[j];
     }
     return sum;
 }
 
+// Whether w's rows were rotated before they became codes: their scales are negative then.
+inline bool is_rotated(const Linear& args) {
+    float first;
+    if (args.packed) memcpy(&first, packed_panel<Bytes>(args, 0) + packed_depth<Bytes>(args) * kPanel, 4);
+    else memcpy(&first, (const uint8_t*)args.w + scale_at(args), 4);
+    return __builtin_signbit(first);
+}
+
 template <class T>
 inline void pack_coded_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     const CodedRows rows(args, out);
     const int64_t depth = packed_depth<Bytes>(args);
+    const bool rotated = is_rotated(args);
     for (int64_t r = group * 16; r < smaller(stop * 16, args.rows); r++) {
-        const T* x = (const T*)args.x + r * args.x_stride;
-        const RowScale row(x, args.depth);
+        RowValues<T> x{(const T*)args.x + r * args.x_stride, args.depth, rotated, {}};
+        const RowScale row(x);
         rows.scales[r] = row.scale;
-        rows.excess[r] =
-            kWeightOffset * put_codes(x, args.depth, 0, depth * Bytes::kPair, row.steps, rows.codes + r * depth * 4);
+        rows.excess[r] = kWeightOffset * put_codes(x, 0, depth * Bytes::kPair, row.steps, rows.codes + r * depth * 4);
     }
 }
 
@@ -137,6 +179,7 @@ struct CodeSums {
         row_scales = rows.scales + row, excess = rows.excess + row;
         if (args.packed) memcpy(scales, packed_panel<Bytes>(args, panel) + packed_depth<Bytes>(args) * kPanel, sizeof scales);
         else gather_scales(args, panel, scales);
+        for (float& scale : scales) scale = __builtin_fabsf(scale);
     }
     vf operator()(int64_t r, int part) const {
         const vi sums = sub_int(load_int(c + r * kPanel + part), set1_int(uint32_t(excess[r])));

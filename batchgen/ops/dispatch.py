@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import INT4
 from batchgen.ops import cpp as kernels
-from batchgen.ops import int8, quant, reference
+from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import PackedWeight
 from batchgen.ops.sampling import Draws
@@ -79,7 +79,7 @@ def linear(
     if x.is_cpu:
         compute = kernels
     elif weight.dtype == torch.int8:
-        compute = int8
+        compute = reference
     else:
         compute = _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)

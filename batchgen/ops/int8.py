@@ -1,9 +1,10 @@
 """Weights of 8 bits: the layout of their rows, and in torch what the kernels make of them, bit for bit.
 
 A matrix [rows, n] is int8 [rows, row_bytes(n)]: each row has n codes, zeros up to a multiple of four, and a scale, a
-little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value.
+little-endian fp32. A weight is code * scale; scale = largest / 127, of the row's largest absolute value. With a negative scale the
+codes are those of the row rotated (`rotate`), and |scale| counts; the rows of a matrix are all alike.
 
-`linear` makes codes of each row of x in the same way, so that sums are those of integers, exact in any order. What follows is
+`linear` makes codes of each row of x in the same way, rotated where the weight is, so that sums are those of integers, exact in any order. What follows is
 done in fp32, each operation rounded to nearest even by itself, in the order of `_finished`. The kernels do the same on every
 instruction set (csrc/linear_int8.h): a result does not depend on the machine, nor on the rows beside it.
 """
@@ -23,6 +24,7 @@ _LEAST = 2.0**-100  # a row of smaller numbers counts as zeros
 # (planner/memory.py).
 _VALUES = 1 << 21
 _FEWEST_ROWS = 16
+_BLOCK = 64  # values that are rotated together
 
 
 def row_bytes(n: int) -> int:
@@ -60,19 +62,43 @@ def split(rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return rows[:, :n], rows[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
+def rotate(x: Tensor) -> Tensor:
+    """Multiply each whole block of 64 of x's last dimension by Hadamard's matrix over 8, in fp32; what is left stays.
+
+    A product of two rotated rows is that of the rows. A value far larger than its neighbours is spread over 64 of them, so
+    that it no longer takes all codes for itself (QuaRot: Ashkboos et al., 2024). The matrix is its own inverse.
+    """
+    x = x.float()
+    whole = x.shape[-1] // _BLOCK * _BLOCK
+    y = x[..., :whole].unflatten(-1, (-1, _BLOCK))
+    apart = 1
+    while apart < _BLOCK:
+        first, second = y.unflatten(-1, (-1, 2, apart)).unbind(-2)
+        y = torch.stack((first + second, first - second), -2).flatten(-3)
+        apart *= 2
+    return torch.cat((y.flatten(-2) * (1 / 8), x[..., whole:]), -1)
+
+
+def is_rotated(rows: Tensor) -> Tensor:
+    """Whether rows were rotated before they became codes, as `quantize` does: bool []. Their scales are negative then."""
+    return rows[0, -1] < 0  # the byte with the sign
+
+
 def quantize(x: Tensor) -> Tensor:
-    """Quantize a matrix [rows, n] of any float dtype into rows int8 [rows, row_bytes(n)]."""
+    """Quantize a matrix [rows, n] of any float dtype, rotated, into rows int8 [rows, row_bytes(n)]."""
     packed = torch.empty(len(x), row_bytes(x.shape[1]), dtype=torch.int8, device=x.device)
     for some in _parts(len(x), x.shape[1]):
-        packed[some] = join(*to_codes(x[some]))
+        codes, scale = to_codes(rotate(x[some]))
+        packed[some] = join(codes, -scale)
     return packed
 
 
 def dequantize(rows: Tensor, n: int, out: Tensor) -> Tensor:
-    """Rows int8 [rows, row_bytes(n)] as numbers in `out` [rows, n], of any float dtype, each rounded once to it."""
+    """Rows int8 [rows, row_bytes(n)] as numbers in `out` [rows, n], of any float dtype."""
     for some in _parts(len(rows), n):
         codes, scale = split(rows[some], n)
-        out[some] = codes * scale
+        values = codes * scale.abs()
+        out[some] = torch.where(is_rotated(rows), rotate(values), values)
     return out
 
 
@@ -90,8 +116,10 @@ def linear(
     columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
     if out is None:
         out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
+    rotated = is_rotated(weight)
     for some in _parts(len(x), max(x.shape[1], len(weight))):
-        codes, scale = to_codes(x[some])
+        values = x[some].float()
+        codes, scale = to_codes(torch.where(rotated, rotate(values), values))
         y = _scaled_sums(codes, weight) * scale
         out[some] = _finished(y, bias, activation, None if residual is None else residual[some])
     return out
@@ -103,7 +131,7 @@ def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
     scaled = torch.empty(len(codes), len(weight), device=codes.device)
     for some in _parts(len(weight), codes.shape[1]):
         w, scale = split(weight[some], codes.shape[1])
-        scaled[:, some] = (wide @ w.double().T).float() * scale.view(-1)
+        scaled[:, some] = (wide @ w.double().T).float() * scale.abs().view(-1)
     return scaled
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.ops import quant
+from batchgen.ops import int8, quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.ops.host_copy import upload
 from batchgen.ops.sampling import Draws
@@ -190,6 +190,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `ops.linear`."""
+    if weight.dtype == torch.int8:
+        return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
     if activation == "silu_mul":
         gate, up = y.chunk(2, dim=-1)
