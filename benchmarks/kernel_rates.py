@@ -88,7 +88,7 @@ class Decode:
         used = self.sequences * (context // BLOCK)
         self.kv = kv[:used]
         if kv_format == formats.INT4:
-            packed = quant.quantize(kv[:used])
+            packed = quant.quantize(kv[:used], formats.KV_CODE_BITS[formats.INT4])
             self.kv = untouched(packed.shape, packed.dtype).copy_(packed)
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
@@ -199,7 +199,7 @@ def linear(measured: Measured, name: str, at_least_s: float) -> None:
 
 def expansion(measured: Measured, at_least_s: float) -> None:
     """4-bit weights to bf16: bytes read and written, beside a plain copy's."""
-    packed = torch.randint(0, 255, (8192, formats.row_bytes(8192, formats.INT4)), dtype=torch.uint8)
+    packed = torch.randint(0, 255, (8192, formats.weight_row_bytes(8192, formats.INT4)), dtype=torch.uint8)
     out = torch.empty(8192, 8192, dtype=torch.bfloat16)
     moved = packed.nbytes + out.nbytes
     source = torch.empty(moved // 2, dtype=torch.uint8)

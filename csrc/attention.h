@@ -23,6 +23,7 @@ struct SoftmaxWeight {
 template <class M, class T>
 struct Attend {
     static constexpr bool kCodes = kBits<T> != 0;
+    using Tile = typename InTiles<T>::Type;  // of K's and V's rows
     const Attention& args;
     AttentionScratch<M> s;
     const int n, group, groups;
@@ -110,14 +111,15 @@ struct Attend {
                 }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
-                const int together = packs_two<M, T>(n) ? 2 * W : W;
-                for (int i = 0; i < whole; i += together) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
-                ahead.spread((left - 1) * steps);
-                pack_values<T>(M(), values, whole, n, s, ahead);
                 if (kCodes) {
                     read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
                     read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
                 }
+                in_bytes(keys, whole);
+                for (int i = 0; i < whole; i += W) pack_keys<Tile>(M(), keys + i, n, s, s.k + i, ahead);
+                ahead.spread((left - 1) * steps);
+                in_bytes(values, whole);
+                pack_values<Tile>(M(), values, whole, n, s, ahead);
                 // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce<M>) {
                     rows_now = int(smaller(kRowsAtOnce<M>, count - at));
@@ -132,6 +134,12 @@ struct Attend {
             }
             memcpy(now, coming, sizeof now);
         }
+    }
+
+    // Has rows of 5-bit codes taken from bytes, until this is done for others.
+    void in_bytes(const uint8_t** rows, int count) {
+        if constexpr (kBits<T> == 5) expand_tile(rows, count, n, s.bytes);
+        else (void)rows, (void)count;
     }
 
     // Whether so many rows go to tile registers with the rows of K as they lie.
@@ -216,8 +224,7 @@ struct Attend {
     }
 
     // A tile of one head with few rows.
-    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
-                  int left) {
+    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (kCodes) {
             few_codes(held_row, key, count_keys, whole, keys, values, left);
@@ -247,45 +254,42 @@ struct Attend {
     }
 
     // The same of packed KV.
-    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
-                   int left) {
+    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
             // Lines are asked for beside the products, too: many at once would take the places of those that are waited for.
             constexpr int kRowsOfValues = kFewest / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
-            constexpr int kCodeBits = kBits<T>;
-            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n * kCodeBits / 32, s.k + i, ahead);
-            read_tables<kCodeBits>(keys, whole, n, s.k_scale, s.k_minimum);
+            read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+            in_bytes(keys, int(round_up(whole, 2 * W)));
+            for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
                 for (int i = 0; i < whole; i += kVectors * W) {
                     ahead.fetch();
-                    code_scores<kCodeBits, Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
-                                                           s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
-                                                           s.k_minimum + i, s.s + i);
+                    code_scores<Rows, kVectors>(s.fixed_q + held_row * kFixedRow, s.q_step + held_row,
+                                                s.query_sum + held_row * kGroups, groups, s.k + i, s.k_scale + i,
+                                                s.k_minimum + i, s.s + i);
                 }
             });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             ahead.spread((left - 1) * (whole / W + passes * groups));
-            interleave_codes(values, whole, n * kCodeBits / 8, s.v, ahead);
-            read_tables<kCodeBits>(values, whole, n, s.v_scale, s.v_minimum);
+            read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
+            in_bytes(values, whole);
+            interleave_codes(values, whole, n, s.v, ahead);
             fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
                           s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
-                    constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
-                    constexpr int kGroupBytes = kGroup * kCodeBits / 8;
-                    const int bytes = n * kCodeBits / 8;
-                    for (int byte = 0; byte < bytes; byte += kVectors * W) {
-                        const int g = byte / kGroupBytes;
-                        if (byte % kGroupBytes == 0) ahead.fetch();
-                        float* acc = s.acc + (held_row + r) * s.columns + g * kGroup + byte % kGroupBytes;
-                        code_values<kCodeBits, Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedWeights,
-                                                               s.p_step + r * kGroups + g, s.v + byte, bytes, whole, acc,
-                                                               s.columns, s.change + r);
+                    constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as there are registers for
+                    for (int column = 0; column < n; column += kVectors * W) {
+                        const int g = column / kGroup;
+                        if (column % kGroup == 0) ahead.fetch();
+                        code_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g,
+                                                    s.v + column, n, whole, s.acc + (held_row + r) * s.columns + column,
+                                                    s.columns, s.change + r);
                     }
                 });
             }
@@ -326,7 +330,7 @@ struct Attend {
             memset(a, 0, s.depth * 4);
             if constexpr (sizeof(Q) == sizeof(bf16)) {
                 if (!kCodes) memcpy(a, q, n * sizeof(Q));
-                else if (packs) code_order<kBits<T>>((const bf16*)q, n, (bf16*)a);
+                else if (packs) code_order((const bf16*)q, n, (bf16*)a);
             }
         } else {
             for (int64_t i = n; i < s.depth; i++) ((float*)a)[i] = 0;
@@ -464,13 +468,13 @@ template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Pairs, bf16>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Pairs, Codes<4>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Pairs, Codes<5>>();
     if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Pairs, Codes<8>>();
 #endif
     switch (args.kv.type) {
         case Type::BF16: return f.template operator()<Floats, bf16>();
         case Type::F16: return f.template operator()<Floats, f16>();
-        case Type::Int4: return f.template operator()<Floats, Codes<4>>();
+        case Type::Int5: return f.template operator()<Floats, Codes<5>>();
         case Type::Int8: return f.template operator()<Floats, Codes<8>>();
         default: return f.template operator()<Floats, float>();
     }

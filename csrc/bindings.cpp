@@ -264,10 +264,10 @@ PYBIND11_MODULE(_kernels, m) {
                         [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
           });
 
-    m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int packed_type) {
+    m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int bits) {
         Quant args{};
         args.x = at(x), args.packed = at<uint8_t>(packed), args.columns = columns, args.type = Type(type);
-        args.bits = code_bits(Type(packed_type)), args.row_bytes = packed_bytes(int(columns), args.bits);
+        args.bits = bits, args.row_bytes = packed_bytes(int(columns), bits);
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(rows, columns * 4, [&](int64_t row, int64_t stop) { kernels.quantize(args, row, stop); });

@@ -76,7 +76,7 @@ _INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub datas
 _QUANTIZATION_HELP = (
     "int4: the layers' matrices in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
-_KV_HELP = "int8, int4: KV in 8 or 4 bits."
+_KV_HELP = "int8, int4: KV in 8 or 5 bits."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import CODE_BITS, FORMAT_BYTES, INT4
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -167,7 +167,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=tuple(name for name in CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
+        formats=tuple(name for name in KV_CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
         notify=notify,
     )
     if profile.gpu is not None and device.kind != "cuda":
@@ -268,7 +268,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
-    formats = {"none": (request.dtype,), "auto": (request.dtype, INT4)} | {name: (name,) for name in CODE_BITS}
+    formats = {"none": (request.dtype,), "auto": (request.dtype, INT4)} | {name: (name,) for name in KV_CODE_BITS}
     return Problem(
         hardware=hardware,
         model=model,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core import dtypes as formats
+from batchgen.core.dtypes import WEIGHT_CODE_BITS
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops.instruction_set import instruction_set
@@ -247,7 +247,7 @@ def rotary_store(  # the operands of one kernel
     kv: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`. rotation: what queries and 4-bit keys are rotated with, fp32 [head_dim, head_dim]."""
+    """As `ops.rotary_store`. rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]."""
     tokens, (stride, unit) = qkv.shape[0], qkv.stride()
     q = qkv.new_empty(tokens, heads, head_dim)
     k = v = None
@@ -283,19 +283,19 @@ def rotary_store(  # the operands of one kernel
     return q, k, v
 
 
-def quantize(x: Tensor, packing: str = formats.INT4) -> Tensor:
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     """As `quant.quantize` without importance."""
     x = x.contiguous()
     columns = x.shape[-1]
-    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, packing), dtype=quant.PACKED_DTYPES[packing])
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=dtype)
     rows = packed.numel() // packed.shape[-1]
-    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), TYPES[packed.dtype])
+    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
     return packed
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """As `quant.dequantize`, of 4-bit rows. packed and out: contiguous."""
-    assert packed.dtype == torch.uint8
+    """As `quant.dequantize`, of rows of 4-bit codes. packed and out: contiguous."""
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
     return out

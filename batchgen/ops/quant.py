@@ -1,15 +1,16 @@
-"""Group quantization (FlexGen section 5) of the rows of a matrix to 4 or 8 bits: the layout, and a reference in torch.
+"""Group quantization (FlexGen section 5) of the rows of a matrix to 4, 5 or 8 bits: the layout, and a reference in torch.
 
 A row of n values is cut into groups of 64, the last one perhaps shorter. Packed, it is
 
     [codes of group 0, of group 1, ...] [scale, minimum of group 0] [scale, minimum of group 1] ...
 
 With 4 bits a group of g values has h = ceil(g / 2) bytes: byte i holds value i in its low half and value i + h in its high
-half, so that unpacking a vector gives two runs; with 8 bits byte i holds value i. Scales and minimums are little-endian fp16.
-A value is minimum + code * scale.
+half, so that unpacking a vector gives two runs. With 5 bits these bytes hold the lower four, and 2 ceil(h / 8) more the fifth
+bits, lowest first: ceil(h / 8) bytes of the first h values, as many of the others. With 8 bits byte i holds value i. Scales
+and minimums are little-endian fp16. A value is minimum + code * scale.
 
-The dtype of a tensor of packed rows says how many bits a code has: uint8 is two 4-bit codes a byte, int8 one of 8 bits
-(0 to 255 like all codes: the bytes are not read as signed numbers).
+Weights have codes of 4 bits. The dtype of a tensor of KV says how many bits its codes have, uint8 5 and int8 8 (0 to 255: the
+bytes are not read as signed numbers).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core import dtypes as formats
-from batchgen.core.dtypes import CODE_BITS, CODE_GROUP, INT4, INT8, code_bytes
+from batchgen.core.dtypes import CODE_GROUP, INT4, INT8, KV_CODE_BITS, WEIGHT_CODE_BITS, code_bytes
 
-# Of tensors of packed rows.
-PACKED_DTYPES = {INT4: torch.uint8, INT8: torch.int8}
+_PLACES = torch.arange(8, dtype=torch.uint8)  # of bits in a byte
+# Of tensors of packed KV.
+KV_DTYPES = {INT4: torch.uint8, INT8: torch.int8}
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
@@ -32,32 +35,32 @@ _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
 _THREAD_VALUES, _DEVICE_VALUES = 1 << 16, 1 << 24
 
 
-def row_bytes(n: int, packing: str = INT4) -> int:
-    """Bytes of a packed row of `n` values. packing: "int4" or "int8"."""
-    return formats.row_bytes(n, packing)
+def row_bytes(n: int, bits: int = WEIGHT_CODE_BITS) -> int:
+    """Bytes of a packed row of `n` values."""
+    return formats.packed_bytes(n, bits)
 
 
-def packing_of(dtype: torch.dtype) -> str | None:
-    """The format that a tensor of this dtype is packed in: "int4", "int8", or None for numbers as they are."""
-    return next((name for name, packed in PACKED_DTYPES.items() if packed == dtype), None)
+def kv_code_bits(dtype: torch.dtype) -> int:
+    """Bits of the codes that KV of this dtype consists of; 0: of numbers."""
+    return next((KV_CODE_BITS[name] for name, packed in KV_DTYPES.items() if packed == dtype), 0)
 
 
-def quantize(x: Tensor, packing: str = INT4, *, importance: Tensor | None = None) -> Tensor:
-    """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, packing)].
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | None = None) -> Tensor:
+    """Packs rows of numbers: x [..., n] of any float dtype, on any device -> [..., row_bytes(n, bits)].
 
-    packing: "int4" or "int8"; the result is of `PACKED_DTYPES`.
+    bits: of a code, 4, 5 or 8. The result is uint8, of 8 bits int8.
     importance: [n], above zero: scale and minimum are fitted to each group by least squares, each value's error weighted by
     its column's importance. That takes several times as long: for weights, which are packed once. The bound below then
     holds for the weighted mean square of a group's errors.
 
-    With scale = (maximum - minimum) / most of its group, most being the largest code, 15 or 255, a value comes back within
+    With scale = (maximum - minimum) / most of its group, most being the largest code, 2**bits - 1, a value comes back within
     scale / 2, plus the rounding of the minimum and of `most` scales to fp16 (each at most 2**-10 of its size, or most * 2**-25).
     Groups of one value repeated come back at least as close to it as fp16 is. Values beyond fp16's range count as its ends; a
     NaN spoils its group and nothing else.
     """
-    n, bits = x.shape[-1], CODE_BITS[packing]
-    width = row_bytes(n, packing)
-    packed = torch.empty(*x.shape[:-1], width, dtype=PACKED_DTYPES[packing], device=x.device)
+    n = x.shape[-1]
+    width = row_bytes(n, bits)
+    packed = torch.empty(*x.shape[:-1], width, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
     out, x = packed.view(torch.uint8).view(-1, width), x.reshape(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(x), n, x.device):
@@ -74,16 +77,21 @@ def quantize(x: Tensor, packing: str = INT4, *, importance: Tensor | None = None
     return packed
 
 
-def dequantize(packed: Tensor, n: int, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantize packed rows: [..., row_bytes(n)] of `PACKED_DTYPES` -> [..., n], in `out` if given (its dtype then counts).
+def dequantize(
+    packed: Tensor,
+    n: int,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    bits: int = WEIGHT_CODE_BITS,
+) -> Tensor:
+    """Dequantize packed rows, as `quantize` makes them: [..., row_bytes(n, bits)] -> [..., n], in `out` if given (its dtype then counts).
 
     Computed in fp32 and rounded once to the result's dtype; finite in all of them.
     """
     if out is None:
         out = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
     elif not out.is_contiguous():
-        return out.copy_(dequantize(packed, n, dtype=out.dtype))
-    bits = CODE_BITS[packing_of(packed.dtype)]
+        return out.copy_(dequantize(packed, n, dtype=out.dtype, bits=bits))
     packed, target = packed.view(torch.uint8).reshape(-1, packed.shape[-1]), out.view(-1, n)
     table_start = code_bytes(n, bits)
     for rows in _chunks(len(packed), n, packed.device):
@@ -105,7 +113,7 @@ def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tenso
     x fp32 [rows, groups, size], importance [groups, size] -> codes uint8 [rows, groups, code_bytes(size)], table fp16 [rows,
     groups, 2].
     """
-    size, most = x.shape[-1], 2**bits - 1
+    most = 2**bits - 1
     low, high = torch.aminmax(x, dim=-1)  # [rows, groups]
     minimum = low.half()
     scale = ((high - minimum.float()) / most).clamp_(min=0).half()
@@ -115,12 +123,38 @@ def _pack_groups(x: Tensor, bits: int, importance: Tensor | None) -> tuple[Tenso
     if importance is not None:
         scale, minimum = _fitted(x, importance / importance.sum(-1, keepdim=True), scale, minimum, most)
     codes = _quantized(x, scale, minimum, most).to(torch.uint8)
+    return _joined(codes, bits), torch.stack((scale, minimum), dim=-1)
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [rows, groups, size] as they are stored, [rows, groups, code_bytes(size, bits)]."""
+    if bits == 8:
+        return codes
+    size = codes.shape[-1]
+    half = (size + 1) // 2
+    nibbles = codes[..., :half] & 15
+    nibbles[..., : size - half] |= codes[..., half:] << 4
     if bits == 4:
-        half = (size + 1) // 2
-        nibbles = codes[..., :half].clone()
-        nibbles[..., : size - half] |= codes[..., half:] << 4
-        codes = nibbles
-    return codes, torch.stack((scale, minimum), dim=-1)
+        return nibbles
+    whole = half + -half % 8
+    halves = [F.pad(part >> 4, (0, whole - part.shape[-1])) for part in (codes[..., :half], codes[..., half:])]
+    places = _PLACES.to(codes.device)
+    fifth = [(part.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8) for part in halves]
+    return torch.cat((nibbles, *fifth), -1)
+
+
+def _apart(stored: Tensor, bits: int, size: int) -> Tensor:
+    """The inverse of `_joined`: codes uint8 [rows, groups, size]."""
+    if bits == 8:
+        return stored
+    half = (size + 1) // 2
+    nibbles = stored[..., :half]
+    codes = torch.cat((nibbles & 15, nibbles[..., : size - half] >> 4), -1)
+    if bits == 4:
+        return codes
+    places = _PLACES.to(stored.device)
+    low, high = ((part.unsqueeze(-1) >> places & 1).flatten(-2) for part in stored[..., half:].chunk(2, -1))
+    return codes | torch.cat((low[..., :half], high[..., : size - half]), -1) << 4
 
 
 def _quantized(x: Tensor, scale: Tensor, minimum: Tensor, most: int) -> Tensor:
@@ -172,13 +206,7 @@ def _fitted(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: in
 
 def _unpack_groups(codes: Tensor, bits: int, scale: Tensor, minimum: Tensor, size: int) -> Tensor:
     """Codes of `_pack_groups`, scale and minimum fp32 [rows, groups, 1] -> fp32 [rows, groups, size]."""
-    x = torch.empty(*codes.shape[:-1], size, dtype=torch.float32, device=codes.device)
-    if bits == 4:
-        half = (size + 1) // 2
-        x[..., :half] = codes & 15
-        x[..., half:] = codes[..., : size - half] >> 4
-    else:
-        x.copy_(codes)
+    x = _apart(codes, bits, size).float()
     return torch.addcmul(minimum, x, scale, out=x)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import CODE_BITS, INT4, INT8
+from batchgen.core.dtypes import INT4, INT8, KV_CODE_BITS
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
@@ -257,7 +257,7 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
-    return ops.quantize(kv, kv_format) if kv_format in CODE_BITS else kv
+    return ops.quantize(kv, KV_CODE_BITS[kv_format]) if kv_format in KV_CODE_BITS else kv
 
 
 def elementwise_rates(

@@ -26,7 +26,7 @@ from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
-from batchgen.ops.quant import packing_of
+from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
@@ -401,8 +401,8 @@ class Executor:
         kv_dtype = self.kv_cache.shape.dtype
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
         q, k, v = ops.rotary(b.qkv[tokens], *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
-        if packing := packing_of(kv_dtype):
-            k, v = ops.quantize(k, packing), ops.quantize(v, packing)
+        if bits := kv_code_bits(kv_dtype):
+            k, v = ops.quantize(k, bits), ops.quantize(v, bits)
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(part.rows, (k, v), strict=True):

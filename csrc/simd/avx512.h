@@ -145,12 +145,6 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 #endif
 
 #ifdef BATCHGEN_FAST_BF16
-// The first n <= W / 2 of both, each in its half.
-inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
-    const __mmask8 mask = __mmask8((1u << n) - 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(mask, low)), _mm256_maskz_loadu_epi32(mask, high),
-                              1);
-}
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
@@ -158,17 +152,6 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
                                     35, 3, 34, 2, 33, 1, 32, 0);
     first = _mm512_permutex2var_epi16(a, low, b);
     second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
-}
-// The integers in the low four bits of each 16, as bf16. What is in bit 4 does not matter.
-inline vi nibbles_to_bf16(vi a) {
-    const vi table = _mm512_set_epi16(0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0,
-                                      0x4080, 0x4040, 0x4000, 0x3f80, 0, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110,
-                                      0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
-    return _mm512_permutexvar_epi16(a, table);
-}
-template <int N>
-inline vi shift_right_16(vi a) {
-    return _mm512_srli_epi16(a, N);
 }
 // Bytes of a in the low, of b in the high half of each lane.
 inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b, 16)); }

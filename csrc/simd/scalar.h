@@ -216,12 +216,6 @@ inline vf scale_by_pow2(vf p, vf n) {
 }
 #define BATCHGEN_SCALES_BY_POW2
 
-inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
-    uint32_t a[W] = {};
-    memcpy(a, low, n * sizeof *a);
-    memcpy(a + W / 2, high, n * sizeof *a);
-    return load_int(a);
-}
 // The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats numbers
 // below 2^-126 as zero, and this does not.
 inline vf dot_pairs(vi a, vi b, vf c) {
@@ -235,11 +229,6 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
     for (int i = 0; i < 2 * W; i++) pairs[i][0] = from[0][i], pairs[i][1] = from[1][i];
     memcpy(&first, pairs, sizeof first);
     memcpy(&second, pairs + W, sizeof second);
-}
-inline vi nibbles_to_bf16(vi a) { return as_int(low_nibbles(a)) >> 16 | (as_int(low_nibbles(a >> 16)) & 0xffff0000u); }
-template <int N>
-inline vi shift_right_16(vi a) {
-    return a >> N & (0xffffu >> N) * 0x10001u;
 }
 inline vi pair_bytes(vi a, vi b) { return a | b << 16; }
 inline vi and_bits(vi a, vi b) { return a & b; }

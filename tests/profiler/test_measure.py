@@ -335,8 +335,8 @@ class TestAttention:
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
         kv = profile_compute._paged_kv(pool, self.model, "int4")
-        assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 12)
-        expanded = quant.dequantize(kv, 16)
+        assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
+        expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
         packed = profile_compute._paged_attention(kv, self.model, sequences, torch.float32)(3)
@@ -348,7 +348,7 @@ class TestAttention:
         for kv_format in (None, "int4"):
             profile_compute.decode_rates(Device("cpu"), pool, [self.model], TINY, kv_format)
         whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
-        assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([12 / 64] * len(whole))
+        assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([14 / 64] * len(whole))
 
 
 class TestTransfers:

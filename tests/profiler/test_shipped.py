@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.dtypes import kv_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
@@ -132,7 +132,7 @@ def test_the_host_can_feed_its_own_attention(name):
         assert_non_decreasing(rates[::-1])
     # In numbers attended to, 8-bit KV is faster than 16-bit, and 4-bit KV faster again.
     for group in GROUPS:
-        plain, int8, int4 = (tables[f].at(group=group) / FORMAT_BYTES[f] for f in (half(name), "int8", "int4"))
+        plain, int8, int4 = (tables[f].at(group=group) / kv_row_bytes(64, f) for f in (half(name), "int8", "int4"))
         assert plain < int8 < int4
     assert profile.disk_write_bytes_per_s <= profile.disk_read_bytes_per_s < profile.dram_bytes_per_s
 

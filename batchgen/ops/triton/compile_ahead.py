@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchgen.core.dtypes import INT8
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
@@ -144,7 +143,7 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
         yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
         yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
-    x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, INT8), dtype=torch.int8)
+    x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.int8)
     yield f"_quantize_heads, {_short(dtype)}, 128 columns", weights.quantize_heads_launch(x, packed)
 
 
@@ -195,13 +194,14 @@ def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
 
 
 def _kv(head_dim: int, kv_dtype: torch.dtype) -> Tensor:
-    packing = quant.packing_of(kv_dtype)
-    width = quant.row_bytes(head_dim, packing) if packing else head_dim
+    bits = quant.kv_code_bits(kv_dtype)
+    width = quant.row_bytes(head_dim, bits) if bits else head_dim
     return torch.empty(64, 2, _KV_HEADS, DEFAULT_KV_BLOCK_SIZE, width, dtype=kv_dtype)
 
 
 def _short(dtype: torch.dtype) -> str:
-    return quant.packing_of(dtype) or str(dtype).removeprefix("torch.")
+    packed = {made: name for name, made in quant.KV_DTYPES.items()}
+    return packed.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Packed rows (batchgen/ops/quant.py): dequantized from 4 bits, packed into 4 and 8; each byte is read and written once."""
+"""Packed rows (batchgen/ops/quant.py): dequantized from 4 bits, packed into 4, 5 and 8; each byte is read and written once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.core.dtypes import INT4, INT8
+from batchgen.core.dtypes import WEIGHT_CODE_BITS
 from batchgen.ops import quant
 from batchgen.ops.triton.groups import aligned, pack, pack_halves, tile_columns, unpack
 from batchgen.ops.triton.launch import Launch, power_of_two
@@ -26,14 +26,15 @@ def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
 def dequantize_launch(packed: Tensor, n: int, out: Tensor) -> Launch:
     assert packed.is_contiguous() and out.is_contiguous() and out.numel() // n == packed.numel() // quant.row_bytes(n)
     args = {"packed": packed, "out": out}
-    return Launch(_dequantize, *_shapes(args, out.numel() // n, n, packed))
+    return Launch(_dequantize, *_shapes(args, out.numel() // n, n, packed, WEIGHT_CODE_BITS))
 
 
-def quantize(x: Tensor, packing: str = INT4) -> Tensor:
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     """As `quant.quantize` without importance. With 8 bits rows are heads of KV: an even number of values, and few."""
-    shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], packing)
-    packed = torch.empty(shape, dtype=quant.PACKED_DTYPES[packing], device=x.device)
-    (quantize_launch if packing == INT4 else quantize_heads_launch)(x.contiguous(), packed)()
+    shape = *x.shape[:-1], quant.row_bytes(x.shape[-1], bits)
+    packed = torch.empty(shape, dtype=torch.int8 if bits == 8 else torch.uint8, device=x.device)
+    made = quantize_heads_launch(x.contiguous(), packed) if bits == 8 else quantize_launch(x.contiguous(), packed, bits)
+    made()
     return packed
 
 
@@ -47,26 +48,27 @@ def quantize_heads_launch(x: Tensor, packed: Tensor) -> Launch:
         "ROWS": _PROGRAM_HEADS,
         "HALF": power_of_two(n // 2, 16),
         "GROUPS": triton.cdiv(n, 64),
-        "ALIGNED": aligned(n, INT8, packed.data_ptr()),
+        "ALIGNED": aligned(n, 8, packed.data_ptr()),
     }
     return Launch(_quantize_heads, (triton.cdiv(rows, _PROGRAM_HEADS), 1), args, constants)
 
 
-def quantize_launch(x: Tensor, packed: Tensor) -> Launch:
+def quantize_launch(x: Tensor, packed: Tensor, bits: int = WEIGHT_CODE_BITS) -> Launch:
     n = x.shape[-1]
-    return Launch(_quantize, *_shapes({"x": x, "packed": packed}, x.numel() // n, n, packed))
+    return Launch(_quantize, *_shapes({"x": x, "packed": packed}, x.numel() // n, n, packed, bits))
 
 
-def _shapes(args: dict, num_rows: int, n: int, packed: Tensor) -> tuple[tuple[int, int], dict, dict]:
+def _shapes(args: dict, num_rows: int, n: int, packed: Tensor, bits: int) -> tuple[tuple[int, int], dict, dict]:
     groups = triton.cdiv(n, 64)
     across = power_of_two(min(groups, _MAX_GROUPS))
     rows = max(1, _PROGRAM_GROUPS // across)
     constants = {
         "N": n,
-        "WIDTH": quant.row_bytes(n),
+        "WIDTH": quant.row_bytes(n, bits),
         "ROWS": rows,
         "GROUPS": across,
-        "ALIGNED": aligned(n, INT4, packed.data_ptr()),
+        "BITS": bits,
+        "ALIGNED": aligned(n, bits, packed.data_ptr()),
     }
     return (triton.cdiv(num_rows, rows), triton.cdiv(groups, across)), args | {"num_rows": num_rows}, constants
 
@@ -80,11 +82,12 @@ def _dequantize(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_group = tl.program_id(1) * GROUPS
-    low, high = unpack(packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
+    low, high = unpack(packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, BITS, ALIGNED)
     low_column, high_column, low_there, high_there = tile_columns(first_group, N, GROUPS)
     there = (row < num_rows)[:, None, None]
     rows = out + row[:, None, None] * N
@@ -102,6 +105,7 @@ def _quantize(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -111,7 +115,7 @@ def _quantize(
     rows = x + row[:, None, None] * N
     low = tl.load(rows + low_column[None, :, :], mask=there & low_there[None, :, :], other=0.0).to(tl.float32)
     high = tl.load(rows + high_column[None, :, :], mask=there & high_there[None, :, :], other=0.0).to(tl.float32)
-    pack(low, high, packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, ALIGNED)
+    pack(low, high, packed + row * WIDTH, row < num_rows, first_group, N, GROUPS, BITS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
