@@ -256,6 +256,11 @@ class ModelConfig:
         }
 
     @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
+        return tuple(dict.fromkeys([*self.layer_matrices.values(), (self.vocab_size, self.embed_size)]))
+
+    @property
     def params_per_layer(self) -> int:
         """Weights of one layer, biases and norms included."""
         return sum(self.layer_tensors.values())

@@ -198,7 +198,7 @@ class TestMeasure:
         """Else they would still be in the caches when they are used again."""
         used = []
         monkeypatch.setattr(profile_compute.ops, "linear", lambda x, weight, **_: used.append(weight))
-        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: [trial.run(i) for i in range(99)] and 1.0)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16)
         pool = torch.zeros((4 << 20) // 4)
@@ -248,7 +248,7 @@ def simulated(monkeypatch):
         monkeypatch.setattr(
             Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta")
         )
-        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(profile_compute.ops, "prepare_attention", lambda *_, **__: None)
         monkeypatch.setattr(profile_compute, "plan_attention", lambda *_, **__: None)
         monkeypatch.setattr(
@@ -307,8 +307,8 @@ class TestAttention:
     @pytest.mark.parametrize(("sequences", "turns"), [([(1, 19), (1, 30)], 2), ([(24, 0)], 4)])
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
-        run = profile_compute._paged_attention(
-            profile_compute._paged_kv(pool, self.model), self.model, sequences, pool.dtype
+        run = profile_compute.paged_attention(
+            profile_compute.paged_kv(pool, self.model), self.model, sequences, pool.dtype
         )
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
@@ -334,14 +334,14 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute._paged_kv(pool, self.model, "int4")
+        kv = profile_compute.paged_kv(pool, self.model, "int4")
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 12)
         expanded = quant.dequantize(kv, 16)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
-        packed = profile_compute._paged_attention(kv, self.model, sequences, torch.float32)(3)
+        packed = profile_compute.paged_attention(kv, self.model, sequences, torch.float32)(3)
         torch.manual_seed(1)
-        plain = profile_compute._paged_attention(expanded, self.model, sequences, torch.float32)(3)
+        plain = profile_compute.paged_attention(expanded, self.model, sequences, torch.float32)(3)
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)
