@@ -248,7 +248,10 @@ class HardwareProfile:
     def to_json(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         devices = {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
-        return values | devices | {"kernels": self.kernels.to_json()}
+        chosen = {"kernels": self.kernels.to_json()}
+        if self.kernels == PROCESS_SET:  # as in files of versions that did not choose
+            del values["kernels"], chosen["kernels"]
+        return values | devices | chosen
 
     @classmethod
     def from_json(cls, values: Any) -> HardwareProfile:

@@ -74,9 +74,10 @@ def load_or_measure(
     offload_dir = make_offload_dir(offload_dir)
     path = profile_path(cache_dir, device, offload_dir, wanted.model, dtypes)
     profile = None if refresh else _cached(path, notify)
-    kernels = _kernels(wanted, profile.kernels if profile else PROCESS_SET, notify)
+    kernels = _kernels(wanted, profile, notify)
     if profile is not None and kernels != profile.kernels:
-        profile = replace(profile, kernels=kernels) if _same_rates(wanted, profile, kernels) else None
+        changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
+        profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of what was chosen
         if profile is not None:
             _keep(profile, path, notify)
     if profile is None:
@@ -102,27 +103,24 @@ def load_or_measure(
     return replace(profile, **sizes(device, offload_dir))
 
 
-def _kernels(wanted: Wanted, known: KernelChoice, notify: Callable[[str], None]) -> KernelChoice:
-    """What the wanted shapes run on: as known, where this machine has it, else as measured now."""
+def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str], None]) -> KernelChoice:
+    """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now.
+
+    A profile of a version that did not choose stays as it is: its rates are those of the machine's first instruction set.
+    """
     from batchgen.profiler.kernel_choice import Kernels, measure_kernels
 
     if forced := forced_instruction_set():
         return KernelChoice(default=forced)
-    known = known.among((*usable_instruction_sets(), TORCH), instruction_set())
+    if kept is not None and kept.kernels == PROCESS_SET:
+        return PROCESS_SET
+    known = (kept.kernels if kept else PROCESS_SET).among((*usable_instruction_sets(), TORCH), instruction_set())
     shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
     for dtype in wanted.dtypes:
         if not known.names().keys() >= set(shapes.keys(dtype)):
             notify(f"measuring which kernels are the fastest in {dtype}")
             known = measure_kernels(shapes, dtype, Kernels.here(), known)
     return known
-
-
-def _same_rates(wanted: Wanted, profile: HardwareProfile, now: KernelChoice) -> bool:
-    """Whether the profile's rates are still true: what they were measured on is chosen now."""
-    shapes, before = _shapes(wanted, wanted.model), profile.kernels
-    keys = [key for dtype in profile.compute.gemm_flops_per_s for key in shapes.keys(dtype)]
-    was, is_now, first = before.names(), now.names(), instruction_set()
-    return all(was.get(key, before.default or first) == is_now.get(key, now.default) for key in keys)
 
 
 def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
