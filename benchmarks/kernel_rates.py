@@ -242,7 +242,7 @@ def linear_summary(summary: dict[str, dict]) -> dict[str, dict]:
     """The geometric mean and the worst of the ratios to F.linear, of each set and dtype."""
     found: dict[str, list[float]] = {}
     for name, figures in summary.items():
-        if ": linear " in name:
+        if ": linear " in name and name.endswith(" tokens"):
             found.setdefault(name.split(",")[0], []).append(figures["ratio"])
     return {
         f"{name}, all": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -53,16 +53,17 @@ class KernelChoice:
 
     def names(self) -> dict[str, str]:
         """Each named shape -> what it runs on."""
-        return {key: measured.isa for key, measured in self._all()}
+        return {key: measured.isa for table in (self.linear, self.attention) for key, measured in table.items()}
 
     def among(self, available: Collection[str], default: str) -> KernelChoice:
         """As far as it names what is available; the rest is left to the default."""
-        kept = {name: {k: m for k, m in table.items() if m.isa in available} for name, table in self._tables()}
-        return replace(self, **kept, default=self.default if self.default in available else default)
+        known = self.of([key for key, isa in self.names().items() if isa in available])
+        return replace(known, default=self.default if self.default in available else default)
 
     def of(self, keys: Collection[str]) -> KernelChoice:
         """Of these shapes alone."""
-        return replace(self, **{name: {k: m for k, m in table.items() if k in keys} for name, table in self._tables()})
+        linear, attention = ({k: m for k, m in t.items() if k in keys} for t in (self.linear, self.attention))
+        return replace(self, linear=linear, attention=attention)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,13 +79,6 @@ class KernelChoice:
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError(f"not a choice of kernels: {error}") from error
         return made
-
-    def _tables(self) -> tuple[tuple[str, Mapping[str, Measured]], ...]:
-        return ("linear", self.linear), ("attention", self.attention)
-
-    def _all(self) -> Iterator[tuple[str, Measured]]:
-        for _, table in self._tables():
-            yield from table.items()
 
 
 PROCESS_SET = KernelChoice()  # everything on the process's instruction set
