@@ -203,25 +203,23 @@ PYBIND11_MODULE(_kernels, m) {
         run(work.count(), std::cref(work), work.first_phase());
     });
 
-    m.def("packed_bytes",
-          [](int64_t columns, int64_t depth, int type, bool codes, int activation, const std::string& isa) {
-              Linear args{};
-              args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
-              args.codes = codes;
-              const Kernels& kernels = kernels_of(isa);
-              return num_panels(kernels, args) * kernels.panel_bytes(args);
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation, const std::string& isa) {
+        Linear args{};
+        args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
+        args.codes = codes;
+        const Kernels& kernels = kernels_of(isa);
+        return num_panels(kernels, args) * kernels.panel_bytes(args);
     });
-    m.def("pack",
-          [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation, Address out,
-             const std::string& isa) {
-              Linear args{};
-              args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
-              args.codes = codes, args.activation = Activation(activation);
-              const Kernels& kernels = kernels_of(isa);
-              py::gil_scoped_release release;
-              over_rows(num_panels(kernels, args), depth * kernels.panel,
-                        [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
-          });
+    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation,
+                     Address out, const std::string& isa) {
+        Linear args{};
+        args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.codes = codes, args.activation = Activation(activation);
+        const Kernels& kernels = kernels_of(isa);
+        py::gil_scoped_release release;
+        over_rows(num_panels(kernels, args), depth * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
+    });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
                        int type, bool codes, bool packed, int activation, Address bias, Address residual,
                        int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {

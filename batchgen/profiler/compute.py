@@ -68,7 +68,9 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     dtype = getattr(torch, dtype_name)
     where, kernels = f"in {dtype_name} on {device.kind}", subjects.kernels
     pool = device.pool(dtype, effort)
-    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels))
+    gemm = timed(
+        f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels)
+    )
     decode = timed(
         f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kernels=kernels)
     )
