@@ -4,8 +4,10 @@ set, the others on each that it has.
 
     python benchmarks/kernel_rates.py
     python benchmarks/kernel_rates.py --only decode --rounds 1
+    python benchmarks/kernel_rates.py --only linear --rounds 1 --seconds 0.02 --tokens 1,64,1024 --keep
 
-The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay.
+The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay. With --keep
+what is not measured now stays in it.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.core import dtypes as formats
+from batchgen.core.kernel_choice import PROCESS_SET
 from batchgen.core.machine import keep_freed_memory
 from batchgen.job.report import versions
+from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant
+from batchgen.ops import dispatch, quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.ops.instruction_set import unavailable
+from batchgen.profiler.kernel_choice import Kernels, Shapes, measure_kernels
 from batchgen.runtime.memory.transfers import untouched
 
 HERE = Path(__file__).parent
@@ -37,6 +42,10 @@ BLOCK = 16
 DECODE_KV_BYTES = 768 << 20  # attended to by one call: far more than caches hold
 DECODE_TARGETS = {1: 0.80, 4: 0.65, 8: 0.55}
 INT4_TARGET, PREFILL_TARGET = 1.5, 3.0
+LINEAR_TARGET, LINEAR_WORST = 1.15, 0.95
+LINEAR_SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (8192, 2048), (3072, 3072), (4096, 14336))  # columns, depth
+LINEAR_TOKENS = [4**i for i in range(7)]
+CALL_FLOPS, CALL_COLUMNS = 1e9, 128
 # Instruction sets that have a row, measured or not.
 SETS = {"x86_64": ("amx", "avx512_bf16", "avx512", "avx2")}
 
@@ -47,9 +56,9 @@ def seconds(run: Callable[[], object], at_least_s: float) -> float:
     taken: list[float] = []
     deadline = time.perf_counter() + at_least_s
     while len(taken) < 3 or time.perf_counter() < deadline:
-        started = time.perf_counter()
+        started = clock()
         run()
-        taken.append(time.perf_counter() - started)
+        taken.append(clock() - started)
     return statistics.median(taken)
 
 
@@ -153,6 +162,7 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 def sdpa(rows=rows, k=k, v=v):
                     return F.scaled_dot_product_attention(rows, k, v, is_causal=True, scale=1.0, enable_gqa=True)
 
+                torch.set_num_threads(kernels.num_threads())
                 theirs = seconds(sdpa, at_least_s)
                 time.sleep(0.02)
                 ours = seconds(lambda q=q, kv=kv, made=made: kernels.attention(q, kv, made), at_least_s)
@@ -166,35 +176,92 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 )
 
 
-def linear(measured: Measured, name: str, at_least_s: float) -> None:
-    shapes = {"demo qkv": (960, 576), "demo gate_up": (3072, 576), "demo down": (576, 1536), "8B down": (4096, 14336)}
-    for shape, (columns, depth) in shapes.items():
-        copies = max(2, min(30, (64 << 20) // (2 * columns * depth)))
-        weights = [torch.randn(columns, depth).bfloat16() for _ in range(copies)]
-        packed = [kernels.pack(w) for w in weights]
-        for rows in (1, 16, 64, 256, 1024):
-            x = torch.randn(rows, depth).bfloat16()
-            flops, turn = 2 * rows * columns * depth, max(1, int(2e9 / (2 * rows * columns * depth)))
+def linear(measured: Measured, name: str, at_least_s: float, tokens: list[int]) -> None:
+    """Our linear beside F.linear in the same run, weights from beyond the nearest caches.
 
-            def ours(x=x, turn=turn, weights=packed):
-                for i in range(turn):
-                    kernels.linear(x, weights[i % len(weights)])
+    Of calls that would take seconds fewer columns are multiplied, by both.
+    """
+    for columns, depth in LINEAR_SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            kind = str(dtype).removeprefix("torch.")
+            for rows in tokens:
+                some = min(columns, max(CALL_COLUMNS, int(CALL_FLOPS / (2 * rows * depth)) // 32 * 32))
+                ours_s, theirs_s = linear_seconds(name, rows, some, depth, dtype, at_least_s)
+                flops = 2 * rows * some * depth
+                measured.add(
+                    f"{name}: linear {kind}, {columns}x{depth}, {rows} tokens",
+                    ratio=theirs_s / ours_s,
+                    gflop_per_s=flops / ours_s / 1e9,
+                    torch_gflop_per_s=flops / theirs_s / 1e9,
+                    columns=some,
+                )
 
-            def theirs(x=x, turn=turn, weights=weights):
-                for i in range(turn):
-                    F.linear(x, weights[i % len(weights)])
 
-            torch_s = seconds(theirs, at_least_s) / turn
-            time.sleep(0.02)
-            ours_s = seconds(ours, at_least_s) / turn
-            plain_s = seconds(lambda run=ours, weights=weights: run(weights=weights), at_least_s) / turn
-            measured.add(
-                f"{name}: linear bf16, {shape}, {rows} tokens",
-                ratio=torch_s / ours_s,
-                gflop_per_s=flops / ours_s / 1e9,
-                unpacked_gflop_per_s=flops / plain_s / 1e9,
-                torch_gflop_per_s=flops / torch_s / 1e9,
-            )
+def linear_seconds(
+    name: str, rows: int, columns: int, depth: int, dtype: torch.dtype, at_least_s: float
+) -> list[float]:
+    """Ours on the set, and F.linear."""
+    copies = max(1, min(30, (24 << 20) // (columns * depth * dtype.itemsize)))
+    weights = [torch.randn(columns, depth).to(dtype) for _ in range(copies)]
+    bound = [dispatch.pack_weight(weight, isa=name) for weight in weights]
+    x = torch.randn(rows, depth).to(dtype)
+    torch.set_num_threads(kernels.num_threads())
+    return best_seconds(
+        [lambda i: kernels.linear(x, bound[i % copies]), lambda i: F.linear(x, weights[i % copies])], at_least_s
+    )
+
+
+def clock() -> float:
+    """With one thread its own time, in which others on the machine have no part."""
+    return time.thread_time() if kernels.num_threads() == 1 else time.perf_counter()
+
+
+def best_seconds(runs: list[Callable[[int], object]], at_least_s: float) -> list[float]:
+    """Of a call of each: the best of samples of some milliseconds taken in turn, the first ones left out."""
+    turns = []
+    for run in runs:
+        run(0)
+        started = clock()
+        run(1)
+        turns.append(max(1, int(0.005 / max(clock() - started, 1e-6))))
+    best = [float("inf")] * len(runs)
+    deadline, rounds = time.perf_counter() + at_least_s * len(runs), 0
+    while rounds < 3 or time.perf_counter() < deadline:
+        for n, (run, turn) in enumerate(zip(runs, turns, strict=True)):
+            started = clock()
+            for i in range(turn):
+                run(i)
+            best[n] = min(best[n], (clock() - started) / turn)
+            if kernels.num_threads() > 1:
+                time.sleep(0.005)  # torch's threads go on looking for work for a while
+        rounds += 1
+    return best
+
+
+def linear_summary(summary: dict[str, dict]) -> dict[str, dict]:
+    """The geometric mean and the worst of the ratios to F.linear, of each set and dtype."""
+    found: dict[str, list[float]] = {}
+    for name, figures in summary.items():
+        if ": linear " in name and name.endswith(" tokens"):
+            found.setdefault(name.split(",")[0], []).append(figures["ratio"])
+    return {
+        f"{name}, all": {
+            "geometric_mean": round(float(np.exp(np.mean(np.log(ratios)))), 3),
+            "worst": min(ratios),
+            "target": LINEAR_TARGET,
+            "met": bool(np.exp(np.mean(np.log(ratios))) >= LINEAR_TARGET and min(ratios) >= LINEAR_WORST),
+        }
+        for name, ratios in found.items()
+    }
+
+
+def chosen(model: str) -> dict:
+    """What a model's shapes would run on here, and the rates that say so."""
+    config = read_config(resolve_model(model))
+    choice = PROCESS_SET
+    for dtype in ("float32", "bfloat16"):
+        choice = measure_kernels(Shapes((config,), (config,)), dtype, Kernels.here(), choice)
+    return choice.to_json()
 
 
 def expansion(measured: Measured, at_least_s: float) -> None:
@@ -223,7 +290,8 @@ def machine() -> dict:
         "cpu": field("model name") if "model name" in text else platform.machine(),
         "family": field("cpu family"),
         "model": field("model"),
-        "threads": kernels._kernels.num_threads(),
+        "threads": kernels.num_threads(),
+        "clock": "of the thread" if kernels.num_threads() == 1 else "of the wall",
         "instruction_sets": kernels.instruction_sets(),
         "unavailable": unavailable(),
     }
@@ -246,9 +314,10 @@ def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
             decode(measured, pool, args.seconds)
         for name in sets:
             with kernels.using(name):
-                for part, run in (("prefill", prefill), ("linear", linear)):
-                    if args.only in (None, part):
-                        run(measured, name, args.seconds)
+                if args.only in (None, "prefill"):
+                    prefill(measured, name, args.seconds)
+                if args.only in (None, "linear"):
+                    linear(measured, name, args.seconds, args.tokens)
         if args.only in (None, "expansion"):
             expansion(measured, args.seconds)
     return measured.summary()
@@ -256,9 +325,12 @@ def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["decode", "prefill", "linear", "expansion"])
+    parser.add_argument("--only", choices=["decode", "prefill", "linear", "expansion", "choice"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=LINEAR_TOKENS)
+    parser.add_argument("--keep", action="store_true", help="keep what the file has and is not measured now")
+    parser.add_argument("--model", default="demo", help="whose shapes kernels are chosen for")
     parser.add_argument("--sets", type=lambda text: text.split(","), help="instruction sets [default: all but scalar]")
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/kernels-CPU.json]")
     args = parser.parse_args()
@@ -266,15 +338,18 @@ def main() -> None:
     on = machine()
     usable = [name for name in on["instruction_sets"] if name != "scalar"] or ["scalar"]
     sets = [name for name in args.sets or usable if name in usable]
-    summary = measure(args, sets)
+    output = args.output or HERE / "results" / f"kernels-{slug(on)}.json"
+    before = json.loads(output.read_text()) if args.keep and output.exists() else {}
+    summary = before.get("medians", {}) | measure(args, sets)
+    summary |= linear_summary(summary)
+    choice = chosen(args.model) if args.only in (None, "choice") else before.get("choice")
     for name in SETS.get(platform.machine(), ()):
         if name not in sets:
             reason = on["unavailable"].get(name, "not asked for" if name in usable else "the CPU does not have it")
             summary[name] = {"not measured": reason}
     for name, figures in summary.items():
         print(f"{name:62}", "  ".join(f"{key} {value}" for key, value in figures.items()))
-    result = {"machine": on, "rounds": args.rounds, "medians": summary, "versions": versions()}
-    output = args.output or HERE / "results" / f"kernels-{slug(on)}.json"
+    result = {"machine": on, "rounds": args.rounds, "medians": summary, "choice": choice, "versions": versions()}
     output.write_text(json.dumps(result, indent=1) + "\n")
 
 

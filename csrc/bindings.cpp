@@ -55,7 +55,7 @@ struct Attending {
     std::vector<int64_t> pieces;  // where each begins among the items, and the end
     static constexpr int64_t kMergesAtOnce = 16;
 
-    Attending(const Attention& given, const AttentionPlan& plan) : kernels(active_kernels()), args(given), plan(plan) {
+    Attending(const Attention& given, const AttentionPlan& plan) : kernels(kernels_of(plan.isa)), args(given), plan(plan) {
         partial.reset(new float[plan.partial_rows() * (args.kv.head_dim + 2)]);  // not filled
         args.partial = partial.get();
         // Several items at once, while there is enough for all threads: where one ends, the next one's KV comes in already.
@@ -134,10 +134,9 @@ void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) 
     run(packs + blocks * pieces, item, packs);
 }
 
-void run_linear(const Linear& args) {
+void run_linear(const Kernels& kernels, const Linear& args) {
     constexpr int64_t kMostPacked = 16 << 20;  // bytes of x put in order: many rows of a large depth go a part at a time
     if (!args.rows) return;
-    const Kernels& kernels = active_kernels();
     const LinearCut cut = kernels.linear_cut(args);
     if (cut.packed_bytes <= kMostPacked) return run_linear_rows(kernels, args, cut);
     const int64_t most =
@@ -172,7 +171,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("unavailable", &unavailable_kernels);
     m.def("active", [] { return std::string(active_kernels().name); });
     m.def("use", &use_kernels);
-    m.def("fast_bf16", [] { return active_kernels().fast_bf16; });
+    m.def("fast_bf16", [](const std::string& isa) { return kernels_of(isa).fast_bf16; });
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", &set_num_threads);
     m.def("set_alone", &set_alone);
@@ -194,7 +193,8 @@ PYBIND11_MODULE(_kernels, m) {
              [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks) {
                  plan.add_shared(start, stop, blocks.data(), int(blocks.size()));
              })
-        .def("finish", &AttentionPlan::finish);
+        .def("finish", &AttentionPlan::finish)
+        .def_readwrite("isa", &AttentionPlan::isa);
 
     m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
                           Address kv, int kv_type, int head_dim) {
@@ -203,34 +203,35 @@ PYBIND11_MODULE(_kernels, m) {
         run(work.count(), std::cref(work), work.first_phase());
     });
 
-    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation) {
+    m.def("packed_bytes", [](int64_t columns, int64_t depth, int type, bool codes, int activation, const std::string& isa) {
         Linear args{};
         args.columns = columns, args.depth = depth, args.type = Type(type), args.activation = Activation(activation);
         args.codes = codes;
-        const Kernels& kernels = active_kernels();
+        const Kernels& kernels = kernels_of(isa);
         return num_panels(kernels, args) * kernels.panel_bytes(args);
     });
-    m.def("pack",
-          [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation, Address out) {
-              Linear args{};
-              args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
-              args.codes = codes, args.activation = Activation(activation);
-              const Kernels& kernels = active_kernels();
-              py::gil_scoped_release release;
-              over_rows(num_panels(kernels, args), depth * kernels.panel,
-                        [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
-          });
+    m.def("pack", [](Address w, int64_t stride, int64_t columns, int64_t depth, int type, bool codes, int activation,
+                     Address out, const std::string& isa) {
+        Linear args{};
+        args.w = at(w), args.w_stride = stride, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.codes = codes, args.activation = Activation(activation);
+        const Kernels& kernels = kernels_of(isa);
+        py::gil_scoped_release release;
+        over_rows(num_panels(kernels, args), depth * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
+    });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
                        int type, bool codes, bool packed, int activation, Address bias, Address residual,
-                       int64_t residual_stride, Address out, int64_t out_stride, int out_type) {
+                       int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
         Linear args{};
         args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
         args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
         args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
         args.packed = packed, args.codes = codes;
+        const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
-        run_linear(args);
+        run_linear(kernels, args);
     });
 
     m.def("tile_dot", [](int kind, int rows, Address a, Address b, Address c) {

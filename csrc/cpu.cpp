@@ -38,18 +38,26 @@ constexpr Target kTargets[] = {BATCHGEN_EACH_TARGET(BATCHGEN_ROW)};
 
 std::atomic<const Kernels*> active{nullptr};
 
-const Kernels& named(const std::string& name) {
+// Null: it is not there.
+const Kernels* find(const std::string& name) {
+    static const std::vector<const Kernels*> all = [] {
+        std::vector<const Kernels*> found = usable_kernels();
+        for (const Kernels* twin : plain_twins()) found.push_back(twin);
+        return found;
+    }();
+    for (const Kernels* kernels : all)
+        if (name == kernels->name) return kernels;
+    return nullptr;
+}
+
+const Kernels& named(const std::string& name, const char* asked_by) {
+    if (const Kernels* kernels = find(name)) return *kernels;
     std::string names;
-    for (const Kernels* kernels : usable_kernels()) {
-        if (name == kernels->name) return *kernels;
-        names += (names.empty() ? "" : ", ") + std::string(kernels->name);
-    }
-    for (const Kernels* kernels : plain_twins())
-        if (name == kernels->name) return *kernels;
+    for (const Kernels* kernels : usable_kernels()) names += (names.empty() ? "" : ", ") + std::string(kernels->name);
     std::string why;
     for (const auto& [set, reason] : unavailable_kernels())
         if (name == set) why = " (" + reason + ")";
-    throw std::invalid_argument("BATCHGEN_ISA=" + name + " is not there" + why + "; this machine has " + names);
+    throw std::invalid_argument(asked_by + name + " is not there" + why + "; this machine has " + names);
 }
 
 // Null: the library was built without.
@@ -231,12 +239,14 @@ const Kernels& active_kernels() {
         const char* name = std::getenv("BATCHGEN_ISA");
         const std::vector<const Kernels*> usable = usable_kernels();
         if (usable.empty()) throw std::runtime_error("the kernels were built for no instruction set of this machine");
-        kernels = name && *name ? &named(name) : usable.front();
+        kernels = name && *name ? &named(name, "BATCHGEN_ISA=") : usable.front();
         active.store(kernels, std::memory_order_release);
     }
     return *kernels;
 }
 
-void use_kernels(const std::string& name) { active.store(&named(name), std::memory_order_release); }
+const Kernels& kernels_of(const std::string& name) { return name.empty() ? active_kernels() : named(name, "instruction set "); }
+
+void use_kernels(const std::string& name) { active.store(&named(name, "instruction set "), std::memory_order_release); }
 
 }  // namespace batchgen

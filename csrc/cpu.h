@@ -23,7 +23,10 @@ std::map<std::string, std::string> unavailable_kernels();
 // The one that BATCHGEN_ISA names, else the fastest. Throws std::invalid_argument for a name that is not among them.
 const Kernels& active_kernels();
 
-// For tests and measurements: from now on this one.
+// The one of this name, a plain twin perhaps; "": the active one. Throws std::invalid_argument for one that is not there.
+const Kernels& kernels_of(const std::string& name);
+
+// For tests: from now on this one is the active one.
 void use_kernels(const std::string& name);
 
 // To be called in a thread before it runs kernels; those that call in before there are others need not.

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -26,6 +27,9 @@ class AttentionPlan {
     void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
     // Queries [start, stop) of several sequences that see every key of the blocks, beside the rest of their own.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
+    // The instruction set that attends; "": the active one.
+    std::string isa;
+
     // Puts items in order; call once, after the last of them.
     void finish();
 

@@ -39,7 +39,7 @@ reads it; options on the command line override the file. Sizes are written `14Gi
 |---|---|
 | `BATCHGEN_CACHE` | The cache directory: downloads, measured profiles, weight stores, outputs without a name. Default: `~/.cache/batchgen`. |
 | `BATCHGEN_HARDWARE` | A hardware profile, by name or file, to plan with instead of measuring the machine. |
-| `BATCHGEN_ISA` | The instruction set of the kernels: `scalar`, `avx2`, `avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, `neon` or `neon_dot`. |
+| `BATCHGEN_ISA` | One instruction set for all kernels, instead of the fastest for each shape: `scalar`, `avx2`, `avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, `neon` or `neon_dot`. |
 | `BATCHGEN_NUM_THREADS` | The number of threads of the kernels. Without it `OMP_NUM_THREADS` counts, then the number of cores. |
 | `BATCHGEN_HELM_ENGINE` | Where HELM's jobs run: `in-process`, `files`, or the path of a `batchgen` program. |
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 
 SIXTEEN_BIT = ("bfloat16", "float16")
 HARDWARE_VARIABLE = "BATCHGEN_HARDWARE"  # of the environment: names a profile to plan with
@@ -177,6 +178,7 @@ class HardwareProfile:
         disk_cpu_overhead_s: for which it takes a core.
         shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns.
         copy_bytes_per_s: copies between memories that take those cores; None: they take none.
+        kernels: what each shape runs on on the CPU, which its rates are those of; empty: nothing was chosen.
         sources: where each figure comes from, by field name; empty for a measured profile.
     """
 
@@ -203,6 +205,7 @@ class HardwareProfile:
     disk_cpu_overhead_s: float = 0.0
     shared_cores: bool = False
     copy_bytes_per_s: float | None = None
+    kernels: KernelChoice = PROCESS_SET
     measured: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -244,7 +247,11 @@ class HardwareProfile:
 
     def to_json(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
+        devices = {name: values[name] and _compute_to_json(values[name]) for name in ("cpu", "gpu")}
+        chosen = {"kernels": self.kernels.to_json()}
+        if self.kernels == PROCESS_SET:  # as in files of versions that did not choose
+            del values["kernels"], chosen["kernels"]
+        return values | devices | chosen
 
     @classmethod
     def from_json(cls, values: Any) -> HardwareProfile:
@@ -259,7 +266,7 @@ class HardwareProfile:
                 raise InputError(f"hardware profile: {name} must be an object")
         checked = dict(values)
         for f in fields(cls):
-            if f.name not in values or f.name in ("name", "cpu", "gpu", "measured", "sources"):
+            if f.name not in values or f.name in ("name", "cpu", "gpu", "kernels", "measured", "sources"):
                 continue
             value = values[f.name]
             if f.name == "shared_cores":
@@ -271,6 +278,8 @@ class HardwareProfile:
                 checked[f.name] = _positive(value, f.name)
         checked["cpu"] = _compute_from_json(values["cpu"], "cpu")
         checked["gpu"] = None if values.get("gpu") is None else _compute_from_json(values["gpu"], "gpu")
+        if "kernels" in values:
+            checked["kernels"] = KernelChoice.from_json(values["kernels"])
         return cls(**checked)
 
 

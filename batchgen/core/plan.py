@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
@@ -171,6 +172,7 @@ class Plan:
     Attributes:
         budgets: bytes per tier it was made for.
         placement_bytes: weights, KV and activations -> tier -> bytes.
+        kernels: what each shape of the model runs on on the CPU.
     """
 
     model: str
@@ -181,6 +183,7 @@ class Plan:
     policy: Policy
     placement_bytes: Mapping[str, Mapping[str, float]]
     prediction: Prediction
+    kernels: KernelChoice = PROCESS_SET
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}
@@ -194,6 +197,8 @@ class Plan:
                 "policy": policy_from_json(values["policy"]),
                 "prediction": Prediction(**values["prediction"]),
             }
+            if "kernels" in values:  # not in plans of earlier versions
+                parsed["kernels"] = KernelChoice.from_json(values["kernels"])
             return cls(**(values | parsed))
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error

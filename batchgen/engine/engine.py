@@ -120,6 +120,9 @@ class _Call:
 class Engine:
     """A model held in memory, ready to complete any number of requests, or to score texts.
 
+    Nothing is measured: on a CPU all kernels run on its first instruction set (amx, avx512_bf16, avx512, avx2, scalar), or on what
+    BATCHGEN_ISA names. Jobs run each shape on the set that was the fastest in the machine's profile.
+
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",

@@ -16,6 +16,7 @@ from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
     available_cores,
     available_memory_bytes,
@@ -250,7 +251,8 @@ class LoadRequest:
     either. sampling: of most rows; its grammar, if it has one, is compiled before weights are read. longest_tokens: the
     longest prompt and output looked for; None: the context. most_kv_tokens: KV that the job is expected to use; memory beyond
     it is left alone. planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
-    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. serial, on_step: see `steps.threads.Lanes`.
+    offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. kernels: what each shape runs on; all that it
+    does not name runs on the process's instruction set. serial, on_step: see `steps.threads.Lanes`.
     on_load(done, total): called after each layer.
     """
 
@@ -268,6 +270,7 @@ class LoadRequest:
     planned_process_bytes: int | None = None
     offload_dir: Path | None = None
     store: WeightStore | None = None
+    kernels: KernelChoice = PROCESS_SET
     serial: bool = False
     on_step: OnStep | None = None
     on_load: Callable[[int, int], None] | None = None
@@ -326,6 +329,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         eos_token_ids=eos_token_ids,
         dtype=request.dtype,
         loaded_bytes=weights.num_bytes,
+        kernels=request.kernels,
         compute_tier=tiers.compute_tier,
         load_s=time.perf_counter() - started,
         grammars=grammars,
@@ -389,6 +393,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
         store=request.store,
         tiers=tiers,
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
+        kernels=request.kernels,
         on_layer=request.on_load,
     )
 
@@ -400,7 +405,8 @@ def _make_executor(
 
     from batchgen.runtime.executor import Executor, SweepOptions
 
-    policy, accelerated = request.policy, request.device.accelerated
+    config, policy, accelerated = request.config, request.policy, request.device.accelerated
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
     options = SweepOptions(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
@@ -409,6 +415,7 @@ def _make_executor(
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
+        attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         serial=request.serial,
         shared_cores=request.device.kind == "emulated",
         on_step=request.on_step,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
@@ -41,6 +42,7 @@ class EngineParts:
 
     `split` and `pack` are micro_batches.split_batches and batch.pack with the model's numbers filled in, `sample` is
     sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them no request may have one.
+    `kernels`: what each shape runs on.
     """
 
     config: ModelConfig
@@ -58,6 +60,7 @@ class EngineParts:
     load_s: float = 0.0
     scorer: Callable | None = None
     grammars: Grammars | None = None
+    kernels: KernelChoice = PROCESS_SET
 
 
 @dataclass

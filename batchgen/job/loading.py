@@ -59,6 +59,7 @@ def load_engine(
         planned_process_bytes=process_share(plan),
         offload_dir=job.offload_dir,
         store=store,
+        kernels=plan.kernels,
         on_step=on_step,
     )
     parts = load_parts(request, tokenizer)

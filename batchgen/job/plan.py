@@ -26,7 +26,7 @@ from batchgen.job.source import open_source
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
-from batchgen.planner.explain import compare, explain, frontier_lines, headline
+from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.profiler.emulated import emulated_profile
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
@@ -187,4 +187,6 @@ def describe_profile(profile: HardwareProfile) -> list[str]:
     ):
         if rate:
             lines.append(f"{name}: {rate / 1e9:,.2f} GB/s")
+    if profile.kernels.names() or profile.kernels.default:
+        lines += kernel_lines(profile.kernels)
     return lines

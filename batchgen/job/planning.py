@@ -24,6 +24,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
@@ -111,10 +112,11 @@ def make_plan(
         InputError: The given plan is for something else, or there is none that fits.
     """
     if job.options.plan is not None:
-        return runnable(read_plan(job.options.plan), job)
-    workload = estimate()
-    plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
-    return plan
+        plan = runnable(read_plan(job.options.plan), job)
+    else:
+        workload = estimate()
+        plan, _ = plan_case(case_here(job, started_s=started_s, notify=notify), workload)
+    return replace(plan, kernels=kernels_here(plan.kernels, notify))
 
 
 def plan_case(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
@@ -234,9 +236,9 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
+    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
-        model = None  # large products reach the same rates whatever their shape, and take long to measure
-    wanted = Wanted(device, (dtype,), formats, model)
+        wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     profile = load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh, notify=notify)
     return corrected_by_probe(profile, dtype)
 

@@ -14,6 +14,7 @@ from batchgen._version import __version__
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.files import write_text
+from batchgen.job.kernels import kernels_report
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.output.run_directory import Run, errors_path
 
@@ -122,6 +123,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "dtype": engine.parts.dtype if engine else None,
         "policy": engine.policy.to_json() if engine else None,
         "memory": engine.parts.memory.to_json() if engine else None,
+        "kernels": kernels_report(engine.parts.kernels) if engine else None,
         "versions": versions(),
     }
 

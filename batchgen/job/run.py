@@ -23,6 +23,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
+from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
@@ -32,10 +33,11 @@ from batchgen.job.resolved import ResolvedJob, resolve_job
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
+from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run, open_run
 from batchgen.output.score_result import ScoreResult
-from batchgen.planner.explain import headline
+from batchgen.planner.explain import headline, kernel_headline
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -150,7 +152,10 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
         plan = _plan(job, state)
-        for line in headline(plan):
+        if state.rows_resumed:
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
+        state.record_kernels(plan.kernels)
+        for line in (*headline(plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
@@ -166,6 +171,14 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         format_row=job.source.format_row,
     )
     return job.report(state, engine, plan, "complete")
+
+
+def _kernel_lines(plan: Plan) -> list[str]:
+    """What the job runs on, and which instruction sets the CPU has that cannot be used."""
+    lines = [kernel_headline(plan.kernels)]
+    if not forced_instruction_set():
+        lines += [f"{name} is not used: {reason}" for name, reason in unavailable().items()]
+    return lines
 
 
 def _fingerprint(job: _Job) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.models.compressed_tensors import check_quantization
 from batchgen.models.rope import RopeConfig
 
@@ -254,6 +255,16 @@ class ModelConfig:
             "up": (mlp_width, self.hidden_size),
             "down": (self.hidden_size, self.intermediate_size),
         }
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
+        return tuple(dict.fromkeys([*self.layer_matrices.values(), (self.vocab_size, self.embed_size)]))
+
+    def kernel_keys(self, dtype: str) -> list[str]:
+        """Its shapes as `KernelChoice` names them."""
+        linear = [linear_key(*shape, dtype) for shape in self.linear_shapes]
+        return [*linear, attention_key(self.num_heads, self.num_kv_heads, self.head_dim, dtype)]
 
     @property
     def params_per_layer(self) -> int:

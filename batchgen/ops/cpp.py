@@ -1,7 +1,8 @@
 """The C++ kernels (csrc/) on torch tensors of the CPU. `ops` chooses between these and the reference in torch.
 
-Tensors are taken as they lie, rows contiguous; results are new tensors where none is given. The instruction set is the
-machine's best, or what the environment's BATCHGEN_ISA names.
+Tensors are taken as they lie, rows contiguous; results are new tensors where none is given. Linear layers and attention run on
+the instruction set that their weight or plan names; whatever names none, and all else, on the process's: what the environment's
+BATCHGEN_ISA names, or the machine's first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import WEIGHT_CODE_BITS
+from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops.instruction_set import instruction_set
@@ -49,13 +51,18 @@ def plain_twins() -> list[str]:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Another instruction set for a while, for tests: not while kernels run. What was packed before cannot be used."""
+    """Another instruction set of the process for a while, for tests: not while kernels run."""
     before = instruction_set()
     _kernels.use(name)
     try:
         yield
     finally:
         _kernels.use(before)
+
+
+def num_threads() -> int:
+    """Threads that a loop of the kernels is shared by."""
+    return _kernels.num_threads()
 
 
 def run_alone() -> None:
@@ -76,10 +83,14 @@ def supports_attention(head_dim: int, group: int) -> bool:
 
 
 def attention_plan(
-    plan: plans.AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int
+    plan: plans.AttentionPlan, kv_heads: int, group: int, block_size: int, row_bytes: int, isa: str = ""
 ) -> AttentionPlan:
-    """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head."""
+    """The plan's items as the kernels take them. group: query heads of a KV head. row_bytes: of K of a token and KV head.
+
+    isa: the instruction set that attends; "": the process's.
+    """
     made = AttentionPlan(kv_heads, group, block_size, row_bytes)
+    made.isa = isa
     for part in plan.decode:
         made.add_decode(part.start, part.blocks, part.num_keys, part.first_key)
     for part in plan.prefill:
@@ -116,37 +127,55 @@ def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = N
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A linear layer's weight [columns, depth] in the order in which the kernels read it."""
+    """A linear layer's weight [columns, depth] in the order in which the kernels of one instruction set read it."""
 
     data: Tensor  # uint8
     columns: int
     depth: int  # of int8, up to a multiple of four
     dtype: torch.dtype  # int8: of rows of 8 bits (ops/int8.py)
     gated: bool
+    isa: str
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.columns, self.depth
 
 
-def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False) -> int:
+@dataclass(frozen=True)
+class BoundWeight:
+    """A linear layer's weight [columns, depth] as it lies, and what multiplies it: an instruction set, or TORCH."""
+
+    data: Tensor
+    isa: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
     """Size of a packed weight: that of the weight itself, but for rounding up.
 
     Of 16-bit numbers it is twice as much where the instruction set multiplies them as 32-bit ones.
     """
-    return _kernels.packed_bytes(columns, depth, *_kind(dtype), _gate(gated))
+    return _kernels.packed_bytes(columns, depth, *_kind(dtype), _gate(gated), isa)
 
 
-def packed_grows(dtype: torch.dtype) -> bool:
+def packed_grows(dtype: torch.dtype, isa: str = "") -> bool:
     """Whether packed weights take twice as much memory."""
-    return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16())
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16(isa))
 
 
-def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
-    """Pack a weight [columns, depth] for `linear`. gated: for "silu_mul"."""
+def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
+    """Pack a weight [columns, depth] for `linear`. gated: for "silu_mul". isa: the set that reads it; "": the process's."""
     columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
-    out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated), dtype=torch.uint8)
+    isa = isa or instruction_set()
+    out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated, isa=isa), dtype=torch.uint8)
     _kernels.pack(
         weight.data_ptr(),
         weight.stride(0),
@@ -155,13 +184,14 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
         *_kind(weight.dtype),
         _gate(gated),
         out.data_ptr(),
+        isa,
     )
-    return PackedWeight(out, columns, depth, weight.dtype, gated)
+    return PackedWeight(out, columns, depth, weight.dtype, gated, isa)
 
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | BoundWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
@@ -176,6 +206,8 @@ def linear(
     says.
     """
     packed, coded = isinstance(weight, PackedWeight), weight.dtype == torch.int8
+    plain = isinstance(weight, Tensor)
+    stored, isa = (weight, "") if plain else (weight.data, weight.isa)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
     columns = weight.shape[0]
     gated = activation == "silu_mul"
@@ -185,12 +217,13 @@ def linear(
     assert x_unit == 1 and out_unit == 1 and (coded or weight.dtype == dtype)
     assert _depth(weight) == (-(-depth // 4) * 4 if coded else depth)
     assert not packed or weight.gated == gated
+    assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
     _kernels.linear(
         x.data_ptr(),
         x_stride,
         rows,
-        weight.data.data_ptr() if packed else weight.data_ptr(),
-        depth if packed else weight.stride()[0],
+        stored.data_ptr(),
+        depth if packed else stored.stride()[0],
         columns,
         depth,
         TYPES[dtype],
@@ -203,6 +236,7 @@ def linear(
         out.data_ptr(),
         out_stride,
         TYPES[out.dtype],
+        isa,
     )
     return out
 

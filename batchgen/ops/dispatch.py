@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import INT4, WEIGHT_CODE_BITS
+from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.cpp import PackedWeight
+from batchgen.ops.cpp import BoundWeight, PackedWeight
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
     from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | BoundWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 
@@ -65,8 +66,9 @@ def linear(
 
     Args:
         x: [tokens, depth].
-        weight: [columns, depth], or packed (`pack_weight`); or rows of 8 bits, int8 [columns, int8.row_bytes(depth)], which x
-            is multiplied with as integers (`int8`): by the kernels on the CPU, and elsewhere by torch.
+        weight: [columns, depth], or bound to an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8 bits, int8
+            [columns, int8.row_bytes(depth)], which x is multiplied with as integers (`int8`): by the kernels on the CPU, and
+            elsewhere by torch.
         bias: [columns].
         activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the first half of columns times the second one.
         residual: [tokens, columns of the result], added at the end.
@@ -76,32 +78,51 @@ def linear(
     Returns:
         [tokens, columns], or half the columns with "silu_mul".
     """
+    options = {"activation": activation, "residual": residual, "out": out, "out_dtype": out_dtype}
     if x.is_cpu:
+        if isinstance(weight, BoundWeight) and weight.isa == TORCH:
+            return _torch_linear(x, weight.data, bias, **options)
         compute = kernels
     elif weight.dtype == torch.int8:
         compute = reference
     else:
         compute = _device_kernels(x.device) or reference
-    return compute.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
+    return compute.linear(x, weight, bias, **options)
 
 
-def pack_weight(weight: Tensor, *, gated: bool = False) -> Weight:
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> Tensor:
+    """Torch's linear on the CPU, by as many threads as the kernels have: in a sweep torch itself has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(kernels.num_threads())
+    try:
+        return reference.linear(x, weight, bias, **options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight:
     """Pack a weight as `linear` reads it fastest, in about as many bytes.
 
     Args:
         weight: [columns, depth], or rows of 8 bits.
         gated: For "silu_mul": the gate's rows stand before those it is multiplied with.
+        isa: What is to multiply it on the CPU, an instruction set or TORCH; "": the process's set.
 
     Returns:
-        The weight itself, where it is read fastest as it is.
+        The weight itself, bound to the set, where it is read fastest as it is.
     """
-    if weight.device.type != "cpu" or kernels.packed_grows(weight.dtype):
-        return weight
-    return kernels.pack(weight, gated=gated)
+    if weight.device.type != "cpu" or isa == TORCH or kernels.packed_grows(weight.dtype, isa):
+        return bind_weight(weight, isa)
+    return kernels.pack(weight, gated=gated, isa=isa)
+
+
+def bind_weight(weight: Tensor, isa: str) -> Weight:
+    """The weight as it lies, for an instruction set or TORCH; itself where there is nothing to say, and on other devices."""
+    return BoundWeight(weight, isa) if isa and weight.device.type == "cpu" else weight
 
 
 def weight_bytes(weight: Weight) -> int:
-    return (weight.data if isinstance(weight, PackedWeight) else weight).nbytes
+    return (weight if isinstance(weight, Tensor) else weight.data).nbytes
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
@@ -185,7 +206,7 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
     return q
 
 
-def prepare_attention(
+def prepare_attention(  # shapes of one launch
     plan: AttentionPlan,
     heads: int,
     kv_heads: int,
@@ -194,10 +215,11 @@ def prepare_attention(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device = CPU,
+    isa: str = "",
 ) -> PreparedAttention:
     """The plan as `paged_attention` takes it, made once per sweep and used by every layer.
 
-    dtype: of queries. device: where they and the KV are.
+    dtype: of queries. device: where they and the KV are. isa: the instruction set that attends on the CPU; "": the process's.
     """
     group = heads // kv_heads
     if device.type != "cpu":
@@ -209,7 +231,7 @@ def prepare_attention(
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
     bits = quant.kv_code_bits(kv_dtype)
     width = quant.row_bytes(head_dim, bits) if bits else head_dim * kv_dtype.itemsize
-    return kernels.attention_plan(plan, kv_heads, group, block_size, width)
+    return kernels.attention_plan(plan, kv_heads, group, block_size, width, isa)
 
 
 def cut_attention(

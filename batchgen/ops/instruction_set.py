@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from batchgen.core.errors import InputError
@@ -14,6 +15,16 @@ def instruction_set() -> str:
         return _kernels.active()
     except ValueError as error:
         raise InputError(f"{error}: name one of these, or none") from error
+
+
+def forced_instruction_set() -> str | None:
+    """What BATCHGEN_ISA names: it runs everything, and nothing else is measured or chosen. Raises InputError."""
+    return instruction_set() if os.environ.get("BATCHGEN_ISA") else None
+
+
+def usable_instruction_sets() -> list[str]:
+    """All that kernels may be asked to run on here: the machine's, the most capable first, then the plain twins."""
+    return [*_kernels.instruction_sets(), *_kernels.plain_twins()]
 
 
 def unavailable() -> dict[str, str]:

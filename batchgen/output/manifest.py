@@ -13,6 +13,7 @@ import pyarrow as pa
 from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
+from batchgen.core.kernel_choice import KernelChoice
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
@@ -27,6 +28,7 @@ class Manifest:
         state: "running" or "complete".
         may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
             it. totals and files (name: bytes) of the output: once it is complete.
+        kernels: what rows are made with; None: no row has been started, or by a version that did not record it.
     """
 
     fingerprint: dict[str, Any]
@@ -34,6 +36,7 @@ class Manifest:
     may_replace: bool = False
     totals: dict[str, int] | None = None
     files: dict[str, int] | None = None
+    kernels: KernelChoice | None = None
 
     def write(self, path: Path) -> None:
         """Put it at `path` atomically. Raises OSError."""
@@ -52,7 +55,9 @@ class Manifest:
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "
                     "use that version, or start again with --overwrite"
                 )
-            return cls(**{name: record[name] for name in cls.__dataclass_fields__})
+            fields = {name: record[name] for name in cls.__dataclass_fields__ if name != "kernels"}
+            kernels = record.get("kernels")  # not in those of earlier versions
+            return cls(**fields, kernels=None if kernels is None else KernelChoice.from_json(kernels))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

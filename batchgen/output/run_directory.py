@@ -21,6 +21,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.kernel_choice import KernelChoice
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
@@ -131,6 +132,20 @@ class Run:
     @property
     def complete(self) -> bool:
         return self._manifest.state == "complete"
+
+    @property
+    def kernels(self) -> KernelChoice | None:
+        """What its rows have been made with; None: nothing was recorded."""
+        return self._manifest.kernels
+
+    def record_kernels(self, kernels: KernelChoice) -> None:
+        """Note what the rows from now on are made with, before the first of them. Raises BatchgenError."""
+        if kernels == self.kernels:
+            return
+        try:
+            self._write_manifest(replace(self._manifest, kernels=kernels))
+        except OSError as error:
+            raise storage_error(error, f"write {self.directory}", len(self.done_rows)) from error
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""

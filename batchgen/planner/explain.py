@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
@@ -83,6 +84,7 @@ def make_plan(
         policy=policy,
         placement_bytes=placement_bytes(s, at),
         prediction=_predict(problem, candidate, at, startup_s, output_len_known),
+        kernels=s.hardware.kernels.of(s.model.kernel_keys(s.compute_format)),
     )
 
 
@@ -217,6 +219,8 @@ def explain(plan: Plan) -> list[str]:
         "",
         *_memory_lines(plan),
         "",
+        *kernel_lines(plan.kernels),
+        "",
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
         f" {format_seconds(predicted.high_s)}), "
         + (f"{predicted.generated_tokens_per_s:,.4g} generated tokens/s, " if workload.task == "generate" else "")
@@ -257,6 +261,30 @@ def _memory_lines(plan: Plan) -> list[str]:
         if peak:
             made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
             rows.append([TIER_NAMES[tier], format_bytes(peak), format_bytes(plan.budgets[tier]), made])
+    return aligned(rows)
+
+
+def kernel_headline(kernels: KernelChoice) -> str:
+    """What a job's shapes run on, in a line."""
+    names = kernels.names()
+    if not names:
+        return f"kernels: {kernels.default}"
+    sets = list(names.values())
+    most = max(sorted(set(sets)), key=sets.count)
+    others = [f"{key} on {isa}" for key, isa in names.items() if isa != most]
+    return f"kernels: {most}" + (f", but {', '.join(others)}" if others else "")
+
+
+def kernel_lines(kernels: KernelChoice) -> list[str]:
+    """What each shape runs on, at which rates, and what is faster and not used."""
+    chosen = {**kernels.linear, **kernels.attention}
+    if not chosen:
+        return [f"kernels: {kernels.default or 'what the machine that runs it takes first, as none were measured'}"]
+    rows = [["kernels", "run on", "GFLOP/s, of decode attention GB/s", "faster, but not used"]]
+    for key, measured in chosen.items():
+        rates = ", ".join(f"{point} {rate / 1e9:,.1f}" for point, rate in measured.rates.get(measured.isa, {}).items())
+        refused = "; ".join(f"{name}: {reason}" for name, reason in measured.refused.items())
+        rows.append([key, measured.isa, rates, refused])
     return aligned(rows)
 
 

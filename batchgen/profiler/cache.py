@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
@@ -13,11 +14,16 @@ from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import INT8
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
+from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
 from batchgen.models.config import ModelConfig
+from batchgen.ops.instruction_set import forced_instruction_set, instruction_set, usable_instruction_sets
 from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.measure import add_dtypes, add_int8, add_packed, check_measurable, identity, measure, sizes
 from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
+
+if TYPE_CHECKING:
+    from batchgen.profiler.kernel_choice import Shapes
 
 # What makes two models' layers take the same time.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
@@ -33,6 +39,7 @@ class Wanted:
         formats: others that weights or KV may be stored in: "int4", "int8".
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
+        kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
     """
 
     device: str
@@ -40,6 +47,7 @@ class Wanted:
     formats: tuple[str, ...] = ()
     model: ModelConfig | None = None
     effort: Effort = FULL
+    kernels_of: ModelConfig | None = None
 
 
 def load_or_measure(
@@ -66,9 +74,17 @@ def load_or_measure(
     offload_dir = make_offload_dir(offload_dir)
     path = profile_path(cache_dir, device, offload_dir, wanted.model, dtypes)
     profile = None if refresh else _cached(path, notify)
+    kernels = _kernels(wanted, profile, notify)
+    if profile is not None and kernels != profile.kernels:
+        changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
+        profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of what was chosen
+        if profile is not None:
+            _keep(profile, path, notify)
     if profile is None:
         overheads = measure_overheads(device)
-        profile = measure(device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, **how)
+        profile = measure(
+            device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, kernels=kernels, **how
+        )
         if wanted.model is not None and device == "cpu":
             notify("measuring whole sweeps")
             profile = calibrated(profile, wanted.model, dtypes[0])
@@ -85,6 +101,35 @@ def load_or_measure(
         profile = add_int8(profile, dtypes[0], **how)
         _keep(profile, path, notify)
     return replace(profile, **sizes(device, offload_dir))
+
+
+def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str], None]) -> KernelChoice:
+    """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now.
+
+    A profile of a version that did not choose stays as it is: its rates are those of the machine's first instruction set.
+    """
+    from batchgen.profiler.kernel_choice import Kernels, measure_kernels
+
+    if forced := forced_instruction_set():
+        return KernelChoice(default=forced)
+    if kept is not None and kept.kernels == PROCESS_SET:
+        return PROCESS_SET
+    known = (kept.kernels if kept else PROCESS_SET).among((*usable_instruction_sets(), TORCH), instruction_set())
+    shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
+    for dtype in wanted.dtypes:
+        if not known.names().keys() >= set(shapes.keys(dtype)):
+            notify(f"measuring which kernels are the fastest in {dtype}")
+            known = measure_kernels(shapes, dtype, Kernels.here(), known)
+    return known
+
+
+def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
+    """Those of the model, or of models of any size. Beside a GPU the CPU attends alone."""
+    from batchgen.profiler.compute import subjects_of
+    from batchgen.profiler.kernel_choice import Shapes
+
+    subjects = subjects_of(wanted.device, wanted.effort, model)
+    return Shapes(subjects.products if wanted.device == "cpu" else (), subjects.attention)
 
 
 def profile_path(

@@ -19,6 +19,7 @@ import numpy as np
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.machine import keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
@@ -81,7 +82,7 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> Hard
     sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
-    with _runner(part, dtype) as run:
+    with _runner(part, dtype, profile.kernels) as run:
         probes = [probe_s(dtype)]
         # In rounds, so that a moment in which the machine is slow does not decide about one of them.
         rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
@@ -191,7 +192,7 @@ def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: 
 
 
 @contextlib.contextmanager
-def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float]]:
+def _runner(model: ModelConfig, dtype: str, kernels: KernelChoice) -> Iterator[Callable[[_Sweep], float]]:
     """run(sweep) -> seconds, the median of several runs on memory that was used before."""
     import torch
 
@@ -203,7 +204,7 @@ def _runner(model: ModelConfig, dtype: str) -> Iterator[Callable[[_Sweep], float
     longest = max(s.new + s.cached for s in _SWEEPS) + 1
     blocks = max(s.count * -(-(s.new + s.cached) // DEFAULT_KV_BLOCK_SIZE) for s in _SWEEPS)
     part = replace(model, max_position=min(longest, model.max_position))
-    executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, DEFAULT_KV_BLOCK_SIZE)
+    executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, DEFAULT_KV_BLOCK_SIZE, kernels=kernels)
     key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
 
     def run(sweep: _Sweep) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import INT4, INT8, KV_CODE_BITS
 from batchgen.core.hardware import ComputeRates, Rates
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
@@ -34,21 +35,27 @@ _CONTEXT_SPREAD_FRAC = 0.25
 
 @dataclass(frozen=True)
 class Subjects:
-    """The models whose layers are measured. products: one per width. attention: one per head group. main: for the rest."""
+    """The models whose layers are measured. products: one per width. attention: one per head group. main: for the rest.
+
+    kernels: what their shapes run on on the CPU.
+    """
 
     products: tuple[ModelConfig, ...]
     attention: tuple[ModelConfig, ...]
     main: ModelConfig
+    kernels: KernelChoice = PROCESS_SET
 
 
-def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subjects:
+def subjects_of(
+    device: str, effort: Effort, model: ModelConfig | None, kernels: KernelChoice = PROCESS_SET
+) -> Subjects:
     """The model itself, where its rates are wanted; else a range of llamas of sizes that one runs on such a device."""
     if model is not None:
-        return Subjects((model,), (model,), model)
+        return Subjects((model,), (model,), model, kernels)
     width, kv_heads, head_dim = _GENERIC[device]
     groups = tuple(_llama(width, kv_heads * group, kv_heads, head_dim) for group in effort.groups)
     widths = tuple(_llama(w, max(1, w // head_dim), kv_heads, head_dim) for w in effort.widths)
-    return Subjects(widths, groups, groups[len(groups) // 2])
+    return Subjects(widths, groups, groups[len(groups) // 2], kernels)
 
 
 # Width, KV heads, head_dim.
@@ -59,11 +66,17 @@ _GENERIC = {"cpu": (1024, 4, 64), "cuda": (4096, 8, 128)}
 def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
     """All rates of the device that runs the matrix products, for one dtype."""
     dtype = getattr(torch, dtype_name)
-    where = f"in {dtype_name} on {device.kind}"
+    where, kernels = f"in {dtype_name} on {device.kind}", subjects.kernels
     pool = device.pool(dtype, effort)
-    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort))
-    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
-    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
+    gemm = timed(
+        f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels)
+    )
+    decode = timed(
+        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kernels=kernels)
+    )
+    prefill = timed(
+        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, kernels=kernels)
+    )
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
     return ComputeRates(
         gemm_flops_per_s={dtype_name: gemm},
@@ -86,7 +99,7 @@ def measure_decode_attention(
     pool = device.pool(getattr(torch, dtype_name), effort)
     kind = kv_format or dtype_name
     name = f"decode attention in {kind} on {device.kind}"
-    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format))
+    rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format, subjects.kernels))
     return ComputeRates(decode_attention_bytes_per_s={kind: rates})
 
 
@@ -99,9 +112,13 @@ def measure_packed(  # what is measured, how, and for how long
     packing: "int4" or "int8".
     """
     pool = device.pool(getattr(torch, dtype_name), effort)
-    where = f"with {packing} and {dtype_name} on {device.kind}"
-    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, packing))
-    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, packing))
+    where, kernels = f"with {packing} and {dtype_name} on {device.kind}", subjects.kernels
+    decode = timed(
+        f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, packing, kernels)
+    )
+    prefill = timed(
+        f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, packing, kernels)
+    )
     elementwise = timed(
         f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, packing)
     )
@@ -121,7 +138,7 @@ def measure_int8(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
     """What weights of 8 bits change: the rates of products, tokens in `dtype_name` quantized on the way."""
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"matrix products with {INT8} weights and {dtype_name} on {device.kind}"
-    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT8))
+    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT8, subjects.kernels))
     return ComputeRates(gemm_flops_per_s={INT8: gemm})
 
 
@@ -141,9 +158,14 @@ def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Ef
 
 
 def gemm_rates(
-    device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort, weight_format: str | None = None
+    device: Device,
+    pool: Tensor,
+    models: Sequence[ModelConfig],
+    effort: Effort,
+    weight_format: str | None = None,
+    kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
-    """FLOP/s of a layer's matrix products over width and tokens, each model's in turn.
+    """FLOP/s of a layer's matrix products over width and tokens, each model's in turn, on what they are chosen to run on.
 
     The activation and the residual adds go with them.
 
@@ -151,6 +173,7 @@ def gemm_rates(
         weight_format: "int8", or None: the pool's dtype.
     """
     stored = int8.quantize if weight_format == INT8 else lambda weight: weight
+    dtype_name = weight_format or _name(pool.dtype)
 
     def trial(model: ModelConfig, tokens: int) -> Trial:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -161,7 +184,11 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                ops.pack_weight(stored(part.view(shape)), gated=model.gated_mlp and i == 2)
+                ops.pack_weight(
+                    stored(part.view(shape)),
+                    gated=model.gated_mlp and i == 2,
+                    isa=kernels.linear_isa(*shape, dtype_name),
+                )
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -185,19 +212,27 @@ def gemm_rates(
 
 
 def decode_rates(
-    device: Device, pool: Tensor, models: Sequence[ModelConfig], effort: Effort, kv_format: str | None = None
+    device: Device,
+    pool: Tensor,
+    models: Sequence[ModelConfig],
+    effort: Effort,
+    kv_format: str | None = None,
+    kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
     Args:
         kv_format: "int4", "int8", or None: the pool's dtype.
+        kernels: what the models' attention runs on.
     """
-    kvs = [_paged_kv(pool, model, kv_format) for model in models]
+    kvs = [paged_kv(pool, model, kv_format) for model in models]
 
     def trial(model: ModelConfig, kv: Tensor, batch: int, context: int) -> Trial:
         spread = np.linspace(1 - _CONTEXT_SPREAD_FRAC, 1 + _CONTEXT_SPREAD_FRAC, batch) if batch > 1 else np.ones(1)
         contexts = np.rint(context * spread).astype(int).tolist()
-        run = _paged_attention(kv, model, [(1, n - 1) for n in contexts], pool.dtype)
+        run = paged_attention(
+            kv, model, [(1, n - 1) for n in contexts], pool.dtype, _attention_isa(kernels, model, pool)
+        )
         return Trial(sum(contexts) * (kv[0].nbytes // DEFAULT_KV_BLOCK_SIZE), run)
 
     def over_context(model: ModelConfig, kv: Tensor, batch: int) -> tuple:
@@ -211,20 +246,34 @@ def decode_rates(
 
 
 def prefill_rates(
-    device: Device, pool: Tensor, model: ModelConfig, effort: Effort, kv_format: str | None = None
+    device: Device,
+    pool: Tensor,
+    model: ModelConfig,
+    effort: Effort,
+    kv_format: str | None = None,
+    kernels: KernelChoice = PROCESS_SET,
 ) -> Rates:
     """FLOP/s of causal attention of a whole prompt to itself, over its length; hidden keys are not counted."""
-    kv = _paged_kv(pool, model, kv_format)
+    isa = _attention_isa(kernels, model, pool)
+    kv = paged_kv(pool, model, kv_format)
 
     def trial(context: int) -> Trial:
         flops = 4 * model.num_heads * model.head_dim * (context * (context + 1) // 2)
-        return Trial(flops, _paged_attention(kv, model, [(context, 0)], pool.dtype))
+        return Trial(flops, paged_attention(kv, model, [(context, 0)], pool.dtype, isa))
 
     return Rates(("context",), device.rising_rates(effort.prefill_contexts, trial, effort))
 
 
-def _paged_attention(
-    kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _attention_isa(kernels: KernelChoice, model: ModelConfig, pool: Tensor) -> str:
+    return kernels.attention_isa(model.num_heads, model.num_kv_heads, model.head_dim, _name(pool.dtype))
+
+
+def paged_attention(
+    kv: Tensor, model: ModelConfig, sequences: Sequence[tuple[int, int]], dtype: torch.dtype, isa: str = ""
 ) -> Callable[[int], Tensor]:
     """Attention of one layer for sequences of (new, cached) tokens, by the engine's own plan.
 
@@ -234,6 +283,7 @@ def _paged_attention(
 
     Args:
         dtype: of the queries.
+        isa: what attends on the CPU; "": the process's instruction set.
     """
     heads, size = model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE
     used = [-(-(new + cached) // size) for new, cached in sequences]
@@ -245,14 +295,14 @@ def _paged_attention(
     ]
     plan = plan_attention(slices, [], block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
     shapes = model.num_heads, heads, model.head_dim, size, dtype, kv.dtype
-    prepared = ops.prepare_attention(plan, *shapes, device=kv.device)
+    prepared = ops.prepare_attention(plan, *shapes, device=kv.device, isa=isa)
     windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5
     return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared)
 
 
-def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:
+def paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:
     """The pool as KV: [blocks, 2, kv_heads, block tokens, head_dim], or packed rows in place of the last."""
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
@@ -270,7 +320,7 @@ def elementwise_rates(
     """
     most = max(1, pool.numel() // (8 * model.intermediate_size))
     counts = sorted({min(tokens, most) for tokens in effort.elementwise_tokens})
-    kv = _paged_kv(pool, model, kv_format)
+    kv = paged_kv(pool, model, kv_format)
     return Rates(("tokens",), device.rising_rates(counts, lambda tokens: _elementwise(pool, kv, model, tokens), effort))
 
 

@@ -8,16 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.ops.instruction_set import instruction_set
+from batchgen.ops.instruction_set import forced_instruction_set, instruction_set
 from batchgen.profiler.timing import FULL, Device, Effort
 from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate
+
+if TYPE_CHECKING:
+    from batchgen.profiler.compute import Subjects
 
 DEVICES = ("cpu", "cuda")
 _TABLES = (
@@ -70,10 +74,12 @@ def measure(
     notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
+    kernels: KernelChoice = PROCESS_SET,
 ) -> HardwareProfile:
     """Everything a profile has, for jobs in these dtypes.
 
     Args:
+        kernels: what each shape runs on on the CPU.
         model: rates for its layers alone, which are truer for it; None: for models of any size.
         device: "cpu" or "cuda".
         offload_dir: made where it does not exist; its disk is measured.
@@ -82,6 +88,8 @@ def measure(
     Raises:
         InputError: for a device that is not there, an unknown dtype or an unusable offload_dir.
     """
+    from batchgen.profiler.compute import subjects_of
+
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
     watch = _Stopwatch(notify)
@@ -91,7 +99,7 @@ def measure(
     h2d, d2h = (
         watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
     )
-    cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
     # A GPU works off what is launched ahead of it.
     step = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
     return HardwareProfile(
@@ -113,6 +121,7 @@ def measure(
         sweep_overhead_s=overheads.sweep_overhead_s,
         sequence_overhead_s=overheads.sequence_overhead_s,
         row_overhead_s=overheads.row_overhead_s,
+        kernels=kernels,
         measured=_circumstances() | {"offload_dir": str(offload_dir), "seconds": watch.parts_s},
         **sizes(device, offload_dir),
     )
@@ -127,10 +136,12 @@ def add_dtypes(
     effort: Effort = FULL,
 ) -> HardwareProfile:
     """A profile of this machine with the rates of more dtypes measured and merged in."""
+    from batchgen.profiler.compute import subjects_of
+
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, dtypes)
     watch = _Stopwatch(notify)
-    cpu, gpu = _compute_rates(device, dtypes, model, effort, watch)
+    cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, profile.kernels), effort, watch)
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(
         profile,
@@ -158,7 +169,7 @@ def add_packed(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
-    subjects = subjects_of(device, effort, model)
+    subjects = subjects_of(device, effort, model, profile.kernels)
     rates = measure_packed(Device(device), dtype, packing, subjects, effort, watch)
     if device == "cpu":
         profile = replace(profile, cpu=merged(profile.cpu, rates))
@@ -183,7 +194,8 @@ def add_int8(
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
-    rates = measure_int8(Device(device), dtype, subjects_of(device, effort, model), effort, watch)
+    subjects = subjects_of(device, effort, model, profile.kernels)
+    rates = measure_int8(Device(device), dtype, subjects, effort, watch)
     # What whole sweeps have shown of the dtype's own products goes for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
@@ -228,6 +240,7 @@ def identity(device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": available_cores(),
         "kernels": instruction_set(),
+        **({"forced": True} if forced_instruction_set() else {}),
         "gpu": _gpu_name() if device == "cuda" else None,
         "torch": importlib.metadata.version("torch"),
         "batchgen": __version__,
@@ -250,12 +263,11 @@ class _Stopwatch:
 
 
 def _compute_rates(
-    device: str, dtypes: Sequence[str], model: ModelConfig | None, effort: Effort, watch: _Stopwatch
+    device: str, dtypes: Sequence[str], subjects: Subjects, effort: Effort, watch: _Stopwatch
 ) -> tuple[ComputeRates, ComputeRates | None]:
     """(cpu, gpu). Beside a GPU, of the CPU only decode attention matters."""
-    from batchgen.profiler.compute import measure_compute, measure_decode_attention, subjects_of
+    from batchgen.profiler.compute import measure_compute, measure_decode_attention
 
-    subjects = subjects_of(device, effort, model)
     cpu = gpu = ComputeRates()
     for dtype in dtypes:
         if device == "cuda":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.device import Device
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.request import SamplingParams
 from batchgen.models import layers
 from batchgen.models.checkpoint import Checkpoint
@@ -59,7 +60,8 @@ class SweepOptions:
     max_positions: sequences never get longer than this. batches_on_host, batch_tokens, delegated_seqs: as of
     `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
-    whose weights and KV are all on the device. For the rest see `Lanes`.
+    whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
+    process's. For the rest see `Lanes`.
     """
 
     max_positions: int
@@ -69,6 +71,7 @@ class SweepOptions:
     chunk_tokens: int | None = None
     logit_rows: int | None = None
     captured_tokens: int = 0
+    attention_isa: str = ""
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
@@ -267,7 +270,7 @@ class Executor:
         return _Batch(packed, *positions, indices, parts, moves, on_host)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
-        return ops.prepare_attention(plan, *self._attention_shape, device=device)
+        return ops.prepare_attention(plan, *self._attention_shape, device=device, isa=self._options.attention_isa)
 
     @property
     def _attention_shape(self) -> tuple:
@@ -551,18 +554,21 @@ def in_memory(
     block_size: int,
     device: torch.device = CPU,
     captured_tokens: int = 0,
+    kernels: KernelChoice = PROCESS_SET,
 ) -> Executor:
     """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
 
-    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions.
+    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on.
     """
     tiers = open_tiers(Device(device.type))
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
-    weights = Weights(config, WeightResidency.in_memory(config, name, tier), dtype, checkpoint=checkpoint, tiers=tiers)
+    residency = WeightResidency.in_memory(config, name, tier)
+    weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
     kv_cache = KVCache(config, kv_shape(config, block_size, name), {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    options = SweepOptions(config.max_position, captured_tokens=captured_tokens)
+    attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
+    options = SweepOptions(config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa)
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size

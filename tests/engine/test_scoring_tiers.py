@@ -88,7 +88,7 @@ def accelerated_case(seed):
 
 @pytest.mark.parametrize("seed", range(quick_or(2, 3)))
 def test_any_policy_on_a_device_with_streams(seed, tiny_models, stores, monkeypatch):
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
     device = FakeDevice(*ORDERS[seed])
     case = accelerated_case((SEED, seed))
     run_case(case, tiny_models, stores, monkeypatch, prepare=lambda parts: run_on(parts, device, monkeypatch))

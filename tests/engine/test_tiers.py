@@ -210,7 +210,7 @@ def random_accelerated_case(rng, variants):
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, VARIANTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+        patch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
         device = FakeDevice(*ORDERS[case.seed % len(ORDERS)], warm=FIRST_USES)
 
         def prepare(parts):
@@ -230,7 +230,7 @@ def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_s
     found = []
     for warm in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)
+            patch.setattr(ops, "pack_weight", lambda weight, **_: weight)
             parts = make_parts(path, EMULATED, policy, stores, longest_tokens=CONTEXT)
             if on_streams:
                 run_on(parts, FakeDevice(*ORDERS[0]), patch)

@@ -200,7 +200,7 @@ _ON_STREAMS = [(model, tier) for model in MODELS for tier, (device, _) in TIERS.
 def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypatch):
     """On a device with streams: no operation and no memory while one of them waits for the host."""
     path, prompts, wanted = expected(model)
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
     turn = list(MODELS).index(model)
     admission, num_batches = schedules(model, tier)[turn % 2]
     policy = policy_of(path, tier, DTYPE, admission, num_batches)

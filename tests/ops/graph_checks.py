@@ -51,7 +51,7 @@ def engine(config, monkeypatch, *, captured):
         monkeypatch.setattr(
             ops,
             "prepare_attention",
-            lambda plan, *shape, device: triton_kernels.prepare_attention(plan, *shape, device),
+            lambda plan, *shape, device, **_: triton_kernels.prepare_attention(plan, *shape, device),
         )
     if captured:
         driver = executor.lanes._driver if DEVICE.type == "cuda" else _Again()

@@ -21,9 +21,11 @@ from timing import undisturbed
 from batchgen.core import direct_io
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
+from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.machine import available_memory_bytes
-from batchgen.ops import quant
+from batchgen.ops import cpp, quant
 from batchgen.profiler import compute as profile_compute
+from batchgen.profiler import kernel_choice
 from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
@@ -198,7 +200,7 @@ class TestMeasure:
         """Else they would still be in the caches when they are used again."""
         used = []
         monkeypatch.setattr(profile_compute.ops, "linear", lambda x, weight, **_: used.append(weight))
-        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: [trial.run(i) for i in range(99)] and 1.0)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16)
         pool = torch.zeros((4 << 20) // 4)
@@ -248,7 +250,7 @@ def simulated(monkeypatch):
         monkeypatch.setattr(
             Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta")
         )
-        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, gated: weight)
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(profile_compute.ops, "prepare_attention", lambda *_, **__: None)
         monkeypatch.setattr(profile_compute, "plan_attention", lambda *_, **__: None)
         monkeypatch.setattr(
@@ -307,8 +309,8 @@ class TestAttention:
     @pytest.mark.parametrize(("sequences", "turns"), [([(1, 19), (1, 30)], 2), ([(24, 0)], 4)])
     def test_paged_runs_go_through_the_pool_and_start_over(self, sequences, turns):
         pool = torch.randn(2 * 8 * 2 * 16 * 16)  # K and V of 8 blocks
-        run = profile_compute._paged_attention(
-            profile_compute._paged_kv(pool, self.model), self.model, sequences, pool.dtype
+        run = profile_compute.paged_attention(
+            profile_compute.paged_kv(pool, self.model), self.model, sequences, pool.dtype
         )
         results = [run(i) for i in range(turns + 1)]
         assert results[0].shape == (sum(new for new, _ in sequences), 2 * 2 * 16)
@@ -334,14 +336,14 @@ class TestAttention:
     def test_packed_kv_is_attended_to_as_it_is_stored(self, monkeypatch):
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
-        kv = profile_compute._paged_kv(pool, self.model, "int4")
+        kv = profile_compute.paged_kv(pool, self.model, "int4")
         assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
         expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
-        packed = profile_compute._paged_attention(kv, self.model, sequences, torch.float32)(3)
+        packed = profile_compute.paged_attention(kv, self.model, sequences, torch.float32)(3)
         torch.manual_seed(1)
-        plain = profile_compute._paged_attention(expanded, self.model, sequences, torch.float32)(3)
+        plain = profile_compute.paged_attention(expanded, self.model, sequences, torch.float32)(3)
         assert torch.allclose(packed, plain, atol=1e-5)
         works = []
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: works.append(trial.work) or 1.0)
@@ -451,6 +453,14 @@ class TestCache:
 
             return call
 
+        def told(candidate, point, trial):
+            load.timed.append(candidate)
+            return load.seconds.get(candidate, 1.0)
+
+        kernels = kernel_choice.Kernels((*cpp.instruction_sets()[:1], "amx_plain"), told)
+        monkeypatch.setattr(kernel_choice.Kernels, "here", lambda: kernels)
+        monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
+        load.timed, load.seconds = [], {}
         load.measured, load.overheads, load.notes = [], [], []
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
@@ -469,6 +479,46 @@ class TestCache:
         first, second = load(), load()
         assert load.measured == [("float32",)] and len(load.overheads) == 1
         assert self.without_sizes(first) == self.without_sizes(second)
+
+    def test_kernels_are_chosen_once_and_its_rates_are_theirs(self, load, monkeypatch):
+        load.seconds["amx_plain"] = 0.5
+        packed = []
+        pack = profile_compute.ops.pack_weight
+        monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda w, **o: packed.append(o["isa"]) or pack(w, **o))
+        first = load()
+        assert set(first.kernels.names().values()) == {"amx_plain"} and first.kernels.linear and first.kernels.attention
+        count = len(load.timed)
+        assert packed[-1] == "amx_plain"
+        load.seconds.clear()
+        assert load().kernels == first.kernels and len(load.timed) == count
+        assert set(load(refresh=True).kernels.names().values()) == {cpp.instruction_sets()[0]}
+
+    def test_another_model_of_the_same_profile_has_its_own_shapes_chosen(self, load):
+        small, large = load(), load(kernels_of=profile_compute._llama(width=96, heads=6, kv_heads=2, head_dim=16))
+        assert set(small.kernels.names()) < set(large.kernels.names()) and "96x96 float32" in large.kernels.linear
+        assert len(load.measured) == 1 and large.cpu == small.cpu
+        assert load().kernels == large.kernels
+
+    def test_a_set_that_has_gone_is_not_asked_for(self, load, tmp_path):
+        load.seconds["amx_plain"] = 0.5
+        load()
+        path = self.kept(tmp_path)
+        path.write_text(path.read_text().replace("amx_plain", "mmx"))
+        assert set(load().kernels.names().values()) == {"amx_plain"}
+        assert len(load.measured) == 2, "its rates were those of another set"
+
+    def test_one_set_for_all_is_measured_alone(self, load, monkeypatch):
+        monkeypatch.setattr("batchgen.profiler.cache.forced_instruction_set", lambda: "scalar")
+        assert load().kernels == KernelChoice(default="scalar") and not load.timed
+
+    def test_a_profile_of_a_version_that_did_not_choose_stays_as_it_is(self, load, tmp_path):
+        load()
+        path = self.kept(tmp_path)
+        values = json.loads(path.read_text())
+        del values["kernels"]
+        path.write_text(json.dumps(values))
+        before, timed = path.read_bytes(), len(load.timed)
+        assert load().kernels == KernelChoice() and path.read_bytes() == before and len(load.timed) == timed
 
     def test_refresh_measures_again(self, load):
         first, second = load(), load(refresh=True)

@@ -70,16 +70,16 @@ def everything_moves(model: Path | str, **changes) -> Policy:
 
 def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> EngineParts:
     files = resolve_model(str(model))
-    store = options.pop("store", None)
+    store, dtype = options.pop("store", None), options.pop("dtype", "float32")
     if store is None and needs_store(policy):
         policy = policy if find_spec("xxhash") else without_store(policy)
     if store is None and needs_store(policy):
-        quantization = "none" if policy.weight_format == "float32" else policy.weight_format
-        store = find_or_convert(files, offload_dir, "float32", quantization)
+        quantization = "none" if policy.weight_format == dtype else policy.weight_format
+        store = find_or_convert(files, offload_dir, dtype, quantization)
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
     request = LoadRequest(
-        files, read_config(files), policy, "float32", device, offload_dir=offload_dir, store=store, **options
+        files, read_config(files), policy, dtype, device, offload_dir=offload_dir, store=store, **options
     )
     return load_parts(request, lambda: load_tokenizer(files))
 

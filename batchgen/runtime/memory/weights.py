@@ -16,6 +16,7 @@ from torch import Tensor
 from batchgen.core.direct_io import DirectFile, aligned
 from batchgen.core.dtypes import INT4, INT8, weight_row_bytes
 from batchgen.core.errors import BatchgenError
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.models.config import ModelConfig
@@ -52,7 +53,7 @@ class Weights:
     Invariant: a buffer is touched by one Step at a time, as the schedule has it.
     """
 
-    def __init__(
+    def __init__(  # what is loaded, from where, and for whom
         self,
         config: ModelConfig,
         residency: WeightResidency,
@@ -62,6 +63,7 @@ class Weights:
         store: WeightStore | None = None,
         tiers: Tiers | None = None,
         dequantized_slots: int = 1,
+        kernels: KernelChoice = PROCESS_SET,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load what is resident, and make buffers for what passes through.
@@ -75,12 +77,14 @@ class Weights:
             store: Of `residency.weight_format`; needed for 4-bit weights and what is on disk, and used for all if given.
             tiers: Their memories; None: the host's.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
+            kernels: What multiplies each shape on the CPU.
             on_layer: Called with (done, total) after each layer.
 
         Raises:
             BatchgenError: Memory does not suffice, or a file is not what it was.
         """
         self.config, self.residency, self.dtype = config, residency, dtype
+        self._kernels = kernels
         self.disk_bytes_read = 0
         self._store, self._checkpoint = store, checkpoint
         tiers = tiers or Tiers()
@@ -99,7 +103,8 @@ class Weights:
         ]
         self.embeddings, self.head = self._load_ends()
         if self.residency.head == self._compute_tier:
-            self.head = _packed(self.head)
+            self.head = self._packed(self.head)
+        self._layers: dict[tuple[int, int | None], Tensors] = {}  # once they have been asked for
 
     @property
     def embeds_on_device(self) -> bool:
@@ -114,11 +119,12 @@ class Weights:
 
     def layer(self, layer: int, slot: int | None = None) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there. slot: None: all of them are resident."""
-        passing = self._slot_views(layer, slot)
-        tensors = {**self._resident[layer], **passing} if passing or self._dequantized else self._resident[layer]
-        if self._dequantized:
-            tensors |= self._dequantized[layer % len(self._dequantized)]
-        return tensors
+        if (layer, slot) not in self._layers:  # buffers stay where they are
+            tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
+            if self._dequantized:
+                tensors |= self._dequantized[layer % len(self._dequantized)]
+            self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in tensors.items()}
+        return self._layers[layer, slot]
 
     def read(self, layer: int, slot: int) -> None:
         """What is on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
@@ -159,11 +165,12 @@ class Weights:
 
     def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
+        whole = (self.config.vocab_size, self.config.embed_size)  # which its chunks run as
         if not self._head_slots:
-            return 0, self._output_matrix()
+            return 0, self._bound(self._output_matrix(), whole)
         start = chunk * self._chunk_rows
         stop = min(start + self._chunk_rows, self.config.vocab_size)
-        return start, self._head_slots[slot][: max(0, stop - start)]
+        return start, self._bound(self._head_slots[slot][: max(0, stop - start)], whole)
 
     def reset_counts(self) -> None:
         self.disk_bytes_read = 0
@@ -192,7 +199,7 @@ class Weights:
         for group, tensors in groups.items():
             tensors = self.arenas[kept[group]].keep(tensors, "the weights")
             if kept[group] == self._compute_tier:
-                resident |= _packed(tensors)
+                resident |= self._packed(tensors)
             else:
                 on_host |= tensors
         self._resident.append(resident)
@@ -320,6 +327,22 @@ class Weights:
         self._views[layer, slot] = found
         return found
 
+    # What multiplies them.
+
+    def _isa(self, shape: tuple[int, int], dtype: torch.dtype) -> str:
+        return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
+
+    def _packed(self, tensors: Tensors) -> Tensors:
+        """With matrices as products read them fastest; 4-bit ones are left as they are."""
+        return {
+            name: ops.pack_weight(t, gated=name == GATED, isa=self._isa(t.shape, t.dtype)) if _is_matrix(t) else t
+            for name, t in tensors.items()
+        }
+
+    def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
+        """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
+        return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
+
     def _verify(self, stretch: _Stretch, part: Tensor) -> None:
         file = stretch.file
         start = 0
@@ -329,12 +352,9 @@ class Weights:
             start += extent.num_bytes
 
 
-def _packed(tensors: Tensors) -> Tensors:
-    """With matrices as products read them fastest; 4-bit ones are left as they are."""
-    return {
-        name: ops.pack_weight(t, gated=name == GATED) if t.ndim == 2 and t.dtype != torch.uint8 else t
-        for name, t in tensors.items()
-    }
+def _is_matrix(weight: ops.Weight) -> bool:
+    """Of numbers, or of rows of 8 bits; 4-bit ones are left as they are."""
+    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype != torch.uint8
 
 
 def _bytes_of(tensors: Tensors) -> int:

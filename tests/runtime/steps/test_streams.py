@@ -40,7 +40,7 @@ def policies(path):
 
 @pytest.fixture
 def make(tiny_models, tmp_path, monkeypatch):
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)  # torch reads the plain ones
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
     path = tiny_models("llama", num_hidden_layers=3)[0]
 
     def make(name, ahead=False):

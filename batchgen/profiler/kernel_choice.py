@@ -1,0 +1,298 @@
+"""Chooses what each shape of a model runs on: every instruction set that the CPU has, and torch's own linear, timed.
+
+One choice for each shape and dtype, whatever the number of tokens: sets sum up in different orders, so that a row whose set went by
+the size of its batch would round as its batch has it. Of candidates that differ by less than noise the first by name is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
+from batchgen.core.machine import keep_freed_memory
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
+from batchgen.models.config import ModelConfig
+from batchgen.ops import cpp, dispatch
+from batchgen.profiler.compute import paged_attention, paged_kv
+from batchgen.profiler.timing import Trial
+
+# Another candidate than the first by name must be faster by this much.
+_MARGIN = 1.05
+# One that takes so many times as long as another is not timed further.
+_HOPELESS = 4.0
+_TOKENS = (16, 128, 512)
+_PREFILL_TOKENS, _DECODE_SEQS, _DECODE_CONTEXT = 512, 16, 512
+_ROUNDS, _SAMPLE_S = 3, 0.003
+# Of a call: of larger weights some columns are timed, but so many that every thread has panels.
+_CALL_FLOPS_PER_THREAD, _COLUMNS_PER_THREAD, _CALL_WEIGHT_BYTES = 5e8, 128, 64 << 20
+# What operands of one shape are spread over, so that they come from beyond the nearest caches.
+_SPREAD_BYTES = 16 << 20
+# Numbers of rows in which torch's linear must give a row the same bits.
+_ROW_COUNTS = (
+    1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511,
+)  # fmt: skip
+_MOST_ROWS, _CHECKED_BYTES = 512, 1 << 30
+DEPENDS_ON_ROWS = "its rows depend on how many rows there are"
+NOT_CHECKED = "it is too large to check whether its rows depend on how many rows there are"
+ROUNDS_LOGITS = "its logits would be rounded to 16 bits"
+
+# (candidate, what is timed, the work) -> seconds of a run, the best of a few.
+Timer = Callable[[str, str, Trial], float]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Who is to be timed, and how. candidates: in the order in which they are preferred; TORCH is for linear layers alone."""
+
+    candidates: tuple[str, ...]
+    timer: Timer
+
+    @classmethod
+    def here(cls) -> Kernels:
+        """What this machine has, by its own clock."""
+        return cls((*cpp.instruction_sets(), TORCH), best_seconds)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is timed by itself. points: what for, and for a candidate the work there, or none if that cannot do it."""
+
+    key: str
+    points: Mapping[str, Callable[[], Callable[[str], Trial]]]
+    refuse: Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Whose shapes are chosen for: models whose linear layers run on the CPU, and models whose attention does."""
+
+    products: tuple[ModelConfig, ...]
+    attention: tuple[ModelConfig, ...]
+
+    def keys(self, dtype: str) -> list[str]:
+        """What `measure_kernels` names."""
+        keys = [linear_key(*shape, dtype) for model in self.products for shape in _matrices(model)]
+        heads = [(m.num_heads, m.num_kv_heads, m.head_dim) for m in self.attention if _has_attention(m)]
+        return list(dict.fromkeys(keys + [attention_key(*shape, dtype) for shape in heads]))
+
+
+def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelChoice = PROCESS_SET) -> KernelChoice:
+    """Choose what linear layers and attention run on. Takes a second or two a model.
+
+    Args:
+        shapes: What is timed.
+        dtype: To compute in.
+        kernels: Who is timed.
+        known: Shapes that it names are not timed again.
+
+    Returns:
+        What is known, and what was measured.
+    """
+    keep_freed_memory()  # as jobs do
+    linear, attention = dict(known.linear), dict(known.attention)
+    sets = tuple(name for name in kernels.candidates if name != TORCH)
+    with torch.inference_mode(), _torch_threads(cpp.num_threads()):
+        for model in shapes.products:
+            for shape in _linear_shapes(model, dtype):
+                if shape.key not in linear:
+                    linear[shape.key] = _measured(shape, kernels.candidates, kernels.timer)
+        for model in filter(_has_attention, shapes.attention):
+            shape = _attention_shape(model, dtype)
+            if shape.key not in attention:
+                attention[shape.key] = _measured(shape, sets, kernels.timer)
+    return KernelChoice(linear, attention, kernels.candidates[0])
+
+
+def _matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Those of a layer and the output matrix, which models of any size do not have."""
+    return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.layer_matrices.values()))
+
+
+def _has_attention(model: ModelConfig) -> bool:
+    """Elsewhere torch attends."""
+    return cpp.supports_attention(model.head_dim, model.num_heads // model.num_kv_heads)
+
+
+def best_seconds(candidate: str, point: str, trial: Trial) -> float:
+    """Seconds of a run: short ones are repeated to make up a sample."""
+    trial.run(0)
+    started = time.perf_counter()
+    trial.run(1)
+    once = time.perf_counter() - started
+    if once > _SAMPLE_S:
+        return once
+    count = math.ceil(_SAMPLE_S / max(once, 1e-7))
+    started = time.perf_counter()
+    for i in range(count):
+        trial.run(i)
+    return (time.perf_counter() - started) / count
+
+
+def choose(rates: Mapping[str, Mapping[str, float]], refused: Mapping[str, str]) -> str:
+    """The first by name of those that are fastest, but for noise: by the geometric mean of all that was timed.
+
+    Args:
+        rates: candidate -> what was timed -> rate, candidates in the order in which they are preferred.
+        refused: Those that may not be chosen.
+    """
+    points = set.union(*(set(own) for own in rates.values()))
+    means = {
+        name: math.exp(sum(map(math.log, own.values())) / len(own))
+        for name, own in rates.items()
+        if name not in refused and set(own) == points
+    }
+    return next(name for name, mean in means.items() if mean * _MARGIN >= max(means.values()))
+
+
+def _measured(shape: _Shape, candidates: Sequence[str], timer: Timer) -> Measured:
+    rates = _rates(shape, candidates, timer)
+    refused: dict[str, str] = {}
+    while True:
+        chosen = choose(rates, refused)
+        if chosen != candidates[0]:  # once more: a moment in which the machine was slow must not decide
+            again = _rates(shape, (candidates[0], chosen), timer)
+            rates |= {name: {**own, **_larger(rates[name], own)} for name, own in again.items()}
+            chosen = choose(rates, refused)
+        if reason := shape.refuse(chosen):
+            refused[chosen] = reason
+        else:
+            return Measured(chosen, rates, refused)
+
+
+def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {point: max(a[point], b.get(point, 0.0)) for point in a}
+
+
+def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, dict[str, float]]:
+    """Times the candidates in turn; of each the best is what counts."""
+    rates: dict[str, dict[str, float]] = {name: {} for name in candidates}
+    left = list(candidates)
+    for point, prepare in shape.points.items():
+        trial_of = prepare()
+        trials = {name: trial_of(name) for name in left}
+        seconds = dict.fromkeys(left, math.inf)
+        for done in range(_ROUNDS):
+            if done == _ROUNDS - 1:
+                left = [name for name in left if seconds[name] <= _HOPELESS * min(seconds.values())]
+            for name in left:
+                seconds[name] = min(seconds[name], timer(name, point, trials[name]))
+        for name, trial in trials.items():
+            rates[name][point] = float(f"{trial.work / seconds[name]:.4g}")
+    return rates
+
+
+def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
+    gated = model.layer_matrices["up"] if model.gated_mlp else None
+    head = (model.vocab_size, model.embed_size)
+    for shape in _matrices(model):
+        yield _linear_shape(
+            shape, getattr(torch, dtype), gated=shape == gated, head=shape == head, tied=model.tied_embeddings
+        )
+
+
+def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, head: bool, tied: bool) -> _Shape:
+    """tied: an output matrix that is the embeddings too is not packed."""
+    columns, depth = shape
+    threads = cpp.num_threads()
+
+    def prepare(tokens: int) -> Callable[[str], Trial]:
+        affordable = int(threads * _CALL_FLOPS_PER_THREAD / (2 * tokens * depth))
+        affordable = min(affordable, _CALL_WEIGHT_BYTES // (depth * dtype.itemsize))
+        some = min(columns, max(threads * _COLUMNS_PER_THREAD, affordable // 2 * 2))
+        weights = _spread((some, depth), dtype)
+        x, weight = torch.randn(tokens, depth).to(dtype), torch.ones(depth, dtype=dtype)
+
+        def trial(candidate: str) -> Trial:
+            bound = [
+                dispatch.bind_weight(w, candidate)
+                if head and tied
+                else dispatch.pack_weight(w, gated=gated, isa=candidate)
+                for w in weights
+            ]
+            options = {"activation": "silu_mul" if gated else None, "out_dtype": torch.float32 if head else None}
+
+            def run(i: int) -> None:
+                # As in a sweep, where kernels of the process's set come before and after: a team of torch's threads may still
+                # be looking for work.
+                dispatch.linear(dispatch.norm(x, weight, None, 1e-5), bound[i % len(bound)], **options)
+
+            return Trial(2 * tokens * some * depth, run)
+
+        return trial
+
+    def refuse(candidate: str) -> str | None:
+        if candidate != TORCH:
+            return None
+        if head and dtype != torch.float32:
+            return ROUNDS_LOGITS
+        if columns * depth * dtype.itemsize > _CHECKED_BYTES:
+            return NOT_CHECKED
+        return DEPENDS_ON_ROWS if rows_depend(torch.randn(columns, depth).to(dtype)) else None
+
+    points = {f"{tokens} tokens": lambda tokens=tokens: prepare(tokens) for tokens in _TOKENS}
+    return _Shape(linear_key(columns, depth, _name(dtype)), points, refuse)
+
+
+def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
+    """Whether a product with weight [columns, depth] gives a row other bits in another number of rows, or in another place."""
+    x = torch.randn(_MOST_ROWS, weight.shape[1]).to(weight.dtype)
+    whole = linear(x, weight)
+    return any(
+        not torch.equal(linear(x[start : start + count], weight), whole[start : start + count])
+        for count in _ROW_COUNTS
+        for start in {0, _MOST_ROWS - count}
+    )
+
+
+def _attention_shape(model: ModelConfig, dtype_name: str) -> _Shape:
+    dtype = getattr(torch, dtype_name)
+
+    def prepare(sequences: list[tuple[int, int]], work: float) -> Callable[[str], Trial]:
+        blocks = sum(-(-(new + cached) // DEFAULT_KV_BLOCK_SIZE) for new, cached in sequences)
+        block = 2 * model.num_kv_heads * DEFAULT_KV_BLOCK_SIZE * model.head_dim
+        pool = torch.cat(_spread((blocks, block), dtype)).view(-1)
+        kv = paged_kv(pool, model)
+        return lambda candidate: Trial(work, paged_attention(kv, model, sequences, dtype, candidate))
+
+    n = _PREFILL_TOKENS
+    flops = 4 * model.num_heads * model.head_dim * (n * (n + 1) // 2)
+    token_bytes = 2 * model.num_kv_heads * model.head_dim * FORMAT_BYTES[dtype_name]
+    points = {
+        f"prefill of {n} tokens": lambda: prepare([(n, 0)], flops),
+        f"decode of {_DECODE_SEQS} rows of {_DECODE_CONTEXT} tokens": lambda: prepare(
+            [(1, _DECODE_CONTEXT - 1)] * _DECODE_SEQS, _DECODE_SEQS * _DECODE_CONTEXT * token_bytes
+        ),
+    }
+    key = attention_key(model.num_heads, model.num_kv_heads, model.head_dim, dtype_name)
+    return _Shape(key, points, lambda candidate: None)
+
+
+def _spread(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Operands of this shape, normally distributed, of some megabytes in all: a pattern repeated, as drawing takes long."""
+    size = math.prod(shape)
+    count = max(1, -(-_SPREAD_BYTES // (size * dtype.itemsize)))
+    pattern = torch.randn(1 << 16).to(dtype)
+    return list(pattern.repeat(-(-count * size // len(pattern)))[: count * size].view(count, *shape))
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
