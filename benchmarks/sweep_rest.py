@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,25 +111,17 @@ def _is_kernel(value: object) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def parts_of_a_sweep(clock: Clock, engine: Engine) -> list[tuple[object, str, object]]:
-    """Python's parts, timed."""
+def parts_of_a_sweep(clock: Clock) -> list[tuple[object, str, object]]:
+    """Python's parts, timed. A generator's items are made for the part that asks for them."""
     named = [
         ("schedule", Scheduler, ("schedule", "commit", "finish", "add")),
         ("results", Generation, ("advance", "finish", "end_sweep", "start")),
         ("sampling", Generation, ("take_logits",)),
-        ("admission, input", Engine, ("_admit",)),
         ("prepare", executors.Executor, ("_prepare_all",)),
-        ("steps: issue", Lanes, ("execute",)),
-        ("steps: carry out", executors.Executor, ("_perform",)),
+        ("steps", Lanes, ("execute",)),
         ("embedding", layers, ("embed",)),
     ]
-    changes = [(owner, name, clock.of(part, getattr(owner, name))) for part, owner, names in named for name in names]
-    # Generators: each item is made inside the part that asks for it, so admission counts with the engine's loop.
-    changes = [change for change in changes if change[1] != "_admit"]
-    pack, split = engine.parts.pack, engine.parts.split
-    object.__setattr__(engine.parts, "pack", clock.of("pack", pack))
-    object.__setattr__(engine.parts, "split", clock.of("pack", split))
-    return changes
+    return [(owner, name, clock.of(part, getattr(owner, name))) for part, owner, names in named for name in names]
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, float]:
@@ -179,7 +172,12 @@ def main() -> None:
         return [Request(ids, SamplingParams(max_tokens=count, ignore_eos=True)) for ids, count in rows]
 
     result = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "isa": cpp.instruction_set(), **vars(args)}
-    result |= {"output": None, "threads": cpp._kernels.num_threads(), "versions": versions()}
+    result |= {
+        "output": None,
+        "load_average": os.getloadavg()[0],
+        "threads": cpp._kernels.num_threads(),
+        "versions": versions(),
+    }
     with Engine(args.model, dtype=args.dtype, share_prefixes=False, cpu_memory="6GiB") as engine:
         # Leaves logits of as many rows behind as there will be.
         list(engine.generate(requests([(ids[:WARM_UP_TOKENS], WARM_UP_OUTPUT) for ids, _ in job.rows])))
@@ -189,11 +187,10 @@ def main() -> None:
                 rounds.append(run(engine, requests(job.rows)))
             print("rest", rounds[-1], flush=True)
         for _ in range(args.rounds):
-            clock, parts = Clock(), (engine.parts.pack, engine.parts.split)
-            with replaced(bindings(products=False, clock=clock), *parts_of_a_sweep(clock, engine)):
+            clock, parts = Clock(), engine.parts
+            timed = replace(parts, pack=clock.of("pack", parts.pack), split=clock.of("pack", parts.split))
+            with replaced(bindings(products=False, clock=clock), (engine, "parts", timed), *parts_of_a_sweep(clock)):
                 measured = clock.of("engine's loop", run)(engine, requests(job.rows))
-            for name, function in zip(("pack", "split"), parts, strict=True):
-                object.__setattr__(engine.parts, name, function)
             clocks.append((clock, measured))
         if args.with_products:
             clock = Clock()
