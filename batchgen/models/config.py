@@ -329,7 +329,9 @@ class ModelConfig:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    if isinstance(quantization := config.get("quantization_config"), Mapping) and quantization:
+    if quantization := config.get("quantization_config"):
+        if not isinstance(quantization, Mapping):
+            raise InputError(f"quantization_config must be an object, not {quantization!r}")
         check_quantization(quantization)
     if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")

@@ -54,7 +54,7 @@ def test_a_large_value_costs_its_neighbours_little():
     expected = x.double() @ w.double().T
     plain = int8.join(*int8.to_codes(w))
     errors = [(int8.linear(x, rows) - expected).norm() for rows in (int8.quantize(w), plain)]
-    assert errors[0] < errors[1] / 3
+    assert errors[0] < errors[1] / 2
 
 
 def test_joined_rows_are_split_into_what_they_were_made_of():
