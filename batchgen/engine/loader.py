@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this part is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
-# Of KV pools, what is provided while the model loads, where it leaves cores idle: about as much as that takes. What is used of
-# a pool is known only later, as rows may share most of their KV. Loading by itself keeps two or three cores busy.
+# Of KV pools, what is provided ahead of its use. What is used of a pool is known only later, as rows may share most of their KV.
+# It begins while the model loads, where that leaves cores idle, else once it is loaded: loading keeps two or three cores busy.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
 # What interpreter, torch, transformers and pyarrow hold in a job without any model, where that cannot be measured; and
 # what they take later, for threads, compiled kernels and buffers.
@@ -306,10 +306,15 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         undo.callback(tiers.close)
         kv_cache = _make_kv_cache(request, memory, tiers)
         undo.callback(kv_cache.close)
+        beside_loading = available_cores() >= _PREFAULT_CORES
+        if not request.device.accelerated and beside_loading:
+            kv_cache.prefault(_PREFAULT_BYTES)
         if grammar is not None:
             grammar.result()  # refused before weights are read
         weights = _load_weights(request, tiers)
         undo.callback(weights.close)
+        if not request.device.accelerated and not beside_loading:
+            kv_cache.prefault(_PREFAULT_BYTES)
         executor = _make_executor(request, memory, tiers, weights, kv_cache)
         undo.callback(executor.close)
         split, pack = splitter(policy, memory, tiers.compute_tier), _packer(request, tiers.compute_tier)
@@ -373,8 +378,6 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
     )
-    if not request.device.accelerated and available_cores() >= _PREFAULT_CORES:
-        kv_cache.prefault(_PREFAULT_BYTES)
     return kv_cache
 
 

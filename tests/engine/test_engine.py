@@ -10,6 +10,7 @@ from tiny_models import FAMILIES
 import batchgen
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader
+from batchgen.runtime.memory.kv_cache import KVCache
 
 MAX_TOKENS = 12
 ROPE = {
@@ -325,8 +326,12 @@ def test_bad_options_are_refused(tiny_models, options, message):
         batchgen.Engine(str(path), **{"cpu_memory": "4GiB", **options})
 
 
-@pytest.mark.parametrize(("cores", "pages_ahead"), [(2, False), (64, True)])
-def test_pages_of_kv_are_provided_ahead_where_loading_leaves_cores_idle(tiny_models, monkeypatch, cores, pages_ahead):
+@pytest.mark.parametrize(("cores", "beside_loading"), [(2, False), (64, True)])
+def test_pages_of_kv_are_provided_beside_loading_where_cores_are_idle(tiny_models, monkeypatch, cores, beside_loading):
+    began = []
+    prefault, load_weights = KVCache.prefault, loader._load_weights
     monkeypatch.setattr(loader, "available_cores", lambda: cores)
-    with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="1GiB") as engine:
-        assert (engine.parts.executor.kv_cache._prefault is not None) == pages_ahead
+    monkeypatch.setattr(KVCache, "prefault", lambda *args: began.append("pages") or prefault(*args))
+    monkeypatch.setattr(loader, "_load_weights", lambda *args: began.append("weights") or load_weights(*args))
+    with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="1GiB"):
+        assert began == (["pages", "weights"] if beside_loading else ["weights", "pages"])
