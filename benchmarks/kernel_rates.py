@@ -88,7 +88,7 @@ class Decode:
         used = self.sequences * (context // BLOCK)
         self.kv = kv[:used]
         if kv_format == formats.INT4:
-            packed = quant.quantize(kv[:used])
+            packed = quant.quantize(kv[:used], formats.KV_CODE_BITS[formats.INT4])
             self.kv = untouched(packed.shape, packed.dtype).copy_(packed)
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)

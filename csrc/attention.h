@@ -2,7 +2,7 @@
 // sum are carried along). Prefill, decode and shared prefixes are the same work with more or fewer rows: the queries of all
 // heads that share a KV head are rows of one product, so that K and V are read once for all of them.
 //
-// Of 4-bit KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
+// Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
 
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
@@ -22,7 +22,8 @@ struct SoftmaxWeight {
 
 template <class M, class T>
 struct Attend {
-    static constexpr bool kCodes = sizeof(T) == sizeof(Packed4);
+    static constexpr bool kCodes = kBits<T> != 0;
+    using Tile = typename InTiles<T>::Type;  // of K's and V's rows
     const Attention& args;
     AttentionScratch<M> s;
     const int n, group, groups;
@@ -106,14 +107,15 @@ struct Attend {
                 }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
-                const int together = packs_two<M, T>(n) ? 2 * W : W;
-                for (int i = 0; i < whole; i += together) pack_keys<T>(M(), keys + i, n, s, s.k + i, ahead);
-                ahead.spread((left - 1) * steps);
-                pack_values<T>(M(), values, whole, n, s, ahead);
                 if (kCodes) {
-                    read_tables(keys, whole, n, s.k_scale, s.k_minimum);
-                    read_tables(values, whole, n, s.v_scale, s.v_minimum);
+                    read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+                    read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
                 }
+                in_bytes(keys, whole);
+                for (int i = 0; i < whole; i += W) pack_keys<Tile>(M(), keys + i, n, s, s.k + i, ahead);
+                ahead.spread((left - 1) * steps);
+                in_bytes(values, whole);
+                pack_values<Tile>(M(), values, whole, n, s, ahead);
                 // Some rows at a time, so that their scores and weights stay in the nearest cache beside K and V.
                 for (at = 0; at < count; at += kRowsAtOnce<M>) {
                     rows_now = int(smaller(kRowsAtOnce<M>, count - at));
@@ -128,6 +130,12 @@ struct Attend {
             }
             memcpy(now, coming, sizeof now);
         }
+    }
+
+    // Has rows of 5-bit codes taken from bytes, until this is done for others.
+    void in_bytes(const uint8_t** rows, int count) {
+        if constexpr (kBits<T> == 5) expand_tile(rows, count, n, s.bytes);
+        else (void)rows, (void)count;
     }
 
     // Whether so many rows go to tile registers with the rows of K as they lie.
@@ -179,8 +187,7 @@ struct Attend {
     }
 
     // A tile of one head with few rows.
-    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
-                  int left) {
+    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (kCodes) {
             few_codes(held_row, key, count_keys, whole, keys, values, left);
@@ -209,17 +216,17 @@ struct Attend {
 #endif
     }
 
-    // The same of 4-bit KV.
-    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t* const* keys, const uint8_t* const* values,
-                   int left) {
+    // The same of packed KV.
+    void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
             // Lines are asked for beside the products, too: many at once would take the places of those that are waited for.
             constexpr int kRowsOfValues = kFewest / 2;
             const int turns = (whole + 2 * W - 1) / (2 * W), passes = (count + kRowsOfValues - 1) / kRowsOfValues;
             ahead.spread(left * (1 + passes) * turns);
+            read_tables<kBits<T>>(keys, whole, n, s.k_scale, s.k_minimum);
+            in_bytes(keys, int(round_up(whole, 2 * W)));
             for (int i = 0; i < whole; i += 2 * W) transpose_codes(keys + i, n, s.k + i, ahead);
-            read_tables(keys, whole, n, s.k_scale, s.k_minimum);
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 1 : 2;
                 for (int i = 0; i < whole; i += kVectors * W) {
@@ -232,19 +239,20 @@ struct Attend {
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             ahead.spread((left - 1) * (whole / W + passes * groups));
+            read_tables<kBits<T>>(values, whole, n, s.v_scale, s.v_minimum);
+            in_bytes(values, whole);
             interleave_codes(values, whole, n, s.v, ahead);
-            read_tables(values, whole, n, s.v_scale, s.v_minimum);
             fixed_weights(s.s, count, groups, s.v_scale, s.v_minimum, whole, s.fixed_p, s.p_step, s.least + held_row * kGroups,
                           s.change);
             for (int r = 0; r < count; r += kRowsOfValues) {
                 with_count<kRowsOfValues>(int(smaller(kRowsOfValues, count - r)), [&]<int Rows>() {
-                    constexpr int kVectors = Rows > 3 ? 1 : 2;  // as many sums as there are registers for
-                    for (int column = 0; column < n / 2; column += kVectors * W) {
-                        const int g = column / (kGroup / 2);
-                        if (column % (kGroup / 2) == 0) ahead.fetch();
-                        code_values<Rows, kVectors>(
-                            s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g, s.v + column, n / 2,
-                            whole, s.acc + (held_row + r) * s.columns + column + g * (kGroup / 2), s.columns, s.change + r);
+                    constexpr int kVectors = Rows > 3 ? 2 : 4;  // as many sums as there are registers for
+                    for (int column = 0; column < n; column += kVectors * W) {
+                        const int g = column / kGroup;
+                        if (column % kGroup == 0) ahead.fetch();
+                        code_values<Rows, kVectors>(s.fixed_p + (r * kGroups + g) * kFixedWeights, s.p_step + r * kGroups + g,
+                                                    s.v + column, n, whole, s.acc + (held_row + r) * s.columns + column,
+                                                    s.columns, s.change + r);
                     }
                 });
             }
@@ -423,12 +431,14 @@ template <class F>
 inline auto with_attention(const Attention& args, F f) {
 #ifdef BATCHGEN_FAST_BF16
     if (args.type == Type::BF16 && args.kv.type == Type::BF16) return f.template operator()<Pairs, bf16>();
-    if (args.type == Type::BF16 && args.kv.type == Type::Int4) return f.template operator()<Pairs, Packed4>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int5) return f.template operator()<Pairs, Codes<5>>();
+    if (args.type == Type::BF16 && args.kv.type == Type::Int8) return f.template operator()<Pairs, Codes<8>>();
 #endif
     switch (args.kv.type) {
         case Type::BF16: return f.template operator()<Floats, bf16>();
         case Type::F16: return f.template operator()<Floats, f16>();
-        case Type::Int4: return f.template operator()<Floats, Packed4>();
+        case Type::Int5: return f.template operator()<Floats, Codes<5>>();
+        case Type::Int8: return f.template operator()<Floats, Codes<8>>();
         default: return f.template operator()<Floats, float>();
     }
 }

@@ -54,7 +54,7 @@ inline void few_values(const uint32_t* p, int64_t p_stride, const uint8_t* const
     }
 }
 
-// 4-bit KV. Its codes, the quantized values, are taken as bytes, and there is an instruction that adds up four products of
+// Packed KV. Its codes, the quantized values, are bytes here, and there is an instruction that adds up four products of
 // bytes. The other factor, a query or a weight, is split for it into two bytes, x ~ step (256 high + low): closer than bf16 is.
 // Head sizes are multiples of kGroup. The larger functions are not inlined: in one function for all, vectors do not keep their
 // registers.
@@ -81,27 +81,17 @@ inline float fixed_query(const Q* q, int n, int8_t* out) {
     return highest / kFixedMost;
 }
 
-// The nibbles of 2 W keys, a row of words for each 32 bits of K: out [n / 8, kFewKeys].
+// The codes of 2 W keys, a row of words for each four of K: out [n / 4, kFewKeys].
 __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n, uint32_t* out, Ahead& ahead) {
-    const int words = n / 8;
     ahead.fetch();
-    for (int d = 0; d < words; d += W) {
-        vi r[W];
-        if (words - d < W) {  // half of it: keys i and i + W in one vector
-            for (int i = 0; i < W; i++)
-                r[i] = load_int_halves((const uint32_t*)keys[i] + d, (const uint32_t*)keys[i + W] + d, W / 2);
-            transpose(r);
-#pragma GCC unroll 8
-            for (int i = 0; i < W / 2; i++, out += kFewKeys) store_int(out, r[i]), store_int(out + W, r[W / 2 + i]);
-            return;
-        }
+    for (int d = 0; d < n / 4; d += W, out += W * kFewKeys) {
         for (int half = 0; half < 2 * W; half += W) {
+            vi r[W];
             for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)keys[half + i] + d);
             transpose(r);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_int(out + half + i * kFewKeys, r[i]);
         }
-        out += W * kFewKeys;
     }
 }
 
@@ -109,7 +99,6 @@ __attribute__((noinline)) void transpose_codes(const uint8_t* const* keys, int n
 template <int Rows, int Vectors>
 __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, const float* query_sum, int groups,
                                            const uint32_t* words, const float* scale, const float* minimum, float* out) {
-    const vi four_bits = set1_int(0x0f0f0f0f);
     for (int g = 0; g < groups; g++, q += kGroup, scale += kKeys, minimum += kKeys) {
         vi high[Rows][Vectors], low[Rows][Vectors];
 #pragma GCC unroll 8
@@ -117,29 +106,17 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
 #pragma GCC unroll 2
             for (int v = 0; v < Vectors; v++) high[r][v] = low[r][v] = set1_int(0);
         }
-        for (int d = 0; d < kGroup / 2; d += 4, words += kFewKeys) {
-            vi first[Vectors], second[Vectors];
+        for (int d = 0; d < kGroup; d += 4, words += kFewKeys) {
+            vi codes[Vectors];
 #pragma GCC unroll 2
-            for (int v = 0; v < Vectors; v++) {
-                const vi both = load_int(words + v * W);
-                first[v] = and_bits(both, four_bits), second[v] = and_bits(shift_right_16<4>(both), four_bits);
-            }
+            for (int v = 0; v < Vectors; v++) codes[v] = load_int(words + v * W);
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; r++) {
                 const int8_t* row = q + r * kFixedRow + d;
 #pragma GCC unroll 2
                 for (int v = 0; v < Vectors; v++) {
-                    high[r][v] = dot_bytes(first[v], set1_bytes(row), high[r][v]);
-                    low[r][v] = dot_bytes(first[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) {
-                const int8_t* row = q + r * kFixedRow + d + kGroup / 2;
-#pragma GCC unroll 2
-                for (int v = 0; v < Vectors; v++) {
-                    high[r][v] = dot_bytes(second[v], set1_bytes(row), high[r][v]);
-                    low[r][v] = dot_bytes(second[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
+                    high[r][v] = dot_bytes(codes[v], set1_bytes(row), high[r][v]);
+                    low[r][v] = dot_bytes(codes[v], set1_bytes(row + kMaxHeadDim), low[r][v]);
                 }
             }
         }
@@ -157,13 +134,14 @@ __attribute__((noinline)) void code_scores(const int8_t* q, const float* steps, 
     }
 }
 
-// Bytes of four rows of V together, in their order: out [keys / 4, n / 2] of 32 bits.
-__attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int n, uint32_t* out, Ahead& ahead) {
+// Bytes of four rows of V together, in their order: out [keys / 4, bytes] of 32 bits.
+__attribute__((noinline)) void interleave_codes(const uint8_t* const* values, int keys, int bytes, uint32_t* out,
+                                                Ahead& ahead) {
     for (int i = 0; i < keys; i += 4) {
         if (i % W == 0) ahead.fetch();
-        for (int g = 0; g < n / 2; g += kGroup / 2, out += kGroup / 2) {
+        for (int j = 0; j < bytes; j += 2 * W, out += 2 * W) {
             vi first, second;
-            interleave_four(values[i] + g, values[i + 1] + g, values[i + 2] + g, values[i + 3] + g, first, second);
+            interleave_four(values[i] + j, values[i + 1] + j, values[i + 2] + j, values[i + 3] + j, first, second);
             store_int(out, first), store_int(out + W, second);
         }
     }
@@ -209,46 +187,38 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
     }
 }
 
-// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for one group's columns: those of
-// Vectors * W bytes.
+// acc [Rows, stride] * change + weights of keys, four at a time, times codes of V, for Vectors * W of one group's columns.
 template <int Rows, int Vectors>
-__attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* bytes,
-                                           int64_t bytes_stride, int keys, float* acc, int64_t stride, const float* change) {
-    const vi high_bits = set1_int(0xf0f0f0f0);
-    // Of whole bytes and of their high halves, times 16 as they are. What the low halves give is the rest.
-    vi whole[Rows][Vectors][2], upper[Rows][Vectors][2];
+__attribute__((noinline)) void code_values(const int8_t* weights, const float* steps, const uint32_t* codes,
+                                           int64_t codes_stride, int keys, float* acc, int64_t stride, const float* change) {
+    vi sums[Rows][Vectors][2];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-#pragma GCC unroll 2
-        for (int v = 0; v < Vectors; v++) whole[r][v][0] = whole[r][v][1] = upper[r][v][0] = upper[r][v][1] = set1_int(0);
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) sums[r][v][0] = sums[r][v][1] = set1_int(0);
     }
-    for (int i = 0; i < keys; i += 4, bytes += bytes_stride) {
-        vi both[Vectors], high[Vectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < Vectors; v++) both[v] = load_int(bytes + v * W), high[v] = and_bits(both[v], high_bits);
+    for (int i = 0; i < keys; i += 4, codes += codes_stride) {
+        vi four[Vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; v++) four[v] = load_int(codes + v * W);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++) {
             const int8_t* row = weights + r * kGroups * kFixedWeights + i;
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
                 const vi weight = set1_bytes(row + part * kFewKeys);
-#pragma GCC unroll 2
-                for (int v = 0; v < Vectors; v++) {
-                    whole[r][v][part] = dot_bytes(both[v], weight, whole[r][v][part]);
-                    upper[r][v][part] = dot_bytes(high[v], weight, upper[r][v][part]);
-                }
+#pragma GCC unroll 4
+                for (int v = 0; v < Vectors; v++) sums[r][v][part] = dot_bytes(four[v], weight, sums[r][v][part]);
             }
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-        const vf changed = set1(change[r]), step = set1(steps[r * kGroups]), upper_step = set1(steps[r * kGroups] / 16);
-#pragma GCC unroll 2
+        const vf changed = set1(change[r]), step = set1(steps[r * kGroups]);
+#pragma GCC unroll 4
         for (int v = 0; v < Vectors; v++) {
             float* out = acc + r * stride + v * W;
-            const vi all = join_fixed(whole[r][v][0], whole[r][v][1]), high = join_fixed(upper[r][v][0], upper[r][v][1]);
-            store(out, fma(to_float(sub_int(all, high)), step, mul(load(out), changed)));
-            store(out + kGroup / 2, fma(to_float(high), upper_step, mul(load(out + kGroup / 2), changed)));
+            store(out, fma(to_float(join_fixed(sums[r][v][0], sums[r][v][1])), step, mul(load(out), changed)));
         }
     }
 }

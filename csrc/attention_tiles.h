@@ -19,6 +19,8 @@ constexpr int kFewestInTiles = 4, kMostInTiles = 16;
 // Bytes of a row in fixed point: the high parts, then the low ones. At fixed offsets, for the sake of addresses.
 constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kFewKeys;
 
+constexpr int kByteRow = kMaxHeadDim + 8;  // bytes from one row of a tile's codes to the next
+
 template <class M>
 struct AttentionScratch {
     int64_t depth, columns;  // head_dim in units of 32 bits, and in values, rounded up to vectors
@@ -30,10 +32,11 @@ struct AttentionScratch {
     int tile;                                          // keys of a tile, and from row to row of k's, s' and p's
     float* expanded;                                   // [W, columns + slack]
     int64_t expanded_stride;
-    // With few rows over 4-bit KV, whose tile is in k and v: queries and weights in fixed point.
+    // With few rows over packed KV, whose tile is in k and v: queries and weights in fixed point.
     int8_t *fixed_q, *fixed_p;  // [rows, kFixedRow], [kFewest, groups, kFixedWeights]
     float *q_step, *p_step;     // [rows], [kFewest, groups]
     uint32_t* transposed;       // [heads, depth, 16]: queries as columns, where there are few of them
+    uint8_t* bytes;             // [kKeys, kByteRow]: K's or V's codes of 5 bits
 
     AttentionScratch(const Attention& args, Carve& carve) {
         columns = round_up(args.kv.head_dim, W);
@@ -56,35 +59,53 @@ struct AttentionScratch {
         v_minimum = carve.take<float>(kGroups * kKeys);
         expanded_stride = columns + 2 * W;
         expanded = carve.take<float>(W * expanded_stride);
-        const int64_t fixed = M::kPair == 2 && args.kv.type == Type::Int4 && args.kv.head_dim % kGroup == 0;
+        const int64_t fixed = M::kPair == 2 && code_bits(args.kv.type) && args.kv.head_dim % kGroup == 0;
         fixed_q = carve.take<int8_t>(fixed * kTileRows * kFixedRow);
         fixed_p = carve.take<int8_t>(fixed * kFewest * kGroups * kFixedWeights);
         q_step = carve.take<float>(fixed * kTileRows);
         p_step = carve.take<float>(fixed * kFewest * kGroups);
         transposed = carve.take<uint32_t>(
             in_tiles<M>() && args.kv.type == Type::BF16 ? kTileRows / kFewestInTiles * depth * kMostInTiles : 0);
+        bytes = carve.take<uint8_t>(args.kv.type == Type::Int5 ? kKeys * kByteRow : 0);
     }
 };
 
-// The codes of a 4-bit row as floats. Writes up to 2 W values too many.
-inline void expand_codes(const uint8_t* row, int n, float* out) {
-    for (int start = 0; start < n; start += kGroup) {
-        int size = int(smaller(kGroup, n - start)), half = (size + 1) / 2;
-        for (int i = 0; i < half; i += W) store(out + start + i, low_nibbles(load_bytes_part(row + i, half - i)));
-        for (int i = 0; i < half; i += W) store(out + start + half + i, high_nibbles(load_bytes_part(row + i, half - i)));
-        row += half;
-    }
-}
+// What packed rows are taken as: codes of so many bits.
+template <int Bits>
+struct Codes {
+    uint8_t byte;
+};
+template <class T>
+constexpr int kBits = 0;
+template <int Bits>
+constexpr int kBits<Codes<Bits>> = Bits;
 
-// A row as floats, its codes where it is 4-bit.
+// What products are made of: codes of 5 bits are brought into bytes first, the rows of a tile at a time.
+template <class T>
+struct InTiles {
+    using Type = T;
+};
+template <>
+struct InTiles<Codes<5>> {
+    using Type = Codes<8>;
+};
+
+// A row as floats, its codes where it is packed.
 template <class T>
 inline void expand_row(const T* row, int n, float* out) {
     for (int i = 0; i < n; i += W) store(out + i, load_part(row + i, n - i));
 }
-struct Packed4 {
-    uint8_t byte;
-};
-inline void expand_row(const Packed4* row, int n, float* out) { expand_codes(&row->byte, n, out); }
+inline void expand_row(const Codes<8>* row, int n, float* out) {
+    for (int i = 0; i < n; i += W) store(out + i, to_float(load_bytes_part(&row->byte + i, n - i)));
+}
+
+// Has `count` rows of 5-bit codes taken from bytes [count, kByteRow] at `space`.
+__attribute__((noinline)) void expand_tile(const uint8_t** rows, int count, int n, uint8_t* space) {
+    for (int i = 0; i < count; i++, space += kByteRow) {
+        expand_to_bytes(rows[i], n, space);
+        rows[i] = space;
+    }
+}
 
 // Lines of memory that the next tile will need, asked for a few at a time: all at once they would stop the work that they
 // are to overlap with.
@@ -116,13 +137,7 @@ struct Ahead {
     }
 };
 
-// Whether 2 W keys are packed together: of rows that take half a vector.
-template <class M, class T>
-inline bool packs_two(int n) {
-    return M::kPair == 2 && sizeof(T) == sizeof(Packed4) && n <= 4 * W;
-}
-
-// W keys, or twice as many, as columns of K's tile at `out` [depth, kKeys].
+// W keys as columns of K's tile at `out` [depth, kKeys].
 template <class T>
 inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratch<Floats>& s, uint32_t* out, Ahead& ahead) {
     for (int i = 0; i < W; i++) {
@@ -144,46 +159,30 @@ inline void pack_values(Floats, const uint8_t* const* rows, int keys, int n, Att
     for (int i = 0; i < keys; i++) ahead.fetch(), expand_row((const T*)rows[i], n, (float*)s.v + i * s.columns);
 }
 
-// Which values of a row are the pair at each depth of a 4-bit K tile: four pairs from each 32 bits.
+// Which values of a row are the pair at each depth of a packed K tile: those of each four codes, as `store_codes` puts them.
 inline void code_order(const bf16* q, int n, bf16* out) {
-    for (int start = 0; start < n; start += kGroup) {
-        int half = int(smaller(kGroup, n - start)) / 2;
-        for (int j = 0; j < half; j += 4)
-            for (int i = 0; i < 4; i++) {
-                const bf16* first = q + start + j + i / 2 + i % 2 * half;
-                *out++ = first[0];
-                *out++ = first[2];
-            }
-    }
+    for (int i = 0; i < n; i += 4, out += 4) out[0] = q[i], out[1] = q[i + 2], out[2] = q[i + 1], out[3] = q[i + 3];
 }
 
 #ifdef BATCHGEN_FAST_BF16
-// Eight codes of W keys as pairs, in the order of `code_order`.
+// The integers in the low eight bits of each 16, as bf16, exactly.
+inline vi bytes_to_bf16(vi a) {
+    const vi low = as_int(to_float(and_bits(a, set1_int(0xff)))), high = as_int(to_float(shift_right<16>(a)));
+    return add_int(shift_right<16>(low), and_bits(high, set1_int(0xffff0000)));
+}
+// Four codes of W keys as pairs, in the order of `code_order`.
 inline void store_codes(vi words, uint32_t* out, int64_t stride) {
-    store_int(out, nibbles_to_bf16(words));
-    store_int(out + stride, nibbles_to_bf16(shift_right_16<4>(words)));
-    store_int(out + 2 * stride, nibbles_to_bf16(shift_right_16<8>(words)));
-    store_int(out + 3 * stride, nibbles_to_bf16(shift_right_16<12>(words)));
+    const vi bytes = set1_int(0x00ff00ff);
+    store_int(out, bytes_to_bf16(and_bits(words, bytes)));
+    store_int(out + stride, bytes_to_bf16(and_bits(shift_right<8>(words), bytes)));
 }
 
 template <class T>
 inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch<Pairs>& s, uint32_t* out, Ahead& ahead) {
-    constexpr bool codes = sizeof(T) == sizeof(Packed4);
-    const int words = codes ? n / 8 : n / 2;   // of 32 bits, of a row
+    constexpr bool codes = kBits<T> != 0;
+    const int words = codes ? n / 4 : n / 2;   // of 32 bits, of a row
     if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
-        for (int64_t d = n / 2; d < s.depth; d++)
-            for (int i = 0; i < (packs_two<Pairs, T>(n) ? 2 * W : W); i += W) store_int(out + d * s.tile + i, set1_int(0));
-    if constexpr (codes) {
-        if (packs_two<Pairs, T>(n)) {
-            vi r[W];
-            for (int i = 0; i < W; i++) r[i] = load_int_halves((const uint32_t*)rows[i], (const uint32_t*)rows[i + W], words);
-            transpose(r);
-            ahead.fetch();
-            for (int d = 0; d < words; d++, out += 4 * s.tile)
-                store_codes(r[d], out, s.tile), store_codes(r[W / 2 + d], out + W, s.tile);
-            return;
-        }
-    }
+        for (int64_t d = n / 2; d < s.depth; d++) store_int(out + d * s.tile, set1_int(0));
     for (int d = 0; d < words; d += W) {
         int count = int(smaller(W, words - d));
         vi r[W];
@@ -191,7 +190,7 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
         transpose(r);
         ahead.fetch();
         if constexpr (codes) {
-            for (int i = 0; i < count; i++, out += 4 * s.tile) store_codes(r[i], out, s.tile);
+            for (int i = 0; i < count; i++, out += 2 * s.tile) store_codes(r[i], out, s.tile);
         } else {
             for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }
@@ -204,25 +203,9 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
         ahead.fetch();
         uint32_t* out = s.v + i / 2 * s.columns;
         const uint8_t *a = rows[i], *b = rows[i + 1];
-        if constexpr (sizeof(T) == sizeof(Packed4)) {
-            for (int start = 0; start < n; start += kGroup) {
-                int half = int(smaller(kGroup, n - start)) / 2;
-                auto both = [&](int j) {
-                    return pair_bytes(load_bytes_part(a + j, half - j), load_bytes_part(b + j, half - j));
-                };
-                if (half == kGroup / 2) {
-                    for (int j = 0; j < kGroup / 2; j += W) {
-                        const vi bytes = pair_bytes(load_bytes(a + j), load_bytes(b + j));
-                        store_int(out + start + j, nibbles_to_bf16(bytes));
-                        store_int(out + start + kGroup / 2 + j, nibbles_to_bf16(shift_right_16<4>(bytes)));
-                    }
-                } else {  // low halves first: they reach into where the high ones go
-                    for (int j = 0; j < half; j += W) store_int(out + start + j, nibbles_to_bf16(both(j)));
-                    for (int j = 0; j < half; j += W)
-                        store_int(out + start + half + j, nibbles_to_bf16(shift_right_16<4>(both(j))));
-                }
-                a += half, b += half;
-            }
+        if constexpr (kBits<T> == 8) {
+            for (int j = 0; j < n; j += W)
+                store_int(out + j, bytes_to_bf16(pair_bytes(load_bytes_part(a + j, n - j), load_bytes_part(b + j, n - j))));
         } else {
             for (int j = 0; j < n; j += 2 * W) {
                 int words = int(smaller(W, (n - j) / 2));
@@ -237,9 +220,10 @@ inline void pack_values(Pairs, const uint8_t* const* rows, int keys, int n, Atte
 }
 #endif
 
-// Scales and minimums of `keys` rows (a multiple of W) as floats [groups, kKeys].
+// Scales and minimums of `keys` packed rows (a multiple of W) as floats [groups, kKeys].
+template <int Bits>
 __attribute__((noinline)) void read_tables(const uint8_t* const* rows, int keys, int n, float* scale, float* minimum) {
-    const int start = nibble_bytes(n), groups = (n + kGroup - 1) / kGroup;
+    const int start = code_bytes(n, Bits), groups = (n + kGroup - 1) / kGroup;
     for (int g = 0; g < groups; g++) {
         for (int i = 0; i < keys; i += W) {
             uint32_t words[W];

@@ -31,8 +31,8 @@ KV make_kv(Address data, int type, int block_size, int kv_heads, int head_dim) {
     kv.data = at<uint8_t>(data);
     kv.type = Type(type);
     kv.block_size = block_size, kv.kv_heads = kv_heads, kv.head_dim = head_dim;
-    kv.row_bytes = kv.type == Type::Int4 ? nibble_bytes(head_dim) + (head_dim + kGroup - 1) / kGroup * 4
-                                         : int64_t(head_dim) * bytes_of(kv.type);
+    const int bits = code_bits(kv.type);
+    kv.row_bytes = bits ? packed_bytes(head_dim, bits) : head_dim * bytes_of(kv.type);
     kv.head_bytes = block_size * kv.row_bytes;
     kv.value_offset = kv_heads * kv.head_bytes;
     kv.block_bytes = 2 * kv.value_offset;
@@ -267,10 +267,10 @@ PYBIND11_MODULE(_kernels, m) {
                         [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
           });
 
-    m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int64_t row_bytes) {
+    m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int bits) {
         Quant args{};
-        args.x = at(x), args.packed = at<uint8_t>(packed), args.columns = columns, args.row_bytes = row_bytes;
-        args.type = Type(type);
+        args.x = at(x), args.packed = at<uint8_t>(packed), args.columns = columns, args.type = Type(type);
+        args.bits = bits, args.row_bytes = packed_bytes(int(columns), bits);
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
         over_rows(rows, columns * 4, [&](int64_t row, int64_t stop) { kernels.quantize(args, row, stop); });

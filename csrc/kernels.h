@@ -12,20 +12,29 @@ struct f16 {
     uint16_t bits;
 };
 
-// Numbered as in batchgen/ops/cpp.py. Int4: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
-enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int4 = 3 };
+// Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
+enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
 
 enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4 };
 
-constexpr int kGroup = 64;  // values of a 4-bit group
+constexpr int kGroup = 64;  // values of a group of codes
 constexpr int kMaxHeadDim = 256;
 constexpr int kTileRows = 288;           // rows of queries that attention packs K and V for: whole tiles of 12 or 6
 constexpr int kMostHeads = 64;           // of an item
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see every key
 constexpr int kNoWindow = INT32_MAX;
 
-// Bytes of the nibbles of a packed row of n values; its table of (scale, minimum) follows.
-inline int nibble_bytes(int n) { return n / kGroup * (kGroup / 2) + (n % kGroup + 1) / 2; }
+// Bits of a code, a quantized value; 0: numbers are stored as they are.
+inline int code_bits(Type type) { return type == Type::Int5 ? 5 : type == Type::Int8 ? 8 : 0; }
+// Bytes of a group of up to kGroup codes: of 4 and 5 bits the nibbles of two codes in each, of 5 bits then the fifth bits of
+// either half.
+inline int group_bytes(int size, int bits) {
+    const int half = (size + 1) / 2;
+    return bits == 8 ? size : bits == 5 ? half + 2 * ((half + 7) / 8) : half;
+}
+// Bytes of the codes of a packed row of n values; its table of (scale, minimum) follows.
+inline int code_bytes(int n, int bits) { return n / kGroup * group_bytes(kGroup, bits) + group_bytes(n % kGroup, bits); }
+inline int packed_bytes(int n, int bits) { return code_bytes(n, bits) + (n + kGroup - 1) / kGroup * 4; }
 
 // ---- attention -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +144,7 @@ struct Quant {
     void* out;
     int64_t rows, columns, row_bytes;
     Type type;
+    int bits;  // of a code
 };
 
 // As files number them.

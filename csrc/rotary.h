@@ -53,7 +53,7 @@ inline void rotate_head(const RotaryStore& args, const T* head, const T* weight,
     }
 }
 
-// x = x rotation, for what 4-bit keys are compared with.
+// x = x rotation, for what rotated keys are compared with.
 inline void apply_rotation(const float* rotation, int n, HeadBuffer& b) {
     for (int j = 0; j < n; j += W) {
         const int count = int(smaller(W, n - j));
@@ -73,7 +73,7 @@ template <class T>
 inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t stop) {
     const KV& kv = args.kv;
     const int n = kv.head_dim;
-    const bool codes = kv.data && kv.type == Type::Int4;
+    const int codes = kv.data ? code_bits(kv.type) : 0;
     const bool plain = args.cos && !args.q_norm && !args.rotation && n / 2 % W == 0;
     HeadBuffer b;
     for (; token < stop; token++) {
@@ -116,7 +116,8 @@ inline void rotary_store_rows(const RotaryStore& args, int64_t token, int64_t st
             } else {
                 for (int i = 0; i < n; i += W) store(b.x + i, load_part(row + i, n - i));
             }
-            if (codes) quantize_row(b.x, n, out);
+            if (codes == 5) quantize_row<5>(b.x, n, out);
+            else if (codes == 8) quantize_row<8>(b.x, n, out);
             else write_head(b.x, n, (T*)out);
         }
     }

@@ -112,7 +112,7 @@ _AXES = {
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" for KV).
+    """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" and "int8" for KV).
 
     Attributes:
         gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).

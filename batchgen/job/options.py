@@ -69,10 +69,12 @@ _COMMANDS = "run plan bench"
 _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _QUANTIZATIONS = ("none", "int4")
+_KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub dataset; OpenAI batch JSONL."
 _INT4_HELP = "int4: the layers' matrices in 4 bits."
+_KV_HELP = "int8, int4: KV in 8 or 5 bits."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -104,9 +106,7 @@ class JobOptions:
     quantization: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm", default="none", choices=_QUANTIZATIONS, help=_INT4_HELP
     )
-    kv_cache_dtype: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm", default="auto", choices=("auto", "int4"), help="int4: KV in 4 bits."
-    )
+    kv_cache_dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm", default="auto", choices=_KV_DTYPES, help=_KV_HELP)
     max_model_len: int | None = _option(
         MODEL,
         f"{_COMMANDS} lm_eval helm engine",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -167,7 +167,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=tuple({quantization, job.options.kv_cache_dtype} & {INT4}),
+        formats=tuple(name for name in KV_CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
         notify=notify,
     )
     if profile.gpu is not None and device.kind != "cuda":
@@ -216,7 +216,7 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4".
+        formats: Further ones that weights or KV may be stored in: "int4", "int8".
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         notify: Told what is measured.
@@ -268,7 +268,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
-    formats = {"none": (request.dtype,), "int4": (INT4,), "auto": (request.dtype, INT4)}
+    formats = {"none": (request.dtype,), "auto": (request.dtype, INT4)} | {name: (name,) for name in KV_CODE_BITS}
     return Problem(
         hardware=hardware,
         model=model,
@@ -339,7 +339,7 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
         ("--quantization", options.quantization, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, policy.kv_format),
     ):
-        if (planned == INT4) != (wanted == INT4):
+        if (planned if planned in KV_CODE_BITS else None) != (wanted if wanted in KV_CODE_BITS else None):
             raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")
     return plan
 

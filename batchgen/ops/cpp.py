@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core import dtypes as formats
-from batchgen.ops import _kernels
+from batchgen.core.dtypes import WEIGHT_CODE_BITS
+from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
 # Those that `unpack_gguf` knows, as files number them.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
@@ -241,7 +241,7 @@ def rotary_store(  # the operands of one kernel
     kv: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `ops.rotary_store`. rotation: what queries and 4-bit keys are rotated with, fp32 [head_dim, head_dim]."""
+    """As `ops.rotary_store`. rotation: what queries and keys are rotated with, fp32 [head_dim, head_dim]."""
     tokens = qkv.shape[0]
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype)
     k = v = None
@@ -277,18 +277,19 @@ def rotary_store(  # the operands of one kernel
     return q, k, v
 
 
-def quantize(x: Tensor) -> Tensor:
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
     """As `quant.quantize` without importance."""
     x = x.contiguous()
     columns = x.shape[-1]
-    packed = torch.empty(*x.shape[:-1], formats.row_bytes(columns, formats.INT4), dtype=torch.uint8)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    packed = torch.empty(*x.shape[:-1], quant.row_bytes(columns, bits), dtype=dtype)
     rows = packed.numel() // packed.shape[-1]
-    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), packed.shape[-1])
+    _kernels.quantize(x.data_ptr(), rows, columns, TYPES[x.dtype], packed.data_ptr(), bits)
     return packed
 
 
 def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
-    """As `quant.dequantize`. packed and out: contiguous."""
+    """As `quant.dequantize`, of rows of 4-bit codes. packed and out: contiguous."""
     rows = packed.numel() // packed.shape[-1]
     _kernels.dequantize(packed.data_ptr(), packed.shape[-1], rows, n, TYPES[out.dtype], out.data_ptr())
     return out

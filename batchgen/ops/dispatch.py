@@ -3,7 +3,7 @@
 On the CPU these are the C++ kernels (`cpp`), on a CUDA card Triton's (`triton`) where Triton is installed;
 elsewhere, and for shapes and cards that the kernels do not know, torch (`reference`). KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is
 contiguous, so that it moves between tiers in one piece, and within it each head's K and V are pages. width is head_dim,
-or, with 4-bit KV (uint8), the bytes of a packed row (`quant`). Keys of 4-bit KV are kept rotated (`rotation`).
+or, with packed KV, the bytes of a packed row (`quant`). Keys of int4 KV are kept rotated (`rotation`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import INT4, WEIGHT_CODE_BITS
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
@@ -135,7 +136,7 @@ def rotary(  # the operands of one kernel
         positions: int64 [tokens].
         norms: RMSNorm weights of the heads of q and k, [head_dim] each.
         eps: Of the norms.
-        rotate_keys: For 4-bit KV: queries and keys are multiplied with `rotation`.
+        rotate_keys: For int4 KV: queries and keys are multiplied with `rotation`.
 
     Returns:
         q [tokens, heads, head_dim]; k and v [tokens, kv_heads, head_dim].
@@ -162,7 +163,7 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
 
     slots: int64 [tokens], block * block_size + offset; where `can_capture`, one below 0 is not stored. options: those of `rotary`, but for `rotate_keys`.
     """
-    kv_heads, rotate_keys = kv.shape[2], kv.dtype == torch.uint8
+    kv_heads, bits, rotate_keys = kv.shape[2], quant.kv_code_bits(kv.dtype), rotates_keys(kv.dtype)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if _has_kernels(qkv, head_dim):
         matrix = rotation(head_dim) if rotate_keys else None
@@ -172,8 +173,8 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, **options) 
         matrix = rotation(head_dim, qkv.device) if rotate_keys else None
         return made.rotary_store(qkv, heads, kv_heads, kv=kv, slots=slots, rotation=matrix, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
-    if rotate_keys:
-        k, v = quantize(k), quantize(v)
+    if bits:
+        k, v = quantize(k, bits), quantize(v, bits)
     write_kv(kv, kv_rows(slots, kv_heads, kv.shape[3]), k, v)
     return q
 
@@ -200,7 +201,8 @@ def prepare_attention(
         return reference.prepare_attention(plan, kv_heads, block_size, dtype, device)
     if not kernels.supports_attention(head_dim, group):
         return reference.prepare_attention(plan, kv_heads, block_size, dtype)
-    width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim * kv_dtype.itemsize
+    bits = quant.kv_code_bits(kv_dtype)
+    width = quant.row_bytes(head_dim, bits) if bits else head_dim * kv_dtype.itemsize
     return kernels.attention_plan(plan, kv_heads, group, block_size, width)
 
 
@@ -256,9 +258,14 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
     return compute(q, kv, plan, out).flatten(1)
 
 
+def rotates_keys(kv_dtype: torch.dtype) -> bool:
+    """Whether keys of KV in this dtype are kept rotated: 8 bits tell large channels from small ones as they are."""
+    return kv_dtype == quant.KV_DTYPES[INT4]
+
+
 @lru_cache
 def rotation(n: int, device: torch.device = CPU) -> Tensor:
-    """An orthogonal matrix [n, n], fp32, that keys of 4-bit KV are rotated with, and queries alike.
+    """An orthogonal matrix [n, n], fp32, that keys of int4 KV are rotated with, and queries alike.
 
     Hadamard's where n is a power of two, else the cosine transform's. Some channels of keys are far larger than the rest, and
     would take all quantized values for themselves; rotated, what is in one channel spreads over all. The products stay the same.
@@ -365,16 +372,16 @@ def _of_logits(logits: Tensor) -> ModuleType:
     return kernels if logits.device.type == "cpu" else _device_kernels(logits.device) or reference
 
 
-# 4-bit groups.
+# Packed rows.
 
 
-def quantize(x: Tensor) -> Tensor:
-    """Packs rows [..., n] into uint8 [..., quant.row_bytes(n)]."""
-    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x)
+def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS) -> Tensor:
+    """Packs rows [..., n] into [..., quant.row_bytes(n, bits)]. bits: of a code; of KV `quant.kv_code_bits`."""
+    return (kernels if x.device.type == "cpu" else _device_kernels(x.device) or quant).quantize(x, bits)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
-    """Dequantize packed rows into `out` [..., n]."""
+    """Dequantize rows of 4-bit codes into `out` [..., n]."""
     compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
     if compute and packed.is_contiguous() and out.is_contiguous():
         return compute.dequantize(packed, out.shape[-1], out)

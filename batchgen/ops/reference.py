@@ -3,8 +3,8 @@
 KV of one layer is one tensor [num_blocks, 2, kv_heads, block_size, width], K before V: a block is contiguous, so that it
 moves between tiers in one piece, and within it each head's K and V are pages, so that the KV of any sequence is
 gathered a page at a time, straight into the operand of a batched matrix product. Gathers are kept small enough
-to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with 4-bit KV (uint8), the bytes of a
-packed row (`quant`).
+to stay in cache, so KV crosses the memory bus once. width is head_dim, or, with packed KV, the
+bytes of a packed row (`quant`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, T
     blocks, _, kv_heads, block_size, width = kv.shape
     flat = kv.view(blocks * 2 * kv_heads, block_size * width)
     gathered = (flat.index_select(0, which).view(batch, -1, width) for which in (pages, pages + kv_heads))
-    if kv.dtype == torch.uint8:
-        gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype) for packed in gathered)
+    if bits := quant.kv_code_bits(kv.dtype):
+        gathered = (quant.dequantize(packed, q.shape[-1], dtype=q.dtype, bits=bits) for packed in gathered)
     return tuple(gathered)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.planner.flow import Phase
@@ -55,9 +55,9 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
 
 
 def _with_kv(s: CostInputs, kind: str) -> Rates:
-    """Rates of what handles KV along the way: their own with 4-bit KV, where they were measured."""
-    packed = s.kv_format == INT4 and s.rates.has_rates(kind, INT4)
-    return s.rates.rates(kind, INT4 if packed else s.compute_format)
+    """Rates of what handles KV along the way: their own with packed KV, where they were measured."""
+    packed = s.kv_format in KV_CODE_BITS and s.rates.has_rates(kind, s.kv_format)
+    return s.rates.rates(kind, s.kv_format if packed else s.compute_format)
 
 
 def elementwise_s(s: CostInputs, phase: Phase) -> float:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.dtypes import FORMAT_BYTES, kv_row_bytes, row_bytes
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -31,7 +31,8 @@ class RuntimeModel:
 
     Attributes:
         dequantizes_per_micro_batch: 4-bit weights are dequantized for every micro-batch, not once per layer and sweep.
-        reads_int4_kv: attention kernels read 4-bit KV; otherwise it is dequantized first.
+        reads_int4_kv: attention kernels read int4 KV, whose codes have 5 bits; otherwise it has 4 bits, as weights have, and is
+            dequantized first.
         attends_disk_kv_on_cpu: KV from disk is attended to by the CPU, and does not go on to the GPU.
     """
 
@@ -146,7 +147,8 @@ class CostInputs:
     @cached_property
     def kv_block_bytes(self) -> int:
         """One block of one layer."""
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
+        row = kv_row_bytes if self.runtime.reads_int4_kv else row_bytes
+        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format, row)
 
     @property
     def disk_block_bytes(self) -> int:

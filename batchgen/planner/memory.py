@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, kv_row_bytes, row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
 from batchgen.core.units import format_bytes
@@ -94,9 +94,11 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str
     }
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, kv_format: str) -> int:
-    """Stored bytes of one block of one layer."""
-    return 2 * config.num_kv_heads * block_size * row_bytes(config.head_dim, kv_format)
+def kv_block_bytes(
+    config: ModelConfig, block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
+) -> int:
+    """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
+    return 2 * config.num_kv_heads * block_size * row(config.head_dim, kv_format)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.models.config import ModelConfig
 from batchgen.profiler.calibration import calibrated
-from batchgen.profiler.measure import add_dtypes, add_int4, check_measurable, identity, measure, sizes
+from batchgen.profiler.measure import add_dtypes, add_packed, check_measurable, identity, measure, sizes
 from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
 
@@ -30,7 +29,7 @@ class Wanted:
     Attributes:
         device: that of the matrix products, "cpu" or "cuda".
         dtypes: those that models run in; the first one is what further formats are measured beside.
-        formats: others that weights or KV may be stored in: "int4".
+        formats: others that weights or KV may be stored in: "int4", "int8".
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
     """
@@ -76,8 +75,10 @@ def load_or_measure(
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
         _keep(profile, path, notify)
-    if INT4 in wanted.formats and profile.compute.expand_bytes_per_s is None:
-        profile = add_int4(profile, dtypes[0], **how)
+    for packing in wanted.formats:
+        if profile.compute.has_rates("decode_attention_bytes_per_s", packing):
+            continue
+        profile = add_packed(profile, dtypes[0], packing, **how)
         _keep(profile, path, notify)
     return replace(profile, **sizes(device, offload_dir))
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, KV_CODE_BITS
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
@@ -90,20 +90,27 @@ def measure_decode_attention(
 
 
 @torch.inference_mode()
-def measure_int4(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """What 4-bit weights and KV change: the rates of attention to packed KV and of writing it, and of dequantizing weights."""
+def measure_packed(  # what is measured, how, and for how long
+    device: Device, dtype_name: str, packing: str, subjects: Subjects, effort: Effort, timed: Timed
+) -> ComputeRates:
+    """What packing changes: the rates of attention to packed KV and of writing it, and of dequantizing 4-bit weights.
+
+    packing: "int4" or "int8".
+    """
     pool = device.pool(getattr(torch, dtype_name), effort)
-    where = f"with {INT4} and {dtype_name} on {device.kind}"
-    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, INT4))
-    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, INT4))
+    where = f"with {packing} and {dtype_name} on {device.kind}"
+    decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, packing))
+    prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort, packing))
     elementwise = timed(
-        f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, INT4)
+        f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort, packing)
     )
-    dequantize = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
+    dequantize = None
+    if packing == INT4:
+        dequantize = timed(f"expanding weights {where}", lambda: dequantize_rate(device, pool, subjects.main, effort))
     return ComputeRates(
-        prefill_attention_flops_per_s={INT4: prefill},
-        decode_attention_bytes_per_s={INT4: decode},
-        elementwise_bytes_per_s={INT4: elementwise},
+        prefill_attention_flops_per_s={packing: prefill},
+        decode_attention_bytes_per_s={packing: decode},
+        elementwise_bytes_per_s={packing: elementwise},
         expand_bytes_per_s=dequantize,
     )
 
@@ -167,7 +174,7 @@ def decode_rates(
     """Bytes of KV attended to per second by one query token per sequence, over group, batch and context.
 
     Args:
-        kv_format: "int4", or None: the pool's dtype.
+        kv_format: "int4", "int8", or None: the pool's dtype.
     """
     kvs = [_paged_kv(pool, model, kv_format) for model in models]
 
@@ -234,7 +241,7 @@ def _paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) ->
     block = (2, model.num_kv_heads, DEFAULT_KV_BLOCK_SIZE, model.head_dim)
     size = math.prod(block)
     kv = pool[: pool.numel() // size * size].view(-1, *block)
-    return ops.quantize(kv) if kv_format == INT4 else kv
+    return ops.quantize(kv, KV_CODE_BITS[kv_format]) if kv_format in KV_CODE_BITS else kv
 
 
 def elementwise_rates(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.machine import available_memory_bytes, cpu_name, resident_bytes
@@ -141,26 +140,30 @@ def add_dtypes(
     )
 
 
-def add_int4(
+def add_packed(
     profile: HardwareProfile,
     dtype: str,
+    packing: str,
     *,
     notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of 4-bit weights and KV, beside computing in `dtype`, merged in."""
-    from batchgen.profiler.compute import measure_decode_attention, measure_int4, subjects_of
+    """A profile of this machine with the rates of packed KV and 4-bit weights, beside computing in `dtype`, merged in.
+
+    packing: "int4" or "int8".
+    """
+    from batchgen.profiler.compute import measure_decode_attention, measure_packed, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
     subjects = subjects_of(device, effort, model)
-    rates = measure_int4(Device(device), dtype, subjects, effort, watch)
+    rates = measure_packed(Device(device), dtype, packing, subjects, effort, watch)
     if device == "cpu":
         profile = replace(profile, cpu=merged(profile.cpu, rates))
     else:
-        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, INT4)
+        beside = measure_decode_attention(Device("cpu"), dtype, subjects, effort, watch, packing)
         profile = replace(profile, gpu=merged(profile.gpu, rates), cpu=merged(profile.cpu, beside))
     seconds = profile.measured.get("seconds", {}) | watch.parts_s
     return replace(profile, measured=profile.measured | {"seconds": seconds})

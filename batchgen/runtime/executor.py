@@ -26,6 +26,7 @@ from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
+from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch import PackedBatch, pack
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
@@ -394,11 +395,11 @@ class Executor:
         # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
         part, d2h = b.parts["delegated"], self.links[1]
         tokens = part.tokens
-        packed = self.kv_cache.shape.dtype == torch.uint8
+        kv_dtype = self.kv_cache.shape.dtype
         heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
-        q, k, v = ops.rotary(b.qkv[tokens], *heads, rotate_keys=packed, **options)
-        if packed:
-            k, v = ops.quantize(k), ops.quantize(v)
+        q, k, v = ops.rotary(b.qkv[tokens], *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
+        if bits := kv_code_bits(kv_dtype):
+            k, v = ops.quantize(k, bits), ops.quantize(v, bits)
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(part.rows, (k, v), strict=True):

@@ -68,6 +68,7 @@ inline void store_int(uint32_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); 
 inline vi as_int(vf a) { return _mm256_castps_si256(a); }
 inline vf as_float(vi a) { return _mm256_castsi256_ps(a); }
 inline vi load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

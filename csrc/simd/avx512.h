@@ -61,6 +61,7 @@ inline vi as_int(vf a) { return _mm512_castps_si512(a); }
 inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
 // W bytes as integers; their low and high halves as floats.
 inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -127,12 +128,6 @@ inline vf scale_by_pow2(vf p, vf n) { return _mm512_scalef_ps(p, n); }
 #define BATCHGEN_SCALES_BY_POW2
 
 #ifdef BATCHGEN_FAST_BF16
-// The first n <= W / 2 of both, each in its half.
-inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
-    const __mmask8 mask = __mmask8((1u << n) - 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi32(mask, low)), _mm256_maskz_loadu_epi32(mask, high),
-                              1);
-}
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
@@ -141,23 +136,11 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
     first = _mm512_permutex2var_epi16(a, low, b);
     second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
 }
-// The integers in the low four bits of each 16, as bf16. What is in bit 4 does not matter.
-inline vi nibbles_to_bf16(vi a) {
-    const vi table = _mm512_set_epi16(0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0,
-                                      0x4080, 0x4040, 0x4000, 0x3f80, 0, 0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110,
-                                      0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
-    return _mm512_permutexvar_epi16(a, table);
-}
-template <int N>
-inline vi shift_right_16(vi a) {
-    return _mm512_srli_epi16(a, N);
-}
 // Bytes of a in the low, of b in the high half of each lane.
 inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b, 16)); }
 
 inline vi and_bits(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 template <int N>
 inline vi shift_left(vi a) {
     return _mm512_slli_epi32(a, N);
@@ -166,7 +149,6 @@ template <int N>
 inline vi shift_right(vi a) {
     return _mm512_srli_epi32(a, N);
 }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 // To the nearest; -2^31 of what is no number or beyond all integers.
 inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 // Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.

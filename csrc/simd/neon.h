@@ -52,6 +52,7 @@ inline void store_int(uint32_t* p, vi a) { vst1q_u32(p, a); }
 inline vi as_int(vf a) { return vreinterpretq_u32_f32(a); }
 inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
 inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
 inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

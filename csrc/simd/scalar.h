@@ -141,6 +141,7 @@ inline vi load_bytes(const uint8_t* p) {
     memcpy(&a, p, sizeof a);
     return __builtin_convertvector(a, vi);
 }
+inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -188,12 +189,6 @@ inline vf scale_by_pow2(vf p, vf n) {
 }
 #define BATCHGEN_SCALES_BY_POW2
 
-inline vi load_int_halves(const uint32_t* low, const uint32_t* high, int n) {
-    uint32_t a[W] = {};
-    memcpy(a, low, n * sizeof *a);
-    memcpy(a + W / 2, high, n * sizeof *a);
-    return load_int(a);
-}
 // The second of the pairs first, each product rounded on its own, as documented for the instruction; which treats numbers
 // below 2^-126 as zero, and this does not.
 inline vf dot_pairs(vi a, vi b, vf c) {
@@ -208,15 +203,9 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
     memcpy(&first, pairs, sizeof first);
     memcpy(&second, pairs + W, sizeof second);
 }
-inline vi nibbles_to_bf16(vi a) { return as_int(low_nibbles(a)) >> 16 | (as_int(low_nibbles(a >> 16)) & 0xffff0000u); }
-template <int N>
-inline vi shift_right_16(vi a) {
-    return a >> N & (0xffffu >> N) * 0x10001u;
-}
 inline vi pair_bytes(vi a, vi b) { return a | b << 16; }
 inline vi and_bits(vi a, vi b) { return a & b; }
 inline vi add_int(vi a, vi b) { return a + b; }
-inline vi sub_int(vi a, vi b) { return a - b; }
 template <int N>
 inline vi shift_left(vi a) {
     return a << N;
@@ -225,7 +214,6 @@ template <int N>
 inline vi shift_right(vi a) {
     return a >> N;
 }
-inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 inline vi to_int(vf a) {
     const vf whole = select((a < 4e6f) & (a > -4e6f), round_even(a), a);  // beyond them there are no fractions to speak of
     const vs fits = (a < 0x1p31f) & (a >= -0x1p31f);

@@ -197,8 +197,9 @@ class TestElsewhere:
         plain = plan_json(*on_t4(opt_30b, *little))
         weights = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4"))
         both = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4", "--kv-cache-dtype", "int4"))
-        formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both)]
-        assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4")]
+        eight = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4", "--kv-cache-dtype", "int8"))
+        formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both, eight)]
+        assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4"), ("int4", "int8")]
         assert plain["prediction"]["total_s"] > weights["prediction"]["total_s"]
 
     def test_flags_are_kept(self, opt_30b):

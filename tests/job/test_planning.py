@@ -252,13 +252,22 @@ class TestRunnable:
         assert plan.placement_bytes["weights"]["disk"] > 0 and plan.policy.num_gpu_batches == 2
         assert self.runnable(plan, "llama") is plan
 
-    @pytest.mark.parametrize(("name", "option"), [("weight_format", "quantization"), ("kv_format", "kv_cache_dtype")])
-    def test_a_plan_in_4_bits(self, in_memory, name, option):
-        plan = replace(in_memory, policy=replace(in_memory.policy, **{name: "int4"}))
+    @pytest.mark.parametrize(
+        ("name", "option", "packing"),
+        [("weight_format", "quantization", "int4"), *(("kv_format", "kv_cache_dtype", p) for p in ("int4", "int8"))],
+    )
+    def test_a_plan_in_few_bits(self, in_memory, name, option, packing):
+        plan = replace(in_memory, policy=replace(in_memory.policy, **{name: packing}))
         flag = "--" + option.replace("_", "-")
-        assert f"--plan has int4 where {flag} is" in complaint(self.runnable, plan)
-        assert self.runnable(plan, **{option: "int4"}) is plan
-        assert f"--plan has float16 where {flag} is int4" in complaint(self.runnable, in_memory, **{option: "int4"})
+        assert f"--plan has {packing} where {flag} is" in complaint(self.runnable, plan)
+        assert self.runnable(plan, **{option: packing}) is plan
+        assert f"--plan has float16 where {flag} is {packing}" in complaint(
+            self.runnable, in_memory, **{option: packing}
+        )
+
+    def test_a_plan_for_other_kv(self, in_memory):
+        plan = replace(in_memory, policy=replace(in_memory.policy, kv_format="int4"))
+        assert "--plan has int4 where --kv-cache-dtype is int8" in complaint(self.runnable, plan, kv_cache_dtype="int8")
 
     def test_without_a_disk_all_is_in_memory(self, in_memory):
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}

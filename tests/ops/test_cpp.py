@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws, some_of
 
+from batchgen.core.dtypes import KV_CODE_BITS, code_bytes, kv_row_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import (
@@ -105,9 +106,9 @@ def check_attention(case, dtype, kv_format, tolerance):
     for s in slices:
         spare[torch.from_numpy(s.blocks.astype(np.int64))] = False
         tail = s.num_keys % block_size
-        if tail and stored.dtype != torch.uint8:
+        if tail and stored.is_floating_point():
             stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = float("nan")
-    stored[spare] = 255 if stored.dtype == torch.uint8 else float("nan")
+    stored[spare] = float("nan") if stored.is_floating_point() else 255 if stored.dtype == torch.uint8 else -1
     row_bytes = stored.shape[-1] * stored.element_size()
     made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, row_bytes)
     got = kernels.attention(q, stored, made)
@@ -149,20 +150,23 @@ def test_attention_fp16(case):
     check_attention(case, torch.float16, "float16", 2e-3)
 
 
+PACKINGS = tuple(KV_CODE_BITS)
+
+
 @real_sets
 @settings(max_examples=some_draws(30), deadline=None)
-@given(sweeps())
-def test_attention_over_4_bit_kv_in_fp32(case):
-    check_attention(case, torch.float32, "int4", 5e-5)
+@given(sweeps(), st.sampled_from(PACKINGS))
+def test_attention_over_packed_kv_in_fp32(case, packing):
+    check_attention(case, torch.float32, packing, 5e-5)
 
 
-@examples(60, sweeps())
-def test_attention_over_4_bit_kv_in_bf16(case):
-    # Levels are exact; shares times scales are rounded to bf16, and minimums come on top in fp32.
-    check_attention(case, torch.bfloat16, "int4", 0.03)
+@examples(60, sweeps(), st.sampled_from(PACKINGS))
+def test_attention_over_packed_kv_in_bf16(case, packing):
+    # Codes are exact; softmax weights times scales are rounded to bf16, and minimums come on top in fp32.
+    check_attention(case, torch.bfloat16, packing, 0.03)
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", *PACKINGS])
 def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
     case = (0, [(1, 5000, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 3)
@@ -170,10 +174,10 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "window"),
-    some_of(itertools.product((64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 8, "decode over 4 bits"),
+    ("packing", "head_dim", "group", "window"),
+    some_of(itertools.product(PACKINGS, (64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 10, "decode over packed KV"),
 )
-def test_decode_over_4_bit_kv(head_dim, group, window, instruction_set):
+def test_decode_over_packed_kv(packing, head_dim, group, window, instruction_set):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
     if instruction_set in kernels.plain_twins() and head_dim % 128 == 0:
         pytest.skip("some of them are enough for the slow ones")
@@ -181,15 +185,15 @@ def test_decode_over_4_bit_kv(head_dim, group, window, instruction_set):
     sequences = [(1, cached, i % 2 == 1) for i, cached in enumerate(lengths)]
     for prefix_blocks, chosen in ((0, [(q, c, False) for q, c, _ in sequences]), (5, sequences)):
         case = (prefix_blocks, chosen, window, (3 * group, 3), head_dim, 16, head_dim + group)
-        check_attention(case, torch.bfloat16, "int4", 0.008)
+        check_attention(case, torch.bfloat16, packing, 0.008)
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", *PACKINGS])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("what", ["scale", "minimum", "both"])
 def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what):
-    """Of one key's K or V: 4-bit, of one group of it."""
+    """Of one key's K or V: packed, of one group of it."""
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
     slices, _, num_blocks = laid_out(0, [(1, 90, False), (1, 70, False), (1, 130, False)], 16, 5)
     kv, _ = paged(random(1, num_blocks, 2, 2, 16, head_dim), kv_format)
@@ -198,27 +202,30 @@ def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what
     made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
     before = kernels.attention(q, kv, made)
     row = kv[int(slices[1].blocks[2]), part, 0, 3]
-    if kv_format == "int4":
-        table = row[head_dim // 2 :].view(torch.float16)  # (scale, minimum) of each group
+    if kv_format in PACKINGS:
+        table = row[code_bytes(head_dim, KV_CODE_BITS[kv_format]) :].view(
+            torch.float16
+        )  # (scale, minimum) of each group
         table[:2][{"scale": slice(0, 1), "minimum": slice(1, 2), "both": slice(0, 2)}[what]] = math.nan
     else:
         row[0] = math.nan
     got = kernels.attention(q, kv, made)
-    assert got[1, :4, : min(head_dim, 64) if part and kv_format == "int4" else 1].isnan().all()
+    assert got[1, :4, : min(head_dim, 64) if part and kv_format in PACKINGS else 1].isnan().all()
     if not part:
         assert got[1, :4].isnan().all()
     assert torch.equal(got[1, 4:], before[1, 4:])
     assert torch.equal(got[[0, 2]], before[[0, 2]])
 
 
-def test_4_bit_decode_with_numbers_of_any_size():
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     """Queries that are zero, shares that are far apart, groups that are one value repeated."""
     slices, _, num_blocks = laid_out(0, [(1, 200, False)] * 4, 16, 5)
     kv = random(1, num_blocks, 2, 1, 16, 128)
     kv[:, 1, :, ::3, 64:] *= 1e-4
     kv[:, 1, :, 1::3, :64] = 0.5
     kv[int(slices[2].blocks[5]), 0] *= 40
-    stored, meant = paged(kv, "int4")
+    stored, meant = paged(kv, packing)
     q = random(2, 4, 4, 128, dtype=torch.bfloat16, scale=0.1)
     q[0] = 0
     q[1, :, 1:] *= 1e-30
@@ -450,7 +457,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 @real_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
-@pytest.mark.parametrize("kv_format", ["own", "int4", "none", "none, rotated"])
+@pytest.mark.parametrize("kv_format", ["own", "int4", "int8", "none", "none, rotated"])
 @pytest.mark.parametrize("family", ["rope", "learned", "qk_norm"])
 def test_rotary_and_store(dtype, head_dim, kv_format, family):
     tokens, heads, kv_heads, block_size, scale = 21, 6, 2, 16, head_dim**-0.5
@@ -465,8 +472,9 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     kv = None
     if kv_format == "own":
         kv = torch.zeros(4, 2, kv_heads, block_size, head_dim, dtype=dtype)
-    elif kv_format == "int4":
-        kv = torch.zeros(4, 2, kv_heads, block_size, quant.row_bytes(head_dim), dtype=torch.uint8)
+    elif kv_format in PACKINGS:
+        width, stored_dtype = kv_row_bytes(head_dim, kv_format), quant.KV_DTYPES[kv_format]
+        kv = torch.zeros(4, 2, kv_heads, block_size, width, dtype=stored_dtype)
     q, k, v = kernels.rotary_store(
         qkv, heads, kv_heads, head_dim, scale=scale, rope=rope, positions=positions, norms=norms, eps=1e-6,
         rotation=rotation, kv=kv, slots=slots,
@@ -492,11 +500,15 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
         stored = kv.transpose(2, 3)  # [blocks, 2, block_size, kv_heads, width]
         k, v = stored[slots // block_size, 0, slots % block_size], stored[slots // block_size, 1, slots % block_size]
         assert int((stored != 0).any(-1).any(-1).sum()) == 2 * tokens
-    if kv_format == "int4":
+    if kv_format in PACKINGS:
+        bits = KV_CODE_BITS[kv_format]
+        steps = 2**bits - 1
         for got, meant in ((k, parts[1]), (v, parts[2])):
             groups = meant.split(64, -1)
-            bound = torch.cat([(g.amax(-1, True) - g.amin(-1, True)).expand_as(g) / 30 for g in groups], -1)
-            assert ((quant.dequantize(got.contiguous(), head_dim).double() - meant).abs() <= bound * 1.05 + 0.01).all()
+            bound = torch.cat([(g.amax(-1, True) - g.amin(-1, True)).expand_as(g) / (2 * steps) for g in groups], -1)
+            assert (
+                (quant.dequantize(got.contiguous(), head_dim, bits=bits).double() - meant).abs() <= bound * 1.05 + 0.01
+            ).all()
     else:
         torch.testing.assert_close(k.double(), parts[1], **tolerance)
         assert torch.equal(v.double(), parts[2])
@@ -508,13 +520,15 @@ def test_rotary_and_store(dtype, head_dim, kv_format, family):
     st.integers(1, 9), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(["normal", "tiny", "huge", "flat"]),
     st.integers(0, 2**20),
 )  # fmt: skip
-def test_4_bit_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
+def test_packed_groups_are_those_of_the_reference(rows, n, dtype, kind, seed):
     x = random(seed, rows, n)
     x = {"normal": x, "tiny": x * 1e-6, "huge": x * 1e5, "flat": torch.full_like(x, 0.37)}[kind].to(dtype)
+    for bits in (4, 5, 8):
+        packed, expected = kernels.quantize(x, bits), quant.quantize(x, bits)
+        # A code halfway between two may fall to either side.
+        same = (packed != expected).float().mean() < 0.02 or (packed != expected).sum() <= 2
+        assert same and packed.dtype == expected.dtype
     packed, expected = kernels.quantize(x), quant.quantize(x)
-    # A value halfway between two codes may go to either.
-    same = (packed != expected).float().mean() < 0.02 or (packed != expected).sum() <= 2
-    assert same
     for out_dtype in DTYPES:
         got = kernels.dequantize(packed, n, torch.empty(rows, n, dtype=out_dtype))
         torch.testing.assert_close(

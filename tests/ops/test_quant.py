@@ -1,4 +1,4 @@
-"""4-bit groups: the layout byte by byte, and how far a number may come back from where it was."""
+"""Packed groups: the layout byte by byte, and how far a number may come back from where it was."""
 
 from __future__ import annotations
 
@@ -10,50 +10,62 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4_GROUP
+from batchgen.core.dtypes import CODE_GROUP, FORMAT_BYTES, KV_CODE_BITS, code_bytes, kv_row_bytes
 from batchgen.ops import quant
 from batchgen.ops.quant import dequantize, quantize, row_bytes
 
 FP16_MAX = 65504.0
 
 
-def by_hand(row: np.ndarray) -> bytes:
-    """One packed row, value by value, as docs/weight_store.md describes it."""
-    nibbles, table = bytearray(), bytearray()
-    for start in range(0, len(row), INT4_GROUP):
-        group = np.clip(row[start : start + INT4_GROUP].astype(np.float32), -FP16_MAX, FP16_MAX)
+CODE_BITS = (4, 5, 8)
+BITS = pytest.mark.parametrize("bits", CODE_BITS)
+
+
+def by_hand(row: np.ndarray, bits: int) -> bytes:
+    """One packed row, value by value: with 4 bits as docs/weight_store.md describes it."""
+    most = 2**bits - 1
+    codes, table = bytearray(), bytearray()
+    for start in range(0, len(row), CODE_GROUP):
+        group = np.clip(row[start : start + CODE_GROUP].astype(np.float32), -FP16_MAX, FP16_MAX)
         minimum = np.float16(group.min())
-        scale = np.float16(max(np.float32(0), (group.max() - np.float32(minimum)) / np.float32(15)))
-        if np.float32(minimum) + 15 * np.float32(scale) > FP16_MAX:
+        scale = np.float16(max(np.float32(0), (group.max() - np.float32(minimum)) / np.float32(most)))
+        if np.float32(minimum) + most * np.float32(scale) > FP16_MAX:
             scale = np.nextafter(scale, np.float16(0))
-        half = -(-len(group) // 2)
-        place = bytearray(half)
+        place, half = bytearray(code_bytes(len(group), bits)), -(-len(group) // 2)
         for i, x in enumerate(group):
             steps = (x - np.float32(minimum)) * (np.float32(1) / np.float32(scale)) if scale else 0
-            place[i % half] |= min(15, max(0, round(float(steps)))) << (4 * (i // half))
-        nibbles += place
+            code = min(most, max(0, round(float(steps))))
+            if bits == 8:
+                place[i] = code
+                continue
+            part, i_of_half = divmod(i, half)
+            place[i_of_half] |= (code & 15) << (4 * part)
+            if bits == 5:
+                place[half + part * -(-half // 8) + i_of_half // 8] |= (code >> 4) << (i_of_half % 8)
+        codes += place
         table += scale.tobytes() + minimum.tobytes()
-    return bytes(nibbles + table)
+    return bytes(codes + table)
 
 
-def bounds(x: torch.Tensor) -> torch.Tensor:
+def bounds(x: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """How far each value may be off: half a step, and the rounding of minimum and scale to fp16."""
-    bound = torch.empty_like(x)
-    for start in range(0, x.shape[-1], INT4_GROUP):
-        group = x[..., start : start + INT4_GROUP]
+    bound, most = torch.empty_like(x), 2**bits - 1
+    for start in range(0, x.shape[-1], CODE_GROUP):
+        group = x[..., start : start + CODE_GROUP]
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
-        rounding = (low.abs() * 2**-10).clamp(min=2**-25) + ((high - low) * 2**-10).clamp(min=15 * 2**-25)
-        bound[..., start : start + INT4_GROUP] = (high - low) / 30 + rounding
+        rounding = (low.abs() * 2**-10).clamp(min=2**-25) + ((high - low) * 2**-10).clamp(min=most * 2**-25)
+        bound[..., start : start + CODE_GROUP] = (high - low) / (2 * most) + rounding
     return bound
 
 
+@BITS
 @pytest.mark.parametrize("n", [1, 2, 3, 63, 64, 65, 96, 127, 128, 200])
-def test_the_layout_is_as_documented(n):
+def test_the_layout_is_as_documented(n, bits):
     x = torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3
-    packed = quantize(x)
-    assert packed.shape == (5, row_bytes(n)) and packed.dtype == torch.uint8
-    for row, values in zip(packed, x, strict=True):
-        assert bytes(row.tolist()) == by_hand(values.numpy())
+    packed = quantize(x, bits)
+    assert packed.shape == (5, row_bytes(n, bits)) and packed.dtype == (torch.int8 if bits == 8 else torch.uint8)
+    for row, values in zip(packed.view(torch.uint8), x, strict=True):
+        assert bytes(row.tolist()) == by_hand(values.numpy(), bits)
 
 
 @pytest.mark.parametrize("n", [3, 64, 96, 576])
@@ -67,18 +79,26 @@ def test_a_fit_has_the_smaller_squared_error_in_every_group(n, scale, uneven):
     x[-1] = 5.0  # nothing to fit
     importance = torch.rand(n, generator=draw).pow(4) + 1e-3 if uneven else torch.ones(n)
     plain, fitted = (
-        torch.stack([(importance * (dequantize(packed, n) - x).square())[:, i : i + INT4_GROUP].sum(-1)
-                     for i in range(0, n, INT4_GROUP)])
+        torch.stack([(importance * (dequantize(packed, n) - x).square())[:, i : i + CODE_GROUP].sum(-1)
+                     for i in range(0, n, CODE_GROUP)])
         for packed in (quantize(x), quantize(x, importance=importance))
     )  # fmt: skip
     assert (fitted <= plain * (1 + 1e-5) + 1e-12).all()
-    assert fitted.sum() < (0.95 if n >= INT4_GROUP else 1.0) * plain.sum()
+    assert fitted.sum() < (0.95 if n >= CODE_GROUP else 1.0) * plain.sum()
 
 
 def test_row_bytes():
     assert row_bytes(64) == 36 and row_bytes(128) == 72
     assert row_bytes(4096) == 4096 * FORMAT_BYTES["int4"]
     assert row_bytes(1) == 5 and row_bytes(65) == 36 + 5 and row_bytes(96) == 48 + 8
+    assert row_bytes(64, 8) == 68 and row_bytes(128, 8) == 136 and row_bytes(65, 8) == 68 + 5
+    assert row_bytes(64, 5) == 44 and row_bytes(128, 5) == 88 and row_bytes(65, 5) == 44 + 1 + 2 + 4
+
+
+def test_kv_takes_the_bytes_of_its_codes():
+    for name, dtype in quant.KV_DTYPES.items():
+        assert kv_row_bytes(80, name) == row_bytes(80, quant.kv_code_bits(dtype)) and name in KV_CODE_BITS
+    assert kv_row_bytes(80, "bfloat16") == 160 and quant.kv_code_bits(torch.bfloat16) == 0
 
 
 @settings(deadline=None, max_examples=150)
@@ -88,39 +108,42 @@ def test_row_bytes():
     magnitude=st.integers(-9, 4),
     shift=st.sampled_from([0.0, 1.0, -3.0, 1000.0]),
     seed=st.integers(0, 2**31),
+    bits=st.sampled_from(CODE_BITS),
 )
-def test_a_value_comes_back_within_half_a_step(n, rows, magnitude, shift, seed):
+def test_a_value_comes_back_within_half_a_step(n, rows, magnitude, shift, seed, bits):
     x = torch.randn(rows, n, generator=torch.Generator().manual_seed(seed)) * 10.0**magnitude + shift
     x = x.clamp(-FP16_MAX, FP16_MAX)
-    error = (dequantize(quantize(x), n) - x).abs()
-    assert (error <= bounds(x)).all(), (error / bounds(x)).max()
+    error, bound = (dequantize(quantize(x, bits), n, bits=bits) - x).abs(), bounds(x, bits)
+    assert (error <= bound).all(), (error / bound).max()
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=130))
-def test_any_finite_numbers_stay_finite(values):
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=130), st.sampled_from(CODE_BITS))
+def test_any_finite_numbers_stay_finite(values, bits):
     x = torch.tensor([values])
-    packed = quantize(x)
+    packed = quantize(x, bits)
     assert x[0].tolist() == values
     inside = x.clamp(-FP16_MAX, FP16_MAX)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert dequantize(packed, len(values), dtype=dtype).isfinite().all()
-    assert ((dequantize(packed, len(values)) - inside).abs() <= bounds(inside)).all()
+        assert dequantize(packed, len(values), dtype=dtype, bits=bits).isfinite().all()
+    assert ((dequantize(packed, len(values), bits=bits) - inside).abs() <= bounds(inside, bits)).all()
 
 
-def test_infinities_count_as_the_ends_of_the_range_and_a_nan_spoils_its_group_alone():
+@BITS
+def test_infinities_count_as_the_ends_of_the_range_and_a_nan_spoils_its_group_alone(bits):
     x = torch.ones(1, 192)
     x[0, 0], x[0, 5], x[0, 100] = math.inf, -math.inf, math.nan
-    back = dequantize(quantize(x), 192)
+    back = dequantize(quantize(x, bits), 192, bits=bits)
     assert back[0, 5] == -FP16_MAX and back[0, 0] == pytest.approx(FP16_MAX, rel=0.002)
     assert back[0, 64:128].isnan().all()
     assert (back[0, 128:] == 1).all()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 0.1, 65504.0, -65504.0, 6e-8, 3.14159e-5])
-def test_equal_numbers_come_back_as_close_as_fp16(value):
+@BITS
+def test_equal_numbers_come_back_as_close_as_fp16(value, bits):
     x = torch.full((3, 70), value)
-    back = dequantize(quantize(x), 70)
+    back = dequantize(quantize(x, bits), 70, bits=bits)
     assert (back == back[0, 0]).all()
     assert ((back - x).abs() <= (x.half().float() - x).abs()).all()
 
@@ -132,33 +155,39 @@ def test_sixteen_evenly_spaced_values_are_exact():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [64, 72])
-def test_shapes_dtypes_and_places(dtype, n):
+@BITS
+def test_shapes_dtypes_and_places(dtype, n, bits):
     """KV as [tokens, heads, head_dim], a slice of something larger, into a slice of something larger."""
     x = torch.randn(7, 6, n, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed = quantize(x[:, 1:4])
-    assert packed.shape == (7, 3, row_bytes(n))
-    assert torch.equal(packed, quantize(x[:, 1:4].float()))
-    plain = dequantize(packed, n, dtype=dtype)
-    assert plain.dtype == dtype and torch.equal(plain, dequantize(packed, n).to(dtype))
+    packed = quantize(x[:, 1:4], bits)
+    assert packed.shape == (7, 3, row_bytes(n, bits))
+    assert torch.equal(packed, quantize(x[:, 1:4].float(), bits))
+    plain = dequantize(packed, n, dtype=dtype, bits=bits)
+    assert plain.dtype == dtype and torch.equal(plain, dequantize(packed, n, bits=bits).to(dtype))
     place = torch.zeros(7, 5, n, dtype=dtype)
-    assert dequantize(packed, n, out=place[:, 2:]) is not None
+    assert dequantize(packed, n, out=place[:, 2:], bits=bits) is not None
     assert torch.equal(place[:, 2:], plain) and (place[:, :2] == 0).all()
     whole = torch.empty(7, 3, n, dtype=dtype)
-    assert dequantize(packed, n, out=whole) is whole and torch.equal(whole, plain)
-    wide = torch.zeros(7, 3, row_bytes(n) + 5, dtype=torch.uint8)
+    assert dequantize(packed, n, out=whole, bits=bits) is whole and torch.equal(whole, plain)
+    wide = torch.zeros(7, 3, row_bytes(n, bits) + 5, dtype=packed.dtype)
     wide[..., 3:-2] = packed
-    assert torch.equal(dequantize(wide[..., 3:-2], n, dtype=dtype), plain)
-    assert quantize(x[:0]).shape == (0, 6, row_bytes(n)) and dequantize(packed[:0], n).shape == (0, 3, n)
+    assert torch.equal(dequantize(wide[..., 3:-2], n, dtype=dtype, bits=bits), plain)
+    assert quantize(x[:0], bits).shape == (0, 6, row_bytes(n, bits)) and dequantize(packed[:0], n, bits=bits).shape == (
+        0,
+        3,
+        n,
+    )
 
 
-def test_rows_do_not_depend_on_each_other(monkeypatch):
+@BITS
+def test_rows_do_not_depend_on_each_other(bits, monkeypatch):
     x = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
-    whole = quantize(x)
-    back = dequantize(whole, 100)
+    whole = quantize(x, bits)
+    back = dequantize(whole, 100, bits=bits)
     monkeypatch.setattr(quant, "_THREAD_VALUES", 1)
-    assert torch.equal(quantize(x), whole)
-    assert torch.equal(dequantize(whole, 100), back)
-    assert torch.equal(quantize(x[7:8]), whole[7:8])
+    assert torch.equal(quantize(x, bits), whole)
+    assert torch.equal(dequantize(whole, 100, bits=bits), back)
+    assert torch.equal(quantize(x[7:8], bits), whole[7:8])
 
 
 def test_the_example_in_the_documentation():

@@ -8,6 +8,7 @@ from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.core.dtypes import INT4, KV_CODE_BITS, kv_row_bytes
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import reference
@@ -15,7 +16,7 @@ from batchgen.ops.attention_plan import (
     SequenceSlice,
     plan_attention,
 )
-from batchgen.ops.quant import dequantize, quantize, row_bytes
+from batchgen.ops.quant import dequantize, quantize
 
 BLOCK = 16
 
@@ -87,7 +88,7 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
     tokens, heads = 64, 2
     q, k, v = (torch.randn(tokens, heads, head_dim, generator=draw) for _ in range(3))
     k[..., 3] += 40
-    kv = torch.zeros(4, 2, heads, BLOCK, row_bytes(head_dim), dtype=torch.uint8)
+    kv = torch.zeros(4, 2, heads, BLOCK, kv_row_bytes(head_dim, INT4), dtype=torch.uint8)
     qkv = torch.cat((q, k, v), 1).flatten(1)
     scale = head_dim**-0.5
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), scale=scale)
@@ -101,14 +102,19 @@ def test_4_bit_keys_with_one_large_channel_keep_their_products(head_dim):
         check_close_to_exact(out, q[-1] * scale, k, v)
 
 
+def packed_and_back(x):
+    bits = KV_CODE_BITS[INT4]
+    return dequantize(quantize(x, bits), x.shape[-1], bits=bits)
+
+
 def check_close_to_exact(out, q, k, v):
     def attended(keys):
         weights = torch.einsum("hd,thd->ht", q, keys).softmax(-1)
-        return torch.einsum("ht,thd->hd", weights, dequantize(quantize(v), v.shape[-1]))
+        return torch.einsum("ht,thd->hd", weights, packed_and_back(v))
 
     exact = attended(k)
     error = (out - exact).square().mean().sqrt()
-    assert 0 < error < 0.5 * (attended(dequantize(quantize(k), k.shape[-1])) - exact).square().mean().sqrt()
+    assert 0 < error < 0.5 * (attended(packed_and_back(k)) - exact).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("num_slots", [1, 37])

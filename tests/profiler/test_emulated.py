@@ -10,7 +10,7 @@ from tiered import CPU, make_parts, make_policy, make_requests
 from timing import undisturbed
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.engine.engine import Engine
@@ -29,10 +29,14 @@ EMULATED = Device("emulated", GIB)
 
 
 def box(**changes):
-    """A CPU with rates in fp32 and int4."""
+    """A CPU with rates in fp32, int4 and int8."""
     cpu = cpu_box().cpu
     tables = {
-        name: {FP32: getattr(cpu, name)["float16"], INT4: getattr(cpu, name)["float16"].scaled(0.5)}
+        name: {
+            FP32: getattr(cpu, name)["float16"],
+            INT4: getattr(cpu, name)["float16"].scaled(0.5),
+            INT8: getattr(cpu, name)["float16"].scaled(0.7),
+        }
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s")
     }
     cpu = replace(cpu, gemm_flops_per_s={FP32: cpu.gemm_flops_per_s["float16"]}, **tables)
@@ -143,10 +147,12 @@ CASES = {
     "streamed": (EMULATED, {"kv_seqs": {"streamed": 8}}),
     "streamed in two batches": (EMULATED, {"kv_seqs": {"streamed": 8}, "gpu_batch_size": 4, "num_gpu_batches": 2}),
     "streamed in 4 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT4}),
+    "streamed in 8 bits": (EMULATED, {"kv_seqs": {"streamed": 8}, "kv_format": INT8}),
     "attended to by the CPU": (EMULATED, {"kv_seqs": {"cpu": 8}}),
     "attended to by the CPU in 4 bits": (EMULATED, {"kv_seqs": {"cpu": 8}, "kv_format": INT4}),
     "KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}}),
     "4-bit KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}, "kv_format": INT4}),
+    "8-bit KV on disk": (EMULATED, {"kv_seqs": {"disk": 8}, "kv_format": INT8}),
     "KV on disk for the CPU": (CPU, {"kv_seqs": {"disk": 8}}),
     "half of it": (EMULATED, {"kv_seqs": {"gpu": 4, "streamed": 4}}),
     "activations and head": (EMULATED, {"activation_batches": (0, 1), "head_tier": "cpu"}),
@@ -196,7 +202,7 @@ def test_bytes_are_predicted_as_they_move(name, llama, tmp_path_factory):
         assert expected[lane] == pytest.approx(size, rel=0.12, abs=1000), lane
 
 
-def test_int4_costs_what_it_was_measured_to_cost(llama):
+def test_packing_costs_what_it_was_measured_to_cost(llama):
     """Expanding weights, packing new KV, expanding KV for prompts: each makes a sweep longer by its own rate."""
     config = llama[1]
 
@@ -219,5 +225,6 @@ def test_int4_costs_what_it_was_measured_to_cost(llama):
     packed = box()
     tables = ("prefill_attention_flops_per_s", "elementwise_bytes_per_s")
     without = replace(packed, cpu=replace(packed.cpu, **{t: {FP32: getattr(packed.cpu, t)[FP32]} for t in tables}))
-    assert compute_s(FP32, INT4, without) == pytest.approx(plain)
-    assert compute_s(FP32, INT4) > plain * 1.01
+    for packing in (INT4, INT8):
+        assert compute_s(FP32, packing, without) == pytest.approx(plain)
+        assert compute_s(FP32, packing) > plain * 1.01

@@ -28,7 +28,7 @@ from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
 from batchgen.profiler.cache import Wanted, load_or_measure, profile_path
-from batchgen.profiler.measure import Overheads, add_dtypes, add_int4, measure
+from batchgen.profiler.measure import Overheads, add_dtypes, add_packed, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
 
@@ -148,19 +148,20 @@ class TestMeasure:
         assert after.cpu.step_overhead_s == before.cpu.step_overhead_s
         assert after.disk_read_bytes_per_s == before.disk_read_bytes_per_s
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_4_bit_formats_are_merged_in(self, measured, dtype):
+    @pytest.mark.parametrize(("packing", "dtype"), [("int4", "float32"), ("int4", "bfloat16"), ("int8", "float32")])
+    def test_packed_formats_are_merged_in(self, measured, packing, dtype):
         lines = []
-        after = add_int4(measured, dtype, notify=lines.append, effort=TINY)
+        after = add_packed(measured, dtype, packing, notify=lines.append, effort=TINY)
         before, cpu = measured.cpu, after.cpu
         for name in ("prefill_attention_flops_per_s", "decode_attention_bytes_per_s", "elementwise_bytes_per_s"):
             table = getattr(cpu, name)
-            assert set(table) == {"float32", "bfloat16", "int4"}
-            assert {k: v for k, v in table.items() if k != "int4"} == getattr(before, name)
-            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table["int4"].points))
+            assert set(table) == {"float32", "bfloat16", packing}
+            assert {k: v for k, v in table.items() if k != packing} == getattr(before, name)
+            assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[packing].points))
         assert cpu.gemm_flops_per_s == before.gemm_flops_per_s and before.expand_bytes_per_s is None
-        assert 1e6 < cpu.expand_bytes_per_s < 1e13
-        assert len(lines) == 4 and all("int4" in line for line in lines)
+        # Weights are dequantized from 4 bits alone.
+        assert 1e6 < cpu.expand_bytes_per_s < 1e13 if packing == "int4" else cpu.expand_bytes_per_s is None
+        assert len(lines) == 4 - (packing == "int8") and all(packing in line for line in lines)
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
@@ -321,8 +322,8 @@ class TestAttention:
         """The bytes that count are those of the packed blocks, and results are those of KV that was packed."""
         pool = torch.randn(64 * 2 * 2 * 16 * 16)
         kv = profile_compute._paged_kv(pool, self.model, "int4")
-        assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 12)
-        expanded = quant.dequantize(kv, 16)
+        assert kv.dtype == torch.uint8 and kv.shape == (64, 2, 2, 16, 14)
+        expanded = quant.dequantize(kv, 16, bits=5)
         sequences = [(1, 19), (1, 30)]
         torch.manual_seed(1)
         packed = profile_compute._paged_attention(kv, self.model, sequences, torch.float32)(3)
@@ -334,7 +335,7 @@ class TestAttention:
         for kv_format in (None, "int4"):
             profile_compute.decode_rates(Device("cpu"), pool, [self.model], TINY, kv_format)
         whole, packed_work = works[: len(works) // 2], works[len(works) // 2 :]
-        assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([12 / 64] * len(whole))
+        assert [p / w for p, w in zip(packed_work, whole, strict=True)] == pytest.approx([14 / 64] * len(whole))
 
 
 class TestTransfers:
@@ -477,7 +478,10 @@ class TestCache:
         assert packed.cpu.expand_bytes_per_s > 0 and "int4" in packed.cpu.decode_attention_bytes_per_s
         assert packed.cpu.gemm_flops_per_s == first.cpu.gemm_flops_per_s
         count = len(load.notes)
-        again = load(formats=("int4",))
+        both = load(formats=("int4", "int8"))
+        assert "int8" in both.cpu.decode_attention_bytes_per_s
+        count, packed = len(load.notes), both
+        again = load(formats=("int4", "int8"))
         assert len(load.notes) == count and self.without_sizes(again) == self.without_sizes(packed)
         assert load().cpu.expand_bytes_per_s == packed.cpu.expand_bytes_per_s
 

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from batchgen.core.dtypes import KV_CODE_BITS
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
 
@@ -47,8 +48,8 @@ def attended(q, kv, slices, window):
 
 def paged(kv, kv_format):
     """KV as the kernels read it, and in fp32 what that stands for."""
-    if kv_format == "int4":
-        packed = quant.quantize(kv)
-        return packed, quant.dequantize(packed, kv.shape[-1])
+    if bits := KV_CODE_BITS.get(kv_format):
+        packed = quant.quantize(kv, bits)
+        return packed, quant.dequantize(packed, kv.shape[-1], bits=bits)
     stored = kv.to(getattr(torch, kv_format))
     return stored, stored.float()

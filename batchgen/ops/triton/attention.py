@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.quant import kv_code_bits
 from batchgen.ops.triton import plan as plans
-from batchgen.ops.triton.groups import aligned, flat_columns, unpack
+from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
 from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
 from batchgen.ops.triton.plan import CutPlan, DevicePlan, Geometry
 
@@ -123,10 +124,10 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launc
 def _attend_launch(
     q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, partial: Tensor, stats: Tensor, items: Tensor, tile: Tile
 ) -> Launch:
-    shape = plan.geometry
+    shape, bits = plan.geometry, kv_code_bits(kv.dtype)
     args = {
         "q": q,
-        "kv": kv,
+        "kv": kv.view(torch.uint8) if bits else kv,
         "out": out,
         "partial": partial,
         "stats": stats,
@@ -140,11 +141,11 @@ def _attend_launch(
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": shape.block_size,
         "WIDTH": kv.shape[4],
-        "PACKED": kv.dtype == torch.uint8,
-        "ALIGNED": aligned(shape.head_dim),
+        "BITS": bits,
+        "ALIGNED": aligned(shape.head_dim, bits),
         "ROWS": tile.rows,
         "KEYS": tile.keys,
-        "DIM": power_of_two(shape.head_dim, 64 if kv.dtype == torch.uint8 else 16),
+        "DIM": power_of_two(shape.head_dim, 64 if bits else 16),
     }
     return Launch(_attend, (len(items), shape.kv_heads), args, constants, tile.warps, tile.stages)
 
@@ -164,7 +165,7 @@ def _attend(  # a kernel takes pointers and scalars only
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -172,7 +173,7 @@ def _attend(  # a kernel takes pointers and scalars only
 ):
     """One item and KV head.
 
-    Rows are the item's tokens x the query heads of the KV head. With 4-bit KV (PACKED) queries and results are taken in
+    Rows are the item's tokens x the query heads of the KV head. With 5-bit KV queries and results are taken in
     two halves, of the columns in low and in high nibbles, so that bytes are read once.
     """
     item = items + tl.program_id(0) * _ITEM
@@ -190,7 +191,7 @@ def _attend(  # a kernel takes pointers and scalars only
     head = kv_head * GROUP + row % GROUP
     there = token < num_tokens
     q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
-    if PACKED:
+    if BITS == 5:
         low, high, low_there, high_there = flat_columns(HEAD_DIM, DIM // 64)
         q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
         sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
@@ -213,12 +214,12 @@ def _attend(  # a kernel takes pointers and scalars only
     for key in range(first_key, whole, KEYS):
         sum_low, sum_high, most, weight_sum = _attend_keys(
             q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, False,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, False,
         )  # fmt: skip
     for key in range(whole, last_key, KEYS):
         sum_low, sum_high, most, weight_sum = _attend_keys(
             q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, PACKED, ALIGNED, KEYS, DIM, True,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, True,
         )  # fmt: skip
 
     low_mask = there[:, None] & low_there[None, :]
@@ -227,7 +228,7 @@ def _attend(  # a kernel takes pointers and scalars only
         tl.store(stats + rows * 2, most, mask=there)
         tl.store(stats + rows * 2 + 1, weight_sum, mask=there)
         tl.store(partial + rows[:, None] * HEAD_DIM + low[None, :], sum_low, mask=low_mask)
-        if PACKED:
+        if BITS == 5:
             high_mask = there[:, None] & high_there[None, :]
             tl.store(partial + rows[:, None] * HEAD_DIM + high[None, :], sum_high, mask=high_mask)
     else:
@@ -235,7 +236,7 @@ def _attend(  # a kernel takes pointers and scalars only
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # no key in sight: zeros
         type: tl.constexpr = out.dtype.element_ty
         tl.store(out + rows[:, None] * HEAD_DIM + low[None, :], (sum_low / divisor).to(type), mask=low_mask)
-        if PACKED:
+        if BITS == 5:
             high_mask = there[:, None] & high_there[None, :]
             tl.store(out + rows[:, None] * HEAD_DIM + high[None, :], (sum_high / divisor).to(type), mask=high_mask)
 
@@ -258,7 +259,7 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
@@ -275,12 +276,15 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     k_rows = kv + block * (2 * KV_HEADS * BLOCK_SIZE * WIDTH) + key % BLOCK_SIZE * WIDTH
     v_rows = k_rows + KV_HEADS * BLOCK_SIZE * WIDTH
-    if PACKED:
-        k_low, k_high = unpack(k_rows, there, 0, HEAD_DIM, DIM // 64, ALIGNED)
+    if BITS == 5:
+        k_low, k_high = unpack(k_rows, there, 0, HEAD_DIM, DIM // 64, BITS, ALIGNED)
         k_low = tl.reshape(k_low, (KEYS, DIM // 2)).to(q_low.dtype)
         k_high = tl.reshape(k_high, (KEYS, DIM // 2)).to(q_low.dtype)
         scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
         scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+    elif BITS == 8:
+        k = unpack_bytes(k_rows, there, HEAD_DIM, DIM // 64, ALIGNED).to(q_low.dtype)
+        scores = tl.dot(q_low, tl.trans(k), input_precision="ieee")
     else:
         column = tl.arange(0, DIM)[None, :]
         loaded = there[:, None]
@@ -300,12 +304,15 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     weight_sum = weight_sum * faded + tl.sum(weight, 1)
     weight = weight.to(q_low.dtype)
     sum_low = sum_low * faded[:, None]
-    if PACKED:
-        v_low, v_high = unpack(v_rows, there, 0, HEAD_DIM, DIM // 64, ALIGNED)
+    if BITS == 5:
+        v_low, v_high = unpack(v_rows, there, 0, HEAD_DIM, DIM // 64, BITS, ALIGNED)
         v_low = tl.reshape(v_low, (KEYS, DIM // 2)).to(q_low.dtype)
         v_high = tl.reshape(v_high, (KEYS, DIM // 2)).to(q_low.dtype)
         sum_low = tl.dot(weight, v_low, sum_low, input_precision="ieee")
         sum_high = tl.dot(weight, v_high, sum_high * faded[:, None], input_precision="ieee")
+    elif BITS == 8:
+        v = unpack_bytes(v_rows, there, HEAD_DIM, DIM // 64, ALIGNED).to(q_low.dtype)
+        sum_low = tl.dot(weight, v, sum_low, input_precision="ieee")
     else:
         v = tl.load(v_rows[:, None] + column, mask=loaded, other=0).to(q_low.dtype)
         sum_low = tl.dot(weight, v, sum_low, input_precision="ieee")

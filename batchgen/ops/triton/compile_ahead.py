@@ -41,6 +41,7 @@ _FORMATS = (
     (torch.float16, torch.float16),
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.uint8),
+    (torch.bfloat16, torch.int8),
 )
 
 
@@ -142,6 +143,8 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
         yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
         yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
+    x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.int8)
+    yield f"_quantize_heads, {_short(dtype)}, 128 columns", weights.quantize_heads_launch(x, packed)
 
 
 def _logits_launches() -> Iterator[tuple[str, Launch]]:
@@ -191,12 +194,14 @@ def _rotary_launches(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
 
 
 def _kv(head_dim: int, kv_dtype: torch.dtype) -> Tensor:
-    width = quant.row_bytes(head_dim) if kv_dtype == torch.uint8 else head_dim
+    bits = quant.kv_code_bits(kv_dtype)
+    width = quant.row_bytes(head_dim, bits) if bits else head_dim
     return torch.empty(64, 2, _KV_HEADS, DEFAULT_KV_BLOCK_SIZE, width, dtype=kv_dtype)
 
 
 def _short(dtype: torch.dtype) -> str:
-    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+    packed = {made: name for name, made in quant.KV_DTYPES.items()}
+    return packed.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def main() -> int:

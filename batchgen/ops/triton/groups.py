@@ -1,14 +1,16 @@
-"""Rows in 4-bit groups (batchgen/ops/quant.py) in a kernel's registers.
+"""Rows in groups of 4-, 5- or 8-bit codes (batchgen/ops/quant.py) in a kernel's registers.
 
-A row of N values is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g holds value
+A row of N values in 4 or 5 bits is taken as low and high halves of its groups, [.., groups, 32] each: byte i of group g holds value
 64 g + i in its low nibble and 64 g + half + i in its high one, half being 32 or less in a shorter last group. Groups are
-padded to a power of two.
+padded to a power of two. In 8 bits a row is taken as it is.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from batchgen.core.dtypes import code_bytes
 
 GROUP = tl.constexpr(64)
 HALF = tl.constexpr(32)
@@ -48,9 +50,19 @@ def flat_columns(N: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def nibble_bytes(N: tl.constexpr):
+def fifth_bits(group, i, N: tl.constexpr):
+    """Of 5-bit groups, where bytes i are: of the fifth bits of the low half, and of the high one; and how many each has."""
+    half = (tl.minimum(GROUP, N - group * GROUP) + 1) // 2
+    count = (half + 7) // 8
+    low = group * 40 + half + i
+    return low, low + count, i < count
+
+
+@triton.jit
+def table_start(N: tl.constexpr, BITS: tl.constexpr):
     """Bytes of a row before its table."""
-    return N // 64 * 32 + (N % 64 + 1) // 2
+    half = (N % 64 + 1) // 2
+    return N // 64 * (BITS * 8) + half + (2 * ((half + 7) // 8) if BITS == 5 else 0)
 
 
 @triton.jit
@@ -73,23 +85,43 @@ def load_table(table, mask, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def unpack(rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
+def unpack(
+    rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Values of the low and of the high nibbles, fp32 [R, GROUPS, 32], of packed rows at `rows` [R]; 0 where nothing is."""
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, _ = tile_columns(first_group, N, GROUPS)
-    bytes_at = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    byte = tl.load(
-        rows[:, None, None] + bytes_at[None, :, :], mask=row_mask[:, None, None] & low_there[None, :, :], other=0
-    )
-    table = rows[:, None] + (nibble_bytes(N) + 4 * group)[None, :]
+    i = tl.arange(0, HALF)[None, :]
+    bytes_at = group[:, None] * (BITS * 8) + i
+    mask = row_mask[:, None, None] & low_there[None, :, :]
+    byte = tl.load(rows[:, None, None] + bytes_at[None, :, :], mask=mask, other=0)
+    low_code, high_code = byte & 15, byte >> 4
+    if BITS == 5:
+        low_at, high_at, _ = fifth_bits(group[:, None], i // 8, N)
+        low_bits = tl.load(rows[:, None, None] + low_at[None, :, :], mask=mask, other=0)
+        high_bits = tl.load(rows[:, None, None] + high_at[None, :, :], mask=mask, other=0)
+        place = (i % 8)[None, :, :].to(tl.uint8)
+        low_code |= ((low_bits >> place) & 1) << 4
+        high_code |= ((high_bits >> place) & 1) << 4
+    table = rows[:, None] + (table_start(N, BITS) + 4 * group)[None, :]
     scale, minimum = load_table(table, row_mask[:, None] & (group * GROUP < N)[None, :], ALIGNED)
-    low = (byte & 15).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
-    high = (byte >> 4).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+    low = low_code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+    high = high_code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     return low, high
 
 
 @triton.jit
-def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
+def pack(  # a kernel takes pointers and scalars only
+    low,
+    high,
+    rows,
+    row_mask,
+    first_group,
+    N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Stores packed rows at `rows` [R], of values low and high, fp32 [R, GROUPS, 32]."""
     group = first_group + tl.arange(0, GROUPS)
     _, _, low_there, high_there = tile_columns(first_group, N, GROUPS)
@@ -100,28 +132,98 @@ def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.con
     high = tl.minimum(tl.maximum(high, -MAX_FP16), MAX_FP16)
     least = tl.minimum(tl.min(tl.where(low_there, low, MAX_FP16), 2), tl.min(tl.where(high_there, high, MAX_FP16), 2))
     most = tl.maximum(tl.max(tl.where(low_there, low, -MAX_FP16), 2), tl.max(tl.where(high_there, high, -MAX_FP16), 2))
+    most_code: tl.constexpr = 31.0 if BITS == 5 else 15.0
+    base, steps, scale_word, minimum_word = _table_of(least, most, spoilt, most_code)
+    low_code = tl.where(low_there, _code(low, base[:, :, None], steps[:, :, None], most_code), 0)
+    high_code = tl.where(high_there, _code(high, base[:, :, None], steps[:, :, None], most_code), 0)
+    if BITS == 5:
+        byte = tl.arange(0, 4)
+        low_at, high_at, bits_there = fifth_bits(group[:, None], byte[None, :], N)
+        mask = row_mask[:, None, None] & (bits_there & (group * GROUP < N)[:, None])[None, :, :]
+        tl.store(rows[:, None, None] + low_at[None, :, :], _joined(low_code >> 4), mask=mask)
+        tl.store(rows[:, None, None] + high_at[None, :, :], _joined(high_code >> 4), mask=mask)
+        low_code, high_code = low_code & 15, high_code & 15
+    bytes_at = group[:, None] * (BITS * 8) + tl.arange(0, HALF)[None, :]
+    tl.store(
+        rows[:, None, None] + bytes_at[None, :, :],
+        (low_code | (high_code << 4)).to(tl.uint8),
+        mask=row_mask[:, None, None] & low_there,
+    )
+    table = rows[:, None] + (table_start(N, BITS) + 4 * group)[None, :]
+    _store_table(table, scale_word, minimum_word, row_mask[:, None] & (group * GROUP < N)[None, :], ALIGNED)
+
+
+@triton.jit
+def _joined(bits):
+    """Bits [R, G, 32], 0 or 1, as bytes [R, G, 4]."""
+    eights = tl.reshape(bits, (bits.shape[0], bits.shape[1], 4, 8))
+    return tl.sum(eights << tl.arange(0, 8)[None, None, None, :], 3).to(tl.uint8)
+
+
+@triton.jit
+def unpack_bytes(rows, row_mask, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Values, fp32 [R, GROUPS * 64], of rows in 8 bits at `rows` [R]; 0 where nothing is."""
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    there = row_mask[:, None, None] & (column < N)[None, :, :]
+    code = tl.load(rows[:, None, None] + column[None, :, :], mask=there, other=0).to(tl.float32)
+    table = rows[:, None] + (N + 4 * group)[None, :]
+    scale, minimum = load_table(table, row_mask[:, None] & (group * GROUP < N)[None, :], ALIGNED)
+    values = code * scale[:, :, None] + minimum[:, :, None]
+    return tl.reshape(values, (rows.shape[0], GROUPS * GROUP))
+
+
+@triton.jit
+def pack_halves(first, second, rows, row_mask, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Stores rows in 8 bits at `rows` [R], of the halves of N values each, fp32 [R, at least N / 2]."""
+    column = tl.arange(0, first.shape[1])[None, :]
+    inside = column < N // 2
+    odd_first, odd_second = first != first, second != second
+    first = tl.minimum(tl.maximum(first, -MAX_FP16), MAX_FP16)
+    second = tl.minimum(tl.maximum(second, -MAX_FP16), MAX_FP16)
+    first_code = tl.zeros(first.shape, tl.int32)
+    second_code = tl.zeros(first.shape, tl.int32)
+    for group in tl.static_range(GROUPS):
+        in_first = inside & (column // GROUP == group)
+        in_second = inside & ((N // 2 + column) // GROUP == group)
+        least = tl.minimum(
+            tl.min(tl.where(in_first, first, MAX_FP16), 1), tl.min(tl.where(in_second, second, MAX_FP16), 1)
+        )
+        most = tl.maximum(
+            tl.max(tl.where(in_first, first, -MAX_FP16), 1), tl.max(tl.where(in_second, second, -MAX_FP16), 1)
+        )
+        spoilt = tl.max(((in_first & odd_first) | (in_second & odd_second)).to(tl.int32), 1) > 0
+        base, steps, scale_word, minimum_word = _table_of(least, most, spoilt, 255.0)
+        first_code = tl.where(in_first, _code(first, base[:, None], steps[:, None], 255.0), first_code)
+        second_code = tl.where(in_second, _code(second, base[:, None], steps[:, None], 255.0), second_code)
+        table_mask = row_mask & (group * GROUP < N)
+        _store_table(rows + N + 4 * group, scale_word, minimum_word, table_mask, ALIGNED)
+    mask = row_mask[:, None] & inside
+    tl.store(rows[:, None] + column, first_code.to(tl.uint8), mask=mask)
+    tl.store(rows[:, None] + N // 2 + column, second_code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _table_of(least, most, spoilt, MOST_CODE: tl.constexpr):
+    """Of groups with these smallest and largest values: minimum, codes per unit, and the words that are stored of them."""
     minimum = least.to(tl.float16)
     base = minimum.to(tl.float32)
-    scale = tl.maximum(tl.div_rn(most - base, 15.0), 0.0).to(tl.float16)
+    scale = tl.maximum(tl.div_rn(most - base, MOST_CODE), 0.0).to(tl.float16)
     # Rounded up at the very end of the range, a scale would take the maximum beyond it: one step down then.
     bits = scale.to(tl.uint16, bitcast=True)
-    bits = tl.where(base + 15.0 * scale.to(tl.float32) > MAX_FP16, bits - 1, bits).to(tl.uint16)
+    bits = tl.where(base + MOST_CODE * scale.to(tl.float32) > MAX_FP16, bits - 1, bits).to(tl.uint16)
     step = bits.to(tl.float16, bitcast=True).to(tl.float32)
     # What is left of a group narrower than fp16 can tell is its minimum.
     steps = tl.where(step > 0, tl.div_rn(1.0, tl.where(step > 0, step, 1.0)), 0.0)
-    low_level = _level(low, base, steps, low_there)
-    high_level = _level(high, base, steps, high_there)
-    bytes_at = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    tl.store(
-        rows[:, None, None] + bytes_at[None, :, :],
-        (low_level | (high_level << 4)).to(tl.uint8),
-        mask=row_mask[:, None, None] & low_there,
-    )
     # A group with a NaN comes back as NaN.
     scale_word = tl.where(spoilt, 0x7E00, bits.to(tl.uint32))
     minimum_word = tl.where(spoilt, 0x7E00, minimum.to(tl.uint16, bitcast=True).to(tl.uint32))
-    table = rows[:, None] + (nibble_bytes(N) + 4 * group)[None, :]
-    mask = row_mask[:, None] & (group * GROUP < N)[None, :]
+    return base, steps, scale_word, minimum_word
+
+
+@triton.jit
+def _store_table(table, scale_word, minimum_word, mask, ALIGNED: tl.constexpr):
+    """What `load_table` loads."""
     if ALIGNED:
         word = (scale_word | (minimum_word << 16)).to(tl.uint32)
         tl.store(table.to(tl.pointer_type(tl.uint32)), word, mask=mask)
@@ -133,13 +235,13 @@ def pack(low, high, rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
-def _level(x, base, steps, there):
-    """The code of each value, int32; 0 where there is none."""
-    code = tl.minimum(tl.maximum((x - base[:, :, None]) * steps[:, :, None], 0.0), 15.0)
+def _code(x, base, steps, MOST_CODE: tl.constexpr):
+    """The code of each value, int32; 0 of what is no number."""
+    code = tl.minimum(tl.maximum((x - base) * steps, 0.0), MOST_CODE)
     code = (code + ROUNDING) - ROUNDING
-    return tl.where(there & (code == code), code, 0.0).to(tl.int32)
+    return tl.where(code == code, code, 0.0).to(tl.int32)
 
 
-def aligned(n: int, address: int = 0) -> bool:
-    """Whether tables of rows of n values from `address` on lie at multiples of 4 bytes."""
-    return n % 8 in (0, 7) and address % 4 == 0
+def aligned(n: int, bits: int, address: int = 0) -> bool:
+    """Whether tables of rows of n packed values from `address` on lie at multiples of 4 bytes. bits: 0: there are none."""
+    return bits == 0 or (code_bytes(n, bits) % 4 == 0 and address % 4 == 0)

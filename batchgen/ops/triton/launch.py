@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchgen.ops.quant import kv_code_bits
+
 # Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications): for compiling ahead, and where torch does not tell it.
 SHARED_MEMORY = {
@@ -98,12 +100,12 @@ def attention_tiles(
         many = Tile(max(few_rows, 16 if wide else 32), 16 if dim > 64 else 32, 8, 2)
     else:
         few = Tile(few_rows, 32 if wide else 64, 4, 5)
-        stages = 3 if kv_dtype == torch.uint8 else 5
+        stages = 3 if kv_code_bits(kv_dtype) else 5
         many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
 
     def fitting(tile: Tile) -> Tile:
         # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
-        size = dtype.itemsize if kv_dtype == torch.uint8 else kv_dtype.itemsize
+        size = dtype.itemsize if kv_code_bits(kv_dtype) else kv_dtype.itemsize
         left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
         buffers = left // (2 * tile.keys * dim * size)
         if buffers < 1 and tile.keys > 16:

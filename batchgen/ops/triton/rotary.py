@@ -1,7 +1,7 @@
 """From fused QKV to scaled, rotated queries, and keys and values in their slots of the paged KV, in one kernel.
 
 RMSNorm of each head of q and k where the model has it, rotary embedding of halves (or none, with learned positions), and
-for 4-bit KV the rotation by `ops.rotation` and packing. Computed in fp32, rounded once.
+for 5-bit KV the rotation by `ops.rotation`, and packing. Computed in fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.ops import quant
-from batchgen.ops.triton.groups import aligned, flat_columns, pack, tile_columns
+from batchgen.ops.triton.groups import aligned, flat_columns, pack, pack_halves, tile_columns
 from batchgen.ops.triton.launch import Launch, card, power_of_two
 
 MAX_HEAD_DIM = 256
@@ -70,10 +70,12 @@ def rotary_launch(  # the operands of one kernel
     v: Tensor | None,
 ) -> Launch:
     head_dim = q.shape[2]
-    packed = kv is not None and kv.dtype == torch.uint8
+    bits = 0 if kv is None else quant.kv_code_bits(kv.dtype)
     assert qkv.stride(1) == 1 and (kv is None or (kv.is_contiguous() and kv.shape[2] == kv_heads))
-    assert rotation is not None or not packed
-    assert kv is None or kv.shape[4] == (quant.row_bytes(head_dim) if packed else head_dim)
+    assert kv is None or (rotation is not None) == (bits == 5)
+    assert kv is None or kv.shape[4] == (quant.row_bytes(head_dim, bits) if bits else head_dim)
+    if bits:
+        kv = kv.view(torch.uint8)
     cos, sin = rope or (None, None)
     q_norm, k_norm = norms or (None, None)
     args = {
@@ -103,8 +105,8 @@ def rotary_launch(  # the operands of one kernel
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": 1 if kv is None else kv.shape[3],
         "WIDTH": head_dim if kv is None else kv.shape[4],
-        "PACKED": packed,
-        "ALIGNED": aligned(head_dim),
+        "BITS": bits,
+        "ALIGNED": aligned(head_dim, bits),
         "TOKENS": tokens,
         "HALF_DIM": power_of_two(head_dim // 2, 16),
         "GROUPS": power_of_two(triton.cdiv(head_dim, 64)),
@@ -135,7 +137,7 @@ def _rotary_store(  # a kernel takes pointers and scalars only
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    PACKED: tl.constexpr,
+    BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TOKENS: tl.constexpr,
     HALF_DIM: tl.constexpr,
@@ -161,19 +163,22 @@ def _rotary_store(  # a kernel takes pointers and scalars only
 
     if head >= HEADS + KV_HEADS:
         rows = v + (row + value_rows + (head - HEADS - KV_HEADS) * head_rows) * WIDTH
-        if PACKED:
+        if BITS == 5:
             low, high, low_there, high_there = tile_columns(0, HEAD_DIM, GROUPS)
             all_there = there[:, None, None]
             low_mask, high_mask = all_there & low_there[None, :, :], all_there & high_there[None, :, :]
             low_value = tl.load(source[:, None, None] + low[None, :, :], mask=low_mask, other=0.0)
             high_value = tl.load(source[:, None, None] + high[None, :, :], mask=high_mask, other=0.0)
-            pack(low_value.to(tl.float32), high_value.to(tl.float32), rows, kept, 0, HEAD_DIM, GROUPS, ALIGNED)
+            pack(low_value.to(tl.float32), high_value.to(tl.float32), rows, kept, 0, HEAD_DIM, GROUPS, BITS, ALIGNED)
         else:
             column = tl.arange(0, HALF_DIM)[None, :]
             mask = there[:, None] & (column < HEAD_DIM // 2)
             first = tl.load(source[:, None] + column, mask=mask, other=0.0)
             second = tl.load(source[:, None] + HEAD_DIM // 2 + column, mask=mask, other=0.0)
-            _store_halves(first, second, rows, mask & kept[:, None], column, HEAD_DIM)
+            if BITS == 8:
+                pack_halves(first.to(tl.float32), second.to(tl.float32), rows, kept, HEAD_DIM, GROUPS, ALIGNED)
+            else:
+                _store_halves(first, second, rows, mask & kept[:, None], column, HEAD_DIM)
         return
 
     column = tl.arange(0, HALF_DIM)[None, :]
@@ -205,8 +210,11 @@ def _rotary_store(  # a kernel takes pointers and scalars only
         if head < HEADS:
             _store_halves(first, second, q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, mask, column, HEAD_DIM)
         else:
-            k_mask = mask & kept[:, None]
-            _store_halves(first, second, k + (row + (head - HEADS) * head_rows) * WIDTH, k_mask, column, HEAD_DIM)
+            k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
+            if BITS == 8:
+                pack_halves(first, second, k_rows, kept, HEAD_DIM, GROUPS, ALIGNED)
+            else:
+                _store_halves(first, second, k_rows, mask & kept[:, None], column, HEAD_DIM)
     else:
         # Rotated, into columns of low and of high nibbles.
         low, high, low_there, high_there = flat_columns(HEAD_DIM, GROUPS)
@@ -221,10 +229,10 @@ def _rotary_store(  # a kernel takes pointers and scalars only
             tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
         else:
             k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
-            if PACKED:
+            if BITS == 5:
                 k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
                 k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
-                pack(k_low, k_high, k_rows, kept, 0, HEAD_DIM, GROUPS, ALIGNED)
+                pack(k_low, k_high, k_rows, kept, 0, HEAD_DIM, GROUPS, BITS, ALIGNED)
             else:
                 kept_low, kept_high = low_mask & kept[:, None], high_mask & kept[:, None]
                 tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=kept_low)

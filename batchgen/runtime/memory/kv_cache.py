@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import INT4
+from batchgen.core.dtypes import kv_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import passing_bytes
 from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
-from batchgen.ops.quant import row_bytes
+from batchgen.ops.quant import KV_DTYPES
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Prefault, as_buffer
@@ -60,9 +60,10 @@ class KVShape:
 
 
 def kv_shape(config: ModelConfig, block_size: int, kv_format: str) -> KVShape:
-    """kv_format: a dtype's name, or "int4"."""
-    if kv_format == INT4:
-        return KVShape(config.num_kv_heads, block_size, row_bytes(config.head_dim), torch.uint8)
+    """kv_format: a dtype's name, "int4" or "int8"."""
+    if kv_format in KV_DTYPES:
+        width = kv_row_bytes(config.head_dim, kv_format)
+        return KVShape(config.num_kv_heads, block_size, width, KV_DTYPES[kv_format])
     return KVShape(config.num_kv_heads, block_size, config.head_dim, getattr(torch, kv_format))
 
 

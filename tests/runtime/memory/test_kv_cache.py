@@ -18,7 +18,7 @@ from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
-# K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and 4-bit ones, do not fill whole disk blocks.
+# K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and packed ones, do not fill whole disk blocks.
 FORMATS = [
     ("float32", 16),
     ("float32", 32),
@@ -27,6 +27,7 @@ FORMATS = [
     ("bfloat16", 16),
     ("int4", 16),
     ("int4", 5),
+    ("int8", 16),
 ]
 
 
@@ -63,10 +64,10 @@ def staging(*, host_blocks=(), new_slots=(), host_slots=(), reads=(), writes=(),
 
 
 def fill(tensor, seed):
-    """Random bits, as 4-bit KV has them; numbers that are not NaN otherwise."""
+    """Random bits, as packed KV has them; numbers that are not NaN otherwise."""
     torch.manual_seed(seed)
-    if tensor.dtype == torch.uint8:
-        tensor.random_(0, 256)
+    if not tensor.is_floating_point():
+        tensor.view(torch.uint8).random_(0, 256)
     else:
         tensor.normal_()
     return tensor.clone()
