@@ -144,7 +144,7 @@ def expected_of_8_bits(expected, stores):
             policy = policy_of(path, "memory", DTYPE, "continuous", 1, INT8)
             with pytest.MonkeyPatch.context() as patch:
                 kernel = cpp.linear
-                patch.setattr(ops, "pack_weight", lambda weight, gated=False: weight)
+                patch.setattr(ops, "pack_weight", lambda weight, **_: weight)
                 patch.setattr(cpp, "linear", lambda x, w, *rest, **options: product(w, kernel)(x, w, *rest, **options))
                 samples = samples_of(make_parts(path, CPU, policy, stores), prompts, logprobs=2)
             made[name] = path, prompts, [clear_tokens(sample) for sample in samples]

@@ -272,7 +272,7 @@ def test_the_same_twice_is_the_same_bit_by_bit():
 def test_kv_beyond_the_reach_of_32_bits():
     """Memory that is not touched takes none: a pool of which only the last blocks are used gives what a small one gives."""
     heads, kv_heads, head_dim, tokens = 4, 2, 64, 20
-    block = (2, kv_heads, 16, quant.row_bytes(head_dim))
+    block = (2, kv_heads, 16, quant.row_bytes(head_dim, KV_CODE_BITS["int4"]))
     qkv = random(0, tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE)
     found = []
     for blocks in (3, 2**31 // math.prod(block) + 100):

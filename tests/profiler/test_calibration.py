@@ -111,7 +111,7 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
         return sum(calibration._terms(profile, model, "float32", sweep))
 
     monkeypatch.setattr(
-        calibration, "_runner", lambda part, dtype: nullcontext(lambda sweep: sweep_s(true, sweep, part))
+        calibration, "_runner", lambda part, dtype, *_: nullcontext(lambda sweep: sweep_s(true, sweep, part))
     )
     monkeypatch.setattr(calibration, "probe_s", lambda dtype: 0.02)
     monkeypatch.setattr(calibration, "_LONGEST_S", 60.0)
