@@ -7,6 +7,7 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
+from batchgen.job.failures import FailureLimit
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
 from batchgen.runtime.grammar import check_grammar
 
@@ -40,6 +41,7 @@ def check_options(options: JobOptions) -> None:
     check_grammar(options.sampling)
     _check_path("--report", options.report)
     _check_path("--trace", options.trace)
+    FailureLimit.parse(options.max_failed)
     if options.max_time is not None:
         seconds(options.max_time)
     if seconds(options.flush_interval) <= 0:

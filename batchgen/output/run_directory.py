@@ -22,6 +22,7 @@ from batchgen.core.atomic_file import replace_durably, staged, storage_error, sy
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.output.columns import ONE_SAMPLE, Columns
+from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
 from batchgen.output.manifest import Manifest, describe_changes
@@ -201,6 +202,12 @@ class Run:
                 break
             lengths += part_output_lens(path)
         return lengths
+
+    def error_kinds(self) -> list[ErrorKind]:
+        """What rows failed of, the three commonest kinds; none that a damaged part has."""
+        with contextlib.suppress(DamagedPart):
+            return error_kinds(self.parts_dir)
+        return []
 
     def close(self) -> None:
         """Let go of the output. The kernel does it too when the process ends."""
