@@ -74,7 +74,7 @@ def test_what_lets_the_job_go_on(limit, ok):
 
 
 def test_a_job_whose_rows_all_fail(job, tmp_path):
-    with pytest.raises(TooManyFailed, match="all rows failed.*null") as caught:
+    with pytest.raises(TooManyFailed, match=r"all rows failed.*null") as caught:
         job([None, None, ""])
     report = caught.value.report
     assert (report["state"], report["rows_ok"], report["rows_failed"]) == ("complete", 0, 3)
@@ -88,7 +88,7 @@ def test_a_job_whose_rows_all_fail(job, tmp_path):
 
 def test_it_stops_at_the_limit_and_goes_on_with_a_higher_one(job):
     rows = [None] * 10 + ["a"] * 70
-    with pytest.raises(TooManyFailed, match="more than --max-failed 5: .*kept") as caught:
+    with pytest.raises(TooManyFailed, match=r"more than --max-failed 5: .*kept") as caught:
         job(rows, max_failed=5)
     assert caught.value.report["state"] == "stopped" and caught.value.report["rows_failed"] == 6
     with pytest.raises(TooManyFailed) as again:  # those of before count: one more is too many
