@@ -38,12 +38,16 @@ def run(**options: Any) -> None:
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
     """
     keep(lambda: _before_rows(options["output"]))
+    from batchgen.job.checks import check_job
+
+    job = _job(options)
+    check_job(job)  # a mistake is told before what takes seconds to import
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 
     failure = None
     try:
-        report = run_job(_job(options))
+        report = run_job(job)
     except TooManyFailed as error:
         failure, report = error, error.report
     if options["report"] == "-":

@@ -21,7 +21,7 @@ from batchgen.core.workload import Workload
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
-from batchgen.job.checks import check_options
+from batchgen.job.checks import check_job
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files
 from batchgen.job.loading import load_engine, tracing
@@ -118,8 +118,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         KeyboardInterrupt: It was interrupted; finished rows are on disk.
     """
     started_s = time.monotonic()
-    check_options(options)
-    check_files(options)
+    check_job(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
