@@ -13,7 +13,7 @@ from batchgen._version import __version__
 
 TYPE_CHECKING = False  # as in typing, which takes longer to import than all that comes before a Ctrl-C is handled
 if TYPE_CHECKING:
-    from batchgen.core.errors import BatchgenError, InputError, JobStopped
+    from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed
     from batchgen.core.request import (
         Completion,
         ContinuationScore,
@@ -44,6 +44,7 @@ __all__ = [
     "ScoreRequest",
     "Scored",
     "TokenLogprob",
+    "TooManyFailed",
     "__version__",
     "run",
     "run_dataset",
@@ -53,7 +54,7 @@ __all__ = [
 # must not wait for them.
 _MODULES = {
     "batchgen.engine.engine": ("Engine",),
-    "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped"),
+    "batchgen.core.errors": ("BatchgenError", "InputError", "JobStopped", "TooManyFailed"),
     "batchgen.job.run": ("run",),
     "batchgen.core.request": (
         "Completion", "ContinuationScore", "PositionLogprobs", "Request", "Sample", "SamplingParams", "ScoreRequest", "Scored",

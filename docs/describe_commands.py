@@ -31,6 +31,7 @@ reads it; options on the command line override the file. Sizes are written `14Gi
 | 1 | Something failed. Finished rows are kept. |
 | 2 | An option or the input is wrong. |
 | 3 | `--max-time` has passed. The same command goes on later. |
+| 4 | More rows failed than `--max-failed` allows, or all of them. Finished rows are kept. |
 | 130 | The job was interrupted by Ctrl-C or SIGTERM. Finished rows are kept. |
 
 ## Environment variables

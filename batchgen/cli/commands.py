@@ -13,7 +13,7 @@ import click
 
 from batchgen._version import __version__
 from batchgen.cli.options import takes_options
-from batchgen.core.errors import BatchgenError, InputError, JobStopped
+from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
@@ -35,13 +35,21 @@ def run(**options: Any) -> None:
     num_tokens and perplexity of the prompt, and the choice of --choices. Finished rows are saved every few seconds: run the same command again after any
     interruption and it goes on.
 
-    Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 130 interrupted.
+    Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
     """
     keep(lambda: _before_rows(options["output"]))
+    from batchgen.job.checks import check_job
+
+    job = _job(options)
+    check_job(job)  # a mistake is told before what takes seconds to import
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 
-    report = run_job(_job(options))
+    failure = None
+    try:
+        report = run_job(job)
+    except TooManyFailed as error:
+        failure, report = error, error.report
     if options["report"] == "-":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
@@ -49,6 +57,8 @@ def run(**options: Any) -> None:
     else:
         for line in summary(report):
             click.echo(line)
+    if failure is not None:
+        raise failure
     if report["state"] == "stopped":
         sys.exit(JobStopped.exit_code)
 

@@ -4,6 +4,8 @@
 Anything else that escapes is a bug in batchgen.
 """
 
+from typing import Any
+
 
 class BatchgenError(Exception):
     """A job cannot start or go on.
@@ -29,6 +31,19 @@ class JobStopped(BatchgenError):
     """
 
     exit_code = 3
+
+
+class TooManyFailed(BatchgenError):
+    """More rows failed than `--max-failed` allows, or all of them.
+
+    What was finished is saved, the errors in their rows. `report` is that of the job.
+    """
+
+    exit_code = 4
+
+    def __init__(self, message: str, report: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.report = report or {}
 
 
 class RowError(Exception):

@@ -7,8 +7,33 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
+from batchgen.core.units import format_bytes, size_bytes
+from batchgen.job.failures import FailureLimit
+from batchgen.job.files import check_files
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
+from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
+
+# Python and what a job imports take more than this on any machine.
+_LEAST_MEMORY_BYTES = 300 << 20
+
+
+def check_job(options: JobOptions) -> None:
+    """Refuse what can be told to be wrong within a second: before the model's libraries are imported.
+
+    Raises:
+        BatchgenError: The options contradict each other, the output cannot be written or another process holds it, or the memory
+            is too small for any model.
+    """
+    check_options(options)
+    check_files(options)
+    if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
+        raise InputError(
+            f"--cpu-memory {options.cpu_memory} is too small for any job: the process alone takes some"
+            f" {format_bytes(_LEAST_MEMORY_BYTES)}; give what the machine has, or leave it out"
+        )
+    if options.output is not None and not options.dry_run:
+        check_output(options.output, overwrite=options.overwrite)
 
 
 def check_options(options: JobOptions) -> None:
@@ -40,6 +65,7 @@ def check_options(options: JobOptions) -> None:
     check_grammar(options.sampling)
     _check_path("--report", options.report)
     _check_path("--trace", options.trace)
+    FailureLimit.parse(options.max_failed)
     if options.max_time is not None:
         seconds(options.max_time)
     if seconds(options.flush_interval) <= 0:

@@ -300,6 +300,12 @@ class JobOptions:
         choices=("record", "fail"),
         help="A bad row: note it in the row, or stop the job.",
     )
+    max_failed: str | int | None = _option(
+        RUN,
+        "run",
+        metavar="N|P%",
+        help="End with exit code 4 once more rows than this failed [default: where all failed, or the first 100].",
+    )
     output_prefix: str = _option(
         RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
     )

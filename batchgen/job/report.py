@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ def make_report(
         "rows": total_rows,
         "rows_ok": totals["rows_ok"],
         "rows_failed": totals["rows_failed"],
+        "errors": [asdict(kind) for kind in state.error_kinds()] if totals["rows_failed"] else [],
         "rows_resumed": rows if outcome == "already complete" else state.rows_resumed,
         "rows_left": None if total_rows is None else total_rows - rows,
         **engine_report(engine, plan, time.monotonic() - started_s),
@@ -154,6 +156,7 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
+    lines += [f"{kind['rows']:,} failed: {kind['error']}" for kind in report["errors"]]
     if failed and report["state"] != "stopped":
         lines.append("the error column tells why rows failed; --retry-failed runs just those again")
     if report["state"] != "stopped":

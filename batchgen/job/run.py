@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -21,7 +21,8 @@ from batchgen.core.workload import Workload
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
-from batchgen.job.checks import check_options
+from batchgen.job.checks import check_job
+from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
@@ -58,7 +59,8 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
         The report, as `--report` writes it.
 
     Raises:
-        BatchgenError: The job cannot be run, or not to its end.
+        BatchgenError: The job cannot be run, or not to its end; `TooManyFailed` (which has the `report`) where more rows
+            failed than `max_failed` allows, or all of them.
         TypeError: There is no such option.
     """
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
@@ -67,6 +69,9 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
         raise TypeError(f"run() has no option {sorted(unknown)[0]!r}")
     options.setdefault("progress", "none")
     return run_job(JobOptions(model, input, output, sampling=SamplingParams(**sampling), **options))
+
+
+_DEADLINE = "the deadline came first"
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,14 @@ class _Job:
             write_report(report, self.options.report)
         return report
 
+    def ended(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+        """The report of a job that has all its rows. Raises TooManyFailed."""
+        report = self.report(state, engine, plan, outcome)
+        limit = FailureLimit.parse(self.options.max_failed)
+        if reason := limit.exceeded(report["rows_failed"], report["rows"]):
+            raise TooManyFailed(_too_many(reason, report), report)
+        return report
+
 
 def run_job(options: JobOptions) -> dict[str, Any]:
     """Run, resume or finish a job.
@@ -103,11 +116,11 @@ def run_job(options: JobOptions) -> dict[str, Any]:
 
     Raises:
         BatchgenError: The job cannot be run, or not to its end.
+        TooManyFailed: More rows failed than `options.max_failed` allows; the report is its `report`.
         KeyboardInterrupt: It was interrupted; finished rows are on disk.
     """
     started_s = time.monotonic()
-    check_options(options)
-    check_files(options)
+    check_job(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
@@ -145,7 +158,7 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
-        return job.report(state, None, None, "already complete")
+        return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
     engine = plan = None
     if total_rows is None or len(state.done_rows) < total_rows:
@@ -160,9 +173,12 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
-                reached_end = _run_rows(job, state, engine)
-        if not reached_end:
-            return job.report(state, engine, plan, "stopped")
+                stopped = _run_rows(job, state, engine)
+        if stopped is not None:
+            report = job.report(state, engine, plan, "stopped")
+            if stopped == _DEADLINE:
+                return report
+            raise TooManyFailed(_too_many(stopped, report), report)
     job.progress.close()
     state.finish(
         job.source.dataset,
@@ -170,7 +186,7 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         prefix=job.options.output_prefix,
         format_row=job.source.format_row,
     )
-    return job.report(state, engine, plan, "complete")
+    return job.ended(state, engine, plan, "complete")
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
@@ -249,36 +265,41 @@ def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run, engine: Engine) -> bool:
-    """Runs the rows that are left into parts. True if all are done, False if the deadline came first."""
+def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
+    """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
-    done = failed = 0
-    stopped = False
+    rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
+    done = 0
+    stopped: str | None = None
 
-    def expired() -> bool:
+    def should_stop() -> bool:
         nonlocal stopped
-        stopped = job.deadline_s is not None and time.monotonic() >= job.deadline_s
-        return stopped
+        if stopped is None and job.deadline_s is not None and time.monotonic() >= job.deadline_s:
+            stopped = _DEADLINE
+        return stopped is not None
 
     def show(stats: EngineStats) -> None:
         job.progress.update(
-            Counts(total_rows, state.rows_resumed, done, failed, stats.prompt_tokens, stats.generated_tokens)
+            Counts(total_rows, state.rows_resumed, done, rows.failed, stats.prompt_tokens, stats.generated_tokens)
         )
 
     job.progress.start()
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    results = run(job.source.requests(state.done_rows), should_stop=expired, on_sweep=show)
+    results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
             for result in results:
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
+                too_many = rows.add(result.row, result.error)
                 if result.error is not None:
-                    failed += 1
-                    _on_failed_row(options, result.row, result.error)
+                    _on_failed_row(job, result.row, result.error, first=rows.failed == 1)
+                if too_many is not None:
+                    stopped = too_many
+                    break
         finally:
             results.close()
-    return not stopped or len(state.done_rows) == total_rows
+    return None if len(state.done_rows) == total_rows else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
@@ -288,9 +309,20 @@ def _row_result(options: JobOptions, source: RequestSource, result: Completion |
     return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 
 
-def _on_failed_row(options: JobOptions, row: int, error: str) -> None:
-    if options.on_error == "fail":
+def _on_failed_row(job: _Job, row: int, error: str, first: bool) -> None:
+    if job.options.on_error == "fail":
         raise BatchgenError(f"row {row}: {error} (--on-error record notes it in the row and goes on)")
+    if first:
+        job.progress.say(f"row {row:,} failed: {error} (further rows that fail are only counted)")
+
+
+def _too_many(reason: str, report: dict[str, Any]) -> str:
+    """The line that a job with too many failed rows ends with."""
+    errors = [f": {report['errors'][0]['error']}"] if report["errors"] else []
+    kept = (
+        "finished rows are kept" if report["state"] == "stopped" else f"{report['output']} has them with their errors"
+    )
+    return "".join([reason, *errors, f"; {kept}, --retry-failed runs failed ones again"])
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:

@@ -83,14 +83,17 @@ def scan_part(path: Path) -> Iterator[PartGroup]:
             yield PartGroup(number, rows, failed, file.metadata.row_group(number).total_byte_size)
 
 
+def part_columns(path: Path, columns: list[str]) -> pa.Table:
+    """Some columns of a part. Raises DamagedPart."""
+    with _open_part(path) as file:
+        return _read(path, file, list(range(file.metadata.num_row_groups)), columns)
+
+
 def part_output_lens(path: Path) -> list[int]:
     """Generated tokens of each sample in a part of generated texts. Raises DamagedPart."""
-    file = _open_part(path)
-    with file:
-        groups = range(file.metadata.num_row_groups)
-        column = _read(path, file, list(groups), ["generated_tokens"]).column(0)
-        lengths: list[int] = column.combine_chunks().flatten().to_pylist()
-        return lengths
+    column = part_columns(path, ["generated_tokens"]).column(0)
+    lengths: list[int] = column.combine_chunks().flatten().to_pylist()
+    return lengths
 
 
 def _open_part(path: Path) -> pq.ParquetFile:

@@ -11,6 +11,7 @@ An output that is there is replaced only with `overwrite`, or where the manifest
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from dataclasses import replace
@@ -23,6 +24,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.output.columns import ONE_SAMPLE, Columns
+from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
 from batchgen.output.manifest import Manifest, describe_changes
@@ -90,9 +92,7 @@ def open_run(
         (directory / "parts").mkdir(parents=True, exist_ok=True)
         lock = _lock(directory / "lock", output_path)
     except OSError as error:
-        raise InputError(
-            f"cannot write {directory}: {error.strerror}: give an --output in a directory you can write to"
-        ) from error
+        raise _unwritable(directory, error.strerror) from error
     run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock)
     try:
         run._open(resume, overwrite, retry_failed)
@@ -103,6 +103,26 @@ def open_run(
         run.close()
         raise
     return run
+
+
+def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """What `open_run` refuses whatever the job is, told without making anything.
+
+    Raises:
+        InputError: where the output cannot be written or is something else's.
+        BatchgenError: where another process holds it.
+    """
+    target = target_path(Path(output_path))
+    output_format(target)
+    _check_targets((target,))
+    directory = run_directory(target)
+    if not directory.exists():
+        if not overwrite:
+            _refuse_existing((target,))
+        if not os.access(target.absolute().parent, os.W_OK):
+            raise _unwritable(directory, os.strerror(errno.EACCES))
+    elif (directory / "lock").exists():
+        os.close(_lock(directory / "lock", target))
 
 
 class Run:
@@ -217,6 +237,12 @@ class Run:
             lengths += part_output_lens(path)
         return lengths
 
+    def error_kinds(self) -> list[ErrorKind]:
+        """What rows failed of, the three commonest kinds; none that a damaged part has."""
+        with contextlib.suppress(DamagedPart):
+            return error_kinds(self.parts_dir)
+        return []
+
     def close(self) -> None:
         """Let go of the output. The kernel does it too when the process ends."""
         if self._lock is not None:
@@ -326,6 +352,10 @@ class Run:
     def _write_manifest(self, manifest: Manifest) -> None:
         manifest.write(self.directory / "manifest.json")
         self._manifest = manifest
+
+
+def _unwritable(directory: Path, reason: str) -> InputError:
+    return InputError(f"cannot write {directory}: {reason}: give an --output in a directory you can write to")
 
 
 def _check_targets(targets: tuple[Path, ...]) -> None:

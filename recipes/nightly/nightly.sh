@@ -5,11 +5,12 @@
 #     nightly.sh INBOX OUTBOX MAX_SECONDS [more options of `batchgen run`]
 #
 # Exit codes, as those of `batchgen run`: 0 all files are done; 1 something failed, start it again; 2 a file or an
-# option is wrong, somebody must look; 3 the time is over, 130 interrupted: both go on the next time.
+# option is wrong, 4 too many rows of a file failed: somebody must look; 3 the time is over, 130 interrupted: both
+# go on the next time.
 set -uo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 inbox=$1 outbox=$2 max_seconds=$3
@@ -44,7 +45,7 @@ for input in "$inbox"/*.parquet; do
     case $code in
     0) ;;
     3 | 130) exit "$code" ;;
-    2) [ "$failed" -ne 0 ] || failed=2 ;; # the other files may be fine
+    2 | 4) [ "$failed" -ne 0 ] || failed=$code ;; # the other files may be fine
     *) failed=1 ;;
     esac
 done

@@ -1,0 +1,92 @@
+"""How many failed rows a job puts up with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from batchgen.core.errors import InputError
+from batchgen.core.request import Request, ScoreRequest
+
+_FIRST_ROWS = 100
+R = TypeVar("R", Request, ScoreRequest)
+
+
+@dataclass(frozen=True)
+class FailureLimit:
+    """What `--max-failed` says.
+
+    Attributes:
+        rows: So many rows may fail; None: see `share`.
+        share: This part of all rows may fail, 0 to 1. Both None: not all of them, and not all of the first hundred.
+    """
+
+    rows: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, value: str | int | None) -> FailureLimit:
+        """Of "12", 12 or "5%". Raises InputError."""
+        if value is None:
+            return cls()
+        text = str(value).strip()
+        try:
+            limit = cls(share=float(text[:-1]) / 100) if text.endswith("%") else cls(rows=int(text))
+        except ValueError:
+            limit = cls(rows=-1)
+        if (limit.rows is not None and limit.rows < 0) or not 0 <= (limit.share or 0) <= 1:
+            raise InputError(f"--max-failed must be a number of rows or a share of them such as 5%, not {value!r}")
+        return limit
+
+    def exceeded(self, failed: int, total: int | None) -> str | None:
+        """Why a job must stop, told from its failed rows alone, as rows still run may be fine; None: it need not.
+
+        Args:
+            failed: Rows that failed so far.
+            total: Rows of the job; None: unknown so far.
+        """
+        if self.rows is not None and failed > self.rows:
+            return f"{failed:,} rows failed, more than --max-failed {self.rows:,}"
+        if self.share is not None and total is not None and failed > self.share * total:
+            return f"{failed:,} of {total:,} rows failed, more than --max-failed {self.share * 100:g}%"
+        if self == FailureLimit() and total and failed == total:
+            return "all rows failed" if total > 1 else "the row failed"
+        return None
+
+
+class FailedRows:
+    """The failed rows of a job while it runs, against what it puts up with.
+
+    Attributes:
+        failed: How many failed in this run.
+    """
+
+    def __init__(self, limit: FailureLimit, failed_before: int, total: int | None) -> None:
+        """`failed_before`: rows that failed in earlier runs. `total`: rows of the job, None if unknown."""
+        self.failed = 0
+        self._limit, self._failed_before, self._total = limit, failed_before, total
+        # In the order of the input: of rows in flight, those that fail are the first to end.
+        self._first: list[int] = []
+        self._first_failed: set[int] | None = set() if limit == FailureLimit() else None
+
+    def watch(self, requests: Iterable[R]) -> Iterator[R]:
+        """The same requests, of which the first ones are remembered."""
+        for request in requests:
+            if len(self._first) < _FIRST_ROWS:
+                self._first.append(request.row)
+            yield request
+
+    def add(self, row: int, error: str | None) -> str | None:
+        """Count a finished row; why the job must stop, or None."""
+        if error is None:
+            self._first_failed = None
+            return None
+        self.failed += 1
+        if self._first_failed is not None:
+            self._first_failed.add(row)
+            if len(self._first) == _FIRST_ROWS and self._first_failed.issuperset(self._first):
+                return f"the first {_FIRST_ROWS} rows all failed (--max-failed 100% goes on)"
+        if self._limit == FailureLimit():
+            return None  # that all failed is told at the end, when the output is there
+        return self._limit.exceeded(self._failed_before + self.failed, self._total)

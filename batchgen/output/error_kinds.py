@@ -1,0 +1,49 @@
+"""What rows failed of: their errors by kind, the commonest first."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from batchgen.output.parts import part_columns, part_paths
+from batchgen.output.row_map import RowMap
+
+_NUMBER = re.compile(r"\d[\d,.]*")
+_MOST_KINDS = 1000  # what is kept while counting: messages may quote their rows
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    """Errors that differ in nothing but their numbers. error: one of them; rows: how many rows have such a one."""
+
+    error: str
+    rows: int
+
+
+def error_kinds(parts_dir: Path, most: int = 3) -> list[ErrorKind]:
+    """The commonest kinds of error among finished rows, of which each counts with its newest result.
+
+    Raises:
+        DamagedPart: A part is not what was written.
+    """
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    seen = RowMap(np.uint8)
+    for path in reversed(part_paths(parts_dir)):
+        table = part_columns(path, ["row", "error"])
+        rows = table.column("row").to_numpy()
+        first = int(rows.min())
+        newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
+        seen.put(rows, 1)
+        errors = table.column("error").filter(newest).drop_null()
+        for entry in pc.value_counts(errors).to_pylist():
+            kind = _NUMBER.sub("#", entry["values"])
+            if kind in counts or len(counts) < _MOST_KINDS:
+                counts[kind] += entry["counts"]
+                examples.setdefault(kind, entry["values"])
+    return [ErrorKind(examples[kind], rows) for kind, rows in counts.most_common(most)]

@@ -1,0 +1,71 @@
+"""What is wrong with an output, a budget or an option is said before the libraries that take seconds are imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchgen.core.file_lock import lock_file
+
+# Runs commands one after the other in one process, since starting Python is most of the time.
+_RUN = """
+import json, sys
+from click.testing import CliRunner
+from batchgen.cli.commands import cli
+for arguments in json.loads(sys.argv[1]):
+    error = CliRunner().invoke(cli, arguments).exception
+    print(json.dumps([getattr(error, "exit_code", None), str(error), [m for m in ("torch", "transformers") if m in sys.modules]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """By what is wrong, [exit code, message, libraries that were imported]."""
+    folder = tmp_path_factory.mktemp("early")
+    rows = folder / "in.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    (folder / "foreign.parquet").write_bytes(b"somebody's")
+    (folder / "held.parquet.batchgen").mkdir()
+    (folder / "dir.parquet").mkdir()
+    lock = lock_file(folder / "held.parquet.batchgen" / "lock")
+
+    def command(output, *more):
+        return ["run", "-m", "demo", "-i", str(rows), "-o", str(folder / output), "--progress", "none", *more]
+
+    cases = {
+        "no folder": command("none/out.parquet"),
+        "foreign": command("foreign.parquet"),
+        "held": command("held.parquet"),
+        "format": command("out.xyz"),
+        "folder": command("dir.parquet"),
+        "budget": command("out.parquet", "--cpu-memory", "10MiB"),
+        "contradiction": command("out.parquet", "--overwrite", "--retry-failed"),
+        "limit": command("out.parquet", "--max-failed", "some"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, json.dumps(list(cases.values()))], capture_output=True, text=True, check=True
+    )
+    os.close(lock)
+    assert sorted(Path(folder).iterdir()) == [
+        folder / "dir.parquet",
+        folder / "foreign.parquet",
+        folder / "held.parquet.batchgen",
+        rows,
+    ]
+    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(
+    "case, code, says",
+    [
+        ("no folder", 2, "mkdir -p"), ("foreign", 2, "not the output of this job"), ("held", 1, str(os.getpid())), ("format", 2, ".parquet"),
+        ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"), ("limit", 2, "--max-failed"),
+    ],
+)  # fmt: skip
+def test_said_at_once(told, case, code, says):
+    exit_code, message, imported = told[case]
+    assert exit_code == code and says in message and "\n" not in message
+    assert imported == []
