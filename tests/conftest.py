@@ -1,5 +1,6 @@
 import gc
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -32,6 +33,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="tests marked thorough too, and larger draws (make test-all); see tests/BUDGET.md",
     )
+    parser.addoption(
+        "--part", type=float, default=1.0, metavar="FRACTION", help="run this part of the tests, other ones every day"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
@@ -48,7 +52,12 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     from budget import longest_first, read_budget
-    from thorough import THOROUGH
+    from thorough import THOROUGH, rotating
+
+    if config.option.part < 1:
+        kept = set(rotating("part", len(items)).sample(range(len(items)), math.ceil(config.option.part * len(items))))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i not in kept])
+        items[:] = [item for i, item in enumerate(items) if i in kept]
 
     if not THOROUGH:
         for item in items:

@@ -32,6 +32,7 @@ def check(which, device, tmp_path, checks="triton_checks.py"):
     cache = os.environ.get("TRITON_CACHE_DIR", tmp_path) if device == "cuda" else tmp_path
     told = run(
         *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / checks),
+        *(quick_or(("--part", "0.4"), ()) if device == "cpu" else ()),
         BATCHGEN_CHECK_DEVICE=device,
         TRITON_CACHE_DIR=str(cache),
     )

@@ -38,7 +38,11 @@ def half(name):
 
 def numeric_fields(profile):
     """Paths of every field with a number in it, as in `sources`."""
-    tops = [f.name for f in fields(HardwareProfile) if f.name not in ("name", "cpu", "gpu", "kernels", "measured", "sources")]
+    tops = [
+        f.name
+        for f in fields(HardwareProfile)
+        if f.name not in ("name", "cpu", "gpu", "kernels", "measured", "sources")
+    ]
     yield from (name for name in tops if getattr(profile, name))
     for device in ("cpu", "gpu"):
         rates = getattr(profile, device)
