@@ -73,7 +73,7 @@ class FailedRows:
     def watch(self, requests: Iterable[R]) -> Iterator[R]:
         """The same requests, of which the first ones are remembered."""
         for request in requests:
-            if len(self._first) < _FIRST_ROWS:
+            if len(self._first) < _FIRST_ROWS and request.row is not None:
                 self._first.append(request.row)
             yield request
 

@@ -354,7 +354,7 @@ class Run:
         self._manifest = manifest
 
 
-def _unwritable(directory: Path, reason: str) -> InputError:
+def _unwritable(directory: Path, reason: str | None) -> InputError:
     return InputError(f"cannot write {directory}: {reason}: give an --output in a directory you can write to")
 
 
