@@ -61,7 +61,7 @@ def told(tmp_path_factory):
 @pytest.mark.parametrize(
     "case, code, says",
     [
-        ("no folder", 2, "mkdir -p"), ("foreign", 2, "not the output of this job"), ("held", 1, str(os.getpid())), ("format", 2, ".parquet"),
+        ("no folder", 2, "mkdir -p"), ("foreign", 2, "not the output of this job"), ("held", 1, "process"), ("format", 2, ".parquet"),
         ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"), ("limit", 2, "--max-failed"),
     ],
 )  # fmt: skip
@@ -69,3 +69,7 @@ def test_said_at_once(told, case, code, says):
     exit_code, message, imported = told[case]
     assert exit_code == code and says in message and "\n" not in message
     assert imported == []
+
+
+def test_who_holds_an_output_is_named(told):
+    assert str(os.getpid()) in told["held"][1]
