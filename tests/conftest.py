@@ -33,9 +33,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="tests marked thorough too, and larger draws (make test-all); see tests/BUDGET.md",
     )
-    parser.addoption(
-        "--part", type=float, default=1.0, metavar="FRACTION", help="run this part of the tests, other ones every day"
-    )
+    parser.addoption("--part", type=float, default=1.0, metavar="FRACTION", help="run this part of the tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option

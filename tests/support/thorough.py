@@ -3,7 +3,8 @@
 `make test` is for every change; `make test-all` (`pytest --all`) also runs the tests marked `thorough` and takes the larger of
 what `quick_or` chooses from. BUDGET.md lists what that is.
 
-Draws differ from day to day, so that examples add up, and are the same all day long; BATCHGEN_TEST_SEED repeats another day's.
+`make test` draws the same examples every time, so that a change fails for what it changed and not for the day it is made on. The draws
+of `make test-all` differ from day to day, so that examples add up. BATCHGEN_TEST_SEED repeats a run's.
 """
 
 import os
@@ -11,7 +12,7 @@ import random
 import time
 
 THOROUGH = os.environ.get("BATCHGEN_TEST_ALL") == "1"
-SEED = int(os.environ.get("BATCHGEN_TEST_SEED") or time.time() // 86400)
+SEED = int(os.environ.get("BATCHGEN_TEST_SEED") or (time.time() // 86400 if THOROUGH else 0))
 os.environ["BATCHGEN_TEST_SEED"] = str(SEED)  # for the processes of this run, whose day may be another
 
 
@@ -21,17 +22,17 @@ def quick_or(quick, thorough):
 
 
 def some_draws(count: int) -> int:
-    """How many examples Hypothesis draws: all of them in `make test-all`, a third in `make test`, other ones every day."""
+    """How many examples Hypothesis draws: all of them in `make test-all`, a third in `make test`."""
     return quick_or(-(-count // 3), count)
 
 
 def rotating(*what) -> random.Random:
-    """A generator for what it is called, another one every day."""
+    """A generator for what it is called; in `make test-all` another one every day."""
     return random.Random(repr((SEED, *what)))
 
 
 def some_of(cases, count: int, *what) -> list:
-    """All cases of a table in `make test-all`; so many of them, other ones every day, in `make test`."""
+    """All cases of a table in `make test-all`; so many of them, always the same, in `make test`."""
     cases = list(cases)
     drawn = sorted(rotating(*what).sample(range(len(cases)), min(count, len(cases))))
     return quick_or([cases[i] for i in drawn], cases)

@@ -54,7 +54,7 @@ def make(tiny_models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", list(policies("demo")))
 def test_the_order_of_what_is_launched_changes_no_token(make, monkeypatch, name, ahead):
-    """Some of the orders there are, other ones every day."""
+    """Some of the orders there are."""
     expected = generate(make(name), PROMPTS, SHORTER)
     everywhere = ORDERS[:: 2 if name.startswith("everything") else 7]
     for order, eager in quick_or(rotating(name, ahead).sample(ORDERS, 1), everywhere):
