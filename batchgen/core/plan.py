@@ -8,6 +8,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
@@ -192,38 +193,33 @@ class Plan:
     def from_json(cls, values: Any) -> Plan:
         """Read what `to_json` gives. Raises InputError where `values` is anything else."""
         try:
-            parsed = {
-                "workload": Workload.from_json(values["workload"]),
-                "policy": policy_from_json(values["policy"]),
-                "prediction": Prediction(**values["prediction"]),
-            }
-            if "kernels" in values:  # not in plans of earlier versions
-                parsed["kernels"] = KernelChoice.from_json(values["kernels"])
-            return cls(**(values | parsed))
-        except (KeyError, TypeError, AttributeError) as error:
+            values = {**values, "policy": dict(values["policy"])}
+            block_size = values["policy"].pop("max_num_seqs")
+            plan: Plan = read_typed(cls, values, "the plan")
+            check_policy(plan.policy, block_size)
+        except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error
+        return plan
 
 
-_COUNTS = (
-    "gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size",
-)  # fmt: skip
-
-
-def policy_from_json(values: Mapping[str, Any]) -> Policy:
-    """The inverse of `Policy.to_json`. Raises InputError for counts and tiers that are none."""
-    values = dict(values)
-    block_size = values.pop("max_num_seqs")
-    for name in _COUNTS:
-        if type(values[name]) is not int or values[name] < 1:
-            raise InputError(f"not a plan: {name} must be a whole number above 0, not {values[name]!r}")
-    if block_size != values["gpu_batch_size"] * values["num_gpu_batches"]:
-        raise InputError("not a plan: max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
-    for tier, count in values["kv_blocks"].items():
-        if tier not in TIERS or type(count) is not int or count < 0:
-            raise InputError(f"not a plan: kv_blocks must be whole numbers by tier, not {tier!r}: {count!r}")
-    for name in ("head_tier", "embedding_tier"):
-        if values.get(name, "cpu") not in ("gpu", "cpu"):
-            raise InputError(f"not a plan: {name} must be gpu or cpu, not {values[name]!r}")
-    values["weight_layers"] = {name: tuple(counts) for name, counts in values["weight_layers"].items()}
-    values["activation_batches"] = tuple(values["activation_batches"])
-    return Policy(**values)
+def check_policy(policy: Policy, max_num_seqs: int) -> None:
+    """Check a policy that came from a file. Raises ValueError for what no planner would have written."""
+    for name in ("gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size"):
+        if getattr(policy, name) < 1:
+            raise ValueError(f"{name} must be above 0, not {getattr(policy, name)}")
+    if max_num_seqs != policy.max_num_seqs:
+        raise ValueError("max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
+    choices: dict[str, tuple[str, ...]] = {
+        "admission": ("continuous", "static"), "batch_order": ("even", "neo"),
+        "head_tier": ("gpu", "cpu"), "embedding_tier": ("gpu", "cpu"),
+    }  # fmt: skip
+    for name, allowed in choices.items():
+        if getattr(policy, name) not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(allowed)}, not {getattr(policy, name)!r}")
+    for name, allowed in {"kv_blocks": TIERS, "kv_seqs": KV_CLASSES}.items():
+        for key, count in getattr(policy, name).items():
+            if key not in allowed or count < 0:
+                raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
+    counts = [*policy.weight_layers.values(), policy.activation_batches]
+    if any(count < 0 for group in counts for count in group):
+        raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")

@@ -330,6 +330,11 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             f"--plan is for a context of {policy.max_model_len} tokens, not {job.context}: give --max-model-len"
             f" {policy.max_model_len}, or make another plan"
         )
+    layers = {name: sum(counts) for name, counts in policy.weight_layers.items()}
+    if layers != dict.fromkeys(job.config.layer_tensors, job.config.num_layers):
+        raise InputError(
+            f"--plan does not place the {job.config.num_layers} layers of this model: make another with `batchgen plan`"
+        )
     on_gpu = "gpu" in plan.budgets
     if on_gpu != job.device.accelerated:
         raise InputError(

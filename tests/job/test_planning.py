@@ -223,9 +223,9 @@ class TestLoading:
 
 
 class TestRunnable:
-    def runnable(self, plan, name="small", dtype="float16", context=512, device=CPU, **options):
+    def runnable(self, plan, name="small", dtype="float16", context=512, device=CPU, config=SMALL, **options):
         job = ResolvedJob(
-            JobOptions(name, None, None, **options), ModelFiles(Path(), "hf", name), SMALL, dtype, device, context,
+            JobOptions(name, None, None, **options), ModelFiles(Path(), "hf", name), config, dtype, device, context,
             Path(), None, None, None,
         )  # fmt: skip
         return runnable(plan, job)
@@ -250,7 +250,11 @@ class TestRunnable:
         request = replace(REQUEST, model_name="llama", max_num_seqs=8, num_gpu_batches=2)
         plan = make(cpu_box(cpu_memory_bytes=12 * GIB), llama_8b(), request=request)
         assert plan.placement_bytes["weights"]["disk"] > 0 and plan.policy.num_gpu_batches == 2
-        assert self.runnable(plan, "llama") is plan
+        assert self.runnable(plan, "llama", config=llama_8b()) is plan
+
+    def test_a_plan_for_other_layers(self, in_memory):
+        said = f"--plan does not place the {llama_8b().num_layers} layers of this model"
+        assert said in complaint(self.runnable, in_memory, config=llama_8b())
 
     @pytest.mark.parametrize(
         ("name", "option", "stored"),

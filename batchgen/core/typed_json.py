@@ -1,0 +1,83 @@
+"""Frozen values out of JSON, with the types that their dataclasses declare: nothing of another kind comes further than here."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+_LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
+
+
+def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
+    """A value as a type annotation has it, built from what `json.loads` gives.
+
+    Args:
+        kind: bool, int, float (finite), str, a dataclass, `Mapping[K, V]`, `tuple[...]`, unions with None, or `Any`.
+        value: As JSON has it: dictionaries for dataclasses, lists for tuples.
+        where: What the value is, for the message.
+
+    Raises:
+        ValueError: The value is of another kind; the message names the place.
+    """
+    if kind is Any:
+        return value
+    if get_origin(kind) in (Union, types.UnionType):
+        if value is None and type(None) in get_args(kind):
+            return None
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    if is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if get_origin(kind) is tuple:
+        return _tuple(get_args(kind), value, where)
+    if get_origin(kind) is not None and issubclass(get_origin(kind), Mapping):
+        _is(dict, value, where, "an object")
+        key_kind, inner = get_args(kind)
+        return {
+            read_typed(key_kind, k, f"a name in {where}"): read_typed(inner, v, f"{where}.{k}")
+            for k, v in value.items()
+        }
+    return _scalar(kind, value, where)
+
+
+def _is(kind: type, value: Any, where: str, called: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} must be {called}, not {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is float:
+        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e300:
+            raise ValueError(f"{where} must be a number, not {_short(value)}")
+        return float(value)
+    called = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
+    if type(value) is not kind or (kind is int and abs(value) > _LARGEST):
+        raise ValueError(f"{where} must be {called}, not {_short(value)}")
+    return value
+
+
+def _tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    _is(list | tuple, value, where, "a list")  # type: ignore[arg-type]
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(kinds) != len(value):
+        raise ValueError(f"{where} must have {len(kinds)} values, not {len(value)}")
+    return tuple(read_typed(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _dataclass(kind: Any, value: Any, where: str) -> Any:
+    _is(dict, value, where, "an object")
+    hints, own = get_type_hints(kind), {f.name: f for f in fields(kind) if f.init}
+    if unknown := sorted(set(map(str, value)) - set(own)):
+        raise ValueError(f"{where} has no field {unknown[0]!r}")
+    required = (f.name for f in own.values() if f.default is MISSING and f.default_factory is MISSING)
+    if missing := [name for name in required if name not in value]:
+        raise ValueError(f"{where} lacks {missing[0]!r}")
+    return kind(**{name: read_typed(hints[name], inner, f"{where}.{name}") for name, inner in value.items()})
