@@ -45,7 +45,6 @@ INT4_TARGET, PREFILL_TARGET = 1.5, 3.0
 LINEAR_TARGET, LINEAR_WORST = 1.15, 0.95
 LINEAR_SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (8192, 2048), (3072, 3072), (4096, 14336))  # columns, depth
 LINEAR_TOKENS = [4**i for i in range(7)]
-CALL_FLOPS, CALL_COLUMNS = 1e9, 128
 # Instruction sets that have a row, measured or not.
 SETS = {"x86_64": ("amx", "avx512_bf16", "avx512", "avx2")}
 
@@ -177,23 +176,18 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
 
 
 def linear(measured: Measured, name: str, at_least_s: float, tokens: list[int]) -> None:
-    """Our linear beside F.linear in the same run, weights from beyond the nearest caches.
-
-    Of calls that would take seconds fewer columns are multiplied, by both.
-    """
+    """Our linear beside F.linear in the same run, weights from beyond the nearest caches."""
     for columns, depth in LINEAR_SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             kind = str(dtype).removeprefix("torch.")
             for rows in tokens:
-                some = min(columns, max(CALL_COLUMNS, int(CALL_FLOPS / (2 * rows * depth)) // 32 * 32))
-                ours_s, theirs_s = linear_seconds(name, rows, some, depth, dtype, at_least_s)
-                flops = 2 * rows * some * depth
+                ours_s, theirs_s = linear_seconds(name, rows, columns, depth, dtype, at_least_s)
+                flops = 2 * rows * columns * depth
                 measured.add(
                     f"{name}: linear {kind}, {columns}x{depth}, {rows} tokens",
                     ratio=theirs_s / ours_s,
                     gflop_per_s=flops / ours_s / 1e9,
                     torch_gflop_per_s=flops / theirs_s / 1e9,
-                    columns=some,
                 )
 
 
@@ -226,7 +220,7 @@ def best_seconds(runs: list[Callable[[int], object]], at_least_s: float) -> list
         turns.append(max(1, int(0.005 / max(clock() - started, 1e-6))))
     best = [float("inf")] * len(runs)
     deadline, rounds = time.perf_counter() + at_least_s * len(runs), 0
-    while rounds < 3 or time.perf_counter() < deadline:
+    while rounds < 2 or time.perf_counter() < deadline:
         for n, (run, turn) in enumerate(zip(runs, turns, strict=True)):
             started = clock()
             for i in range(turn):

@@ -116,8 +116,8 @@ void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) 
     if (args.activation == Activation::SiluMul) piece += piece % 2;
     piece = std::min(piece, cut.most_panels);
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block, piece);
-    // Where the kernels want it, x is put in order first, some groups of 16 rows at a time.
-    const int64_t groups = cut.packed_bytes ? (args.rows + 15) / 16 : 0;
+    // Where the kernels want it, x is put in order first, some groups of rows at a time.
+    const int64_t groups = cut.packed_bytes ? (args.rows + cut.group - 1) / cut.group : 0;
     const int64_t some = groups ? std::max<int64_t>(1, 32768 * groups / cut.packed_bytes) : 1;
     const int64_t packs = (groups + some - 1) / some;
     void* packed = groups ? scratch(cut.packed_bytes, 1) : nullptr;

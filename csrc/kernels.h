@@ -103,6 +103,7 @@ struct LinearCut {
     int64_t rows;                 // of a call, at most
     int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
     int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
+    int64_t group;                // rows of a group of `pack_rows`
 };
 
 // Products of tile registers.
@@ -200,7 +201,7 @@ struct Kernels {
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
     LinearCut (*linear_cut)(const Linear&);
     int64_t (*panel_bytes)(const Linear&);  // of a packed panel of w
-    // Groups [group, stop) of 16 rows of x, to where they are among all of them.
+    // Groups [group, stop) of rows of x, to where they are among all of them.
     void (*pack_rows)(const Linear&, int64_t group, int64_t stop, void* out);
     // Rows [row, row_stop) of the panels [panel, panel_stop); next_panel is what the thread probably works on then.
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,

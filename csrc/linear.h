@@ -4,6 +4,7 @@
 // beforehand, or, where weights pass through memory, when a panel is needed. An element's sum is taken in the order of depth,
 // whatever rows are beside it: a row's result does not depend on its batch.
 
+constexpr int64_t kPackedRows = 4;     // fewer are taken as they lie
 constexpr int64_t kDepthBlock = 1024;  // of 32 bits: a panel of it stays in a cache beside the rows
 
 template <class M>
@@ -50,6 +51,23 @@ inline auto with_products(const Linear& args, F f) {
     }
 }
 
+// Depths [d, d + W) of W rows, in units of 32 bits, of which `values` are there: r[i] is what all rows have at depth d + i. A
+// row that is null is zeros.
+template <class M, class T>
+inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r) {
+    for (int i = 0; i < W; i++) {
+        if (!rows[i]) r[i] = set1_int(0);
+        else if constexpr (M::kPair == 1) r[i] = as_int(load_part(rows[i] + d, int(values)));
+        else if (values == 2 * W) r[i] = load_int((const uint32_t*)(rows[i] + 2 * d));
+        else {
+            uint32_t part[W] = {};
+            memcpy(part, rows[i] + 2 * d, values * 2);
+            r[i] = load_int(part);
+        }
+    }
+    transpose(r);
+}
+
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel].
 template <class M, class T>
 inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename M::Operand* out) {
@@ -62,22 +80,44 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t
                 rows[i] = row < args.columns ? (const T*)args.w + row * args.w_stride : nullptr;
             }
             for (int64_t d = start; d < stop; d += W) {
-                const int64_t count = smaller(W, stop - d), values = smaller(count * M::kPair, args.depth - d * M::kPair);
+                const int64_t count = smaller(W, stop - d);
                 vi r[W];
-                for (int i = 0; i < W; i++) {
-                    if (!rows[i]) r[i] = set1_int(0);
-                    else if constexpr (M::kPair == 1) r[i] = as_int(load_part(rows[i] + d, int(values)));
-                    else if (values == 2 * W) r[i] = load_int((const uint32_t*)(rows[i] + 2 * d));
-                    else {
-                        uint32_t part[W] = {};
-                        memcpy(part, rows[i] + 2 * d, values * 2);
-                        r[i] = load_int(part);
-                    }
-                }
-                transpose(r);
+                gather_depths<M>(rows, d, smaller(count * M::kPair, args.depth - d * M::kPair), r);
                 for (int i = 0; i < count; i++) store_int(out + (d - start + i) * kPanel + c, r[i]);
             }
         }
+}
+
+// Tiles [tile, stop) of kRowTile rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of the
+// tile]. Rows as they lie, far apart, take each other's places in the nearest cache.
+template <class M, class T>
+inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    const int64_t depth = packed_depth<M>(args);
+    for (; tile < stop; tile++) {
+        const int64_t row = tile * kRowTile, count = smaller(kRowTile, args.rows - row);
+        uint32_t* to = (uint32_t*)out + row * depth;
+        for (int64_t c = 0; c < count; c += W) {
+            const int64_t lanes = smaller(W, count - c);
+            const T* rows[W];
+            for (int i = 0; i < W; i++) rows[i] = i < lanes ? (const T*)args.x + (row + c + i) * args.x_stride : nullptr;
+            for (int64_t d = 0; d < depth; d += W) {
+                const int64_t depths = smaller(W, depth - d);
+                vi r[W];
+                gather_depths<M>(rows, d, smaller(depths * M::kPair, args.depth - d * M::kPair), r);
+                for (int64_t i = 0; i < depths; i++) {
+                    uint32_t* at = to + (d + i) * count + c;
+                    // A whole vector may run into the depths after it, which are written after it, but not beyond the tile.
+                    if (lanes == W || (c == 0 && (d + i) * count + W <= depth * count)) {
+                        store_int(at, r[i]);
+                    } else {
+                        uint32_t all[W];
+                        store_int(all, r[i]);
+                        memcpy(at, all, lanes * 4);
+                    }
+                }
+            }
+        }
+    }
 }
 
 inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
@@ -150,20 +190,22 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
     }
 }
 
-// Rows of A, from `row` on.
+// Rows of A, from `row` on: one after the other, or in tiles whose rows lie beside each other (`pack_row_tiles`).
 struct Rows {
     const uint32_t* at;
     int64_t stride;
+    bool in_tiles;
 };
 
 template <class M, class T>
 inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint32_t* space) {
     const int64_t depth = packed_depth<M>(args);
     if constexpr (kCoded<M>) {
-        return {(const uint32_t*)CodedRows(args, args.packed_x).codes + row * depth, depth};
+        return {(const uint32_t*)CodedRows(args, args.packed_x).codes + row * depth, depth, true};
     } else {
+        if (args.packed_x) return {(const uint32_t*)args.packed_x + row * depth, depth, true};
         if (direct<M, T>() && args.depth % M::kPair == 0 && args.x_stride % M::kPair == 0 && uintptr_t(args.x) % 4 == 0)
-            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / M::kPair};
+            return {(const uint32_t*)((const T*)args.x + row * args.x_stride), args.x_stride / M::kPair, false};
         for (int64_t r = 0; r < rows; r++) {
             const T* x = (const T*)args.x + (row + r) * args.x_stride;
             typename M::Value* out = (typename M::Value*)(space + r * depth);
@@ -173,7 +215,7 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
                 store_part(out + i, load_part(x + i, n), n);
             }
         }
-        return {space, depth};
+        return {space, depth, false};
     }
 }
 
@@ -204,8 +246,9 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
                 const uint8_t* fetch = ahead && fetched < ahead_bytes ? ahead + fetched : nullptr;
                 with_count<kRowTile>(int(smaller(kRowTile, rows - r)), [&]<int MR>() {
                     static const float one[12] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-                    product_tile<M, MR, 2>(a.at + r * a.stride + d, a.stride, b, kPanel, stop - d, s.c + r * kPanel, kPanel,
-                                           d ? one : nullptr, fetch);
+                    const uint32_t* at = a.at + r * a.stride + (a.in_tiles ? d * MR : d);
+                    const auto product = a.in_tiles ? product_tile<M, MR, 2, true> : product_tile<M, MR, 2, false>;
+                    product(at, a.stride, b, kPanel, stop - d, s.c + r * kPanel, kPanel, d ? one : nullptr, fetch);
                 });
             }
         }
@@ -226,16 +269,18 @@ inline LinearCut linear_cut(const Linear& args) {
         if constexpr (in_tiles<M>()) return tile_cut<M>(args);
         // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
         const int64_t depth = packed_depth<M>(args), rows = 96 * 1024 / depth / kRowTile * kRowTile;
-        const int64_t packed = kCoded<M> ? round_up(args.rows, 16) * (CodedRows::kBeside + depth * 4) : 0;
-        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed};
+        const int64_t tiled = round_up(args.rows, kRowTile) * depth * 4;
+        const int64_t packed = kCoded<M> ? CodedRows::bytes_beside(args) + tiled : args.rows >= kPackedRows ? tiled : 0;
+        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed, kRowTile};
     });
 }
 
-// Groups [group, stop) of 16 rows of x, to where they are among all of them.
+// Groups [group, stop) of rows of x, to where they are among all of them.
 inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     with_products(args, [&]<class M, class T>() {
         if constexpr (in_tiles<M>()) pack_tile_rows<M, T>(args, group, stop, out);
         else if constexpr (kCoded<M>) pack_coded_rows<T>(args, group, stop, out);
+        else pack_row_tiles<M, T>(args, group, stop, out);
     });
 }
 

@@ -32,10 +32,10 @@ inline int64_t scale_at(const Linear& args) { return round_up(args.depth, 4); }
 
 // Rows of x as codes, and what is kept of each beside them; at `packed_x`.
 struct CodedRows {
-    static constexpr int64_t kBeside = 8;  // bytes of a row
     float* scales;
     int32_t* excess;  // of sums, for the offset of w's codes
     uint8_t* codes;
+    static int64_t bytes_beside(const Linear& args) { return 8 * round_up(args.rows, 16); }
     CodedRows(const Linear& args, const void* at) {
         const int64_t rows = round_up(args.rows, 16);
         scales = (float*)at, excess = (int32_t*)(scales + rows), codes = (uint8_t*)(excess + rows);
@@ -117,16 +117,26 @@ inline bool is_rotated(const Linear& args) {
     return __builtin_signbit(first);
 }
 
+// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does.
 template <class T>
-inline void pack_coded_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
-    const CodedRows rows(args, out);
+inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    const CodedRows coded(args, out);
     const int64_t depth = packed_depth<Bytes>(args);
     const bool rotated = is_rotated(args);
-    for (int64_t r = group * 16; r < smaller(stop * 16, args.rows); r++) {
+    for (int64_t r = tile * kRowTile; r < smaller(stop * kRowTile, args.rows); r++) {
+        const int64_t first = r / kRowTile * kRowTile, count = smaller(kRowTile, args.rows - first);
+        uint32_t* to = (uint32_t*)coded.codes + first * depth + r - first;
         RowValues<T> x{(const T*)args.x + r * args.x_stride, args.depth, rotated, {}};
         const RowScale row(x);
-        rows.scales[r] = row.scale;
-        rows.excess[r] = kWeightOffset * put_codes(x, 0, depth * Bytes::kPair, row.steps, rows.codes + r * depth * 4);
+        int32_t sum = 0;
+        for (int64_t d = 0; d < depth; d += kRotated / Bytes::kPair) {
+            const int64_t units = smaller(kRotated / Bytes::kPair, depth - d);
+            uint32_t codes[kRotated / Bytes::kPair];
+            sum += put_codes(x, d * Bytes::kPair, (d + units) * Bytes::kPair, row.steps, (uint8_t*)codes);
+            for (int64_t i = 0; i < units; i++) to[(d + i) * count] = codes[i];
+        }
+        coded.scales[r] = row.scale;
+        coded.excess[r] = kWeightOffset * sum;
     }
 }
 

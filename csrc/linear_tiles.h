@@ -37,10 +37,10 @@ inline int64_t row_groups(const Linear& args) { return (args.rows + kStep - 1) /
 template <class M>
 inline LinearCut tile_cut(const Linear& args) {
     const DepthCut<M> cut(args);
-    const int64_t beside = kCoded<M> ? CodedRows::kBeside * kStep : 0;
-    const int64_t packed = row_groups(args) * (cut.steps * kRegisterBytes + beside);
+    const int64_t packed = row_groups(args) * cut.steps * kRegisterBytes + (kCoded<M> ? CodedRows::bytes_beside(args) : 0);
     const bool one = cut.block == cut.steps;
-    return {2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0};
+    return {2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0,
+            kStep};
 }
 
 // Where registers of x that is put in order lie.

@@ -45,7 +45,8 @@ constexpr int kRowTile = W == 16 ? 12 : 6;
 #endif
 constexpr int kPanel = 2 * W;
 
-template <class M, int MR, int NR>
+// kBeside: the rows of A lie beside each other, all of them at each depth; otherwise one after the other, `a_stride` apart.
+template <class M, int MR, int NR, bool kBeside>
 __attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR][NR], const uint32_t* a, int64_t a_stride,
                                                       const typename M::Operand* b, int64_t b_stride, int64_t depth,
                                                       const uint8_t* ahead) {
@@ -61,20 +62,20 @@ __attribute__((always_inline)) inline void accumulate(typename M::Sum (&acc)[MR]
         for (int n = 0; n < NR; n++) columns[n] = M::columns(b + n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; r++) {
-            vi value = set1_int(row[r / 3][(r % 3) * a_stride]);
+            vi value = set1_int(kBeside ? row[0][r] : row[r / 3][(r % 3) * a_stride]);
 #pragma GCC unroll 4
             for (int n = 0; n < NR; n++) acc[r][n] = M::dot(value, columns[n], acc[r][n]);
         }
         b += b_stride;
         if (ahead) __builtin_prefetch(ahead + 64 * d, 0, 2);
 #pragma GCC unroll 4
-        for (int i = 0; i < kPointers; i++) row[i]++;
+        for (int i = 0; i < kPointers; i++) row[i] += kBeside ? MR : 1;
     }
 }
 
 // c = a b, or c = c * scale + a b with a number for each row. For rows x columns, columns a multiple of W. ahead: what will be
 // read soon, 64 bytes for each depth, or null.
-template <class M, int MR, int NR>
+template <class M, int MR, int NR, bool kBeside = false>
 inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::Operand* b, int64_t b_stride, int64_t depth,
                          typename M::Number* c, int64_t c_stride, const float* scale, const uint8_t* ahead = nullptr) {
     typename M::Sum acc[MR][NR];
@@ -83,7 +84,7 @@ inline void product_tile(const uint32_t* a, int64_t a_stride, const typename M::
 #pragma GCC unroll 4
         for (int n = 0; n < NR; n++) acc[r][n] = scale ? M::scaled(c + r * c_stride + n * W, scale[r]) : M::none();
     }
-    accumulate<M, MR, NR>(acc, a, a_stride, b, b_stride, depth, ahead);
+    accumulate<M, MR, NR, kBeside>(acc, a, a_stride, b, b_stride, depth, ahead);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) {
 #pragma GCC unroll 4
