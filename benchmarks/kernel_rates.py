@@ -292,8 +292,9 @@ def machine() -> dict:
 
 
 def slug(machine: dict) -> str:
-    """A kind of CPU as part of a file's name: what it is called and its best instruction set."""
-    name = re.sub(r"\(.*?\)|@.*", " ", f"{machine['cpu']}").lower() + " " + machine["instruction_sets"][0]
+    """A kind of CPU as part of a file's name: what it is called, its family and model, its best instruction set."""
+    called = re.sub(r"\(.*?\)|@.*", " ", machine["cpu"]).lower()
+    name = f"{called} {machine['family']} {machine['model']} {machine['instruction_sets'][0]}"
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
