@@ -33,6 +33,7 @@ class SamplingParams:
         json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be
             given as a mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A
             sample ends where its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
+        compact_json: with a json_schema, no spaces between the parts of the JSON, instead of at most one.
     """
 
     max_tokens: int = 256
@@ -49,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    compact_json: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams
+from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.messages import normalize_messages
 
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -67,8 +68,12 @@ def rows_to_requests(
             (temperature 1).
         duplicate_rows: rows that fail because an earlier one has their custom_id.
     """
+    bad = bad_lines(batch)
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
         row_id = index if row["custom_id"] is None else row["custom_id"]
+        if index in bad:
+            yield Request("", sampling, row_id, error=bad[index])
+            continue
         try:
             if index in duplicate_rows:
                 raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")

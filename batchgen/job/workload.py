@@ -102,6 +102,8 @@ def _sampled_rows(
             rows.append(_sequences(request, tokenizer, options.sampling, context, options.on_overlong))
         except (RowError, InputError) as error:
             reason = reason or str(error)
+    if not sampled:
+        raise NoUsableRow("the input has no rows: there is nothing to plan")
     if not rows:
         raise NoUsableRow(
             f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
