@@ -453,6 +453,12 @@ def _sampling(takers: str, name: str, type: Callable[[str], Any], help: str | No
     return _named(name, default, {**declared, **more})
 
 
+def _bias(text: str) -> tuple[int, float]:
+    """Of "50256=-100". Raises ValueError."""
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
+
+
 SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
@@ -460,6 +466,10 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "top_k", int, "0 is off."),
     _sampling(f"{_COMMANDS} map", "min_p", float),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
+    _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
+    _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
+    _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
+              metavar="ID=BIAS"),
     _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n",)),
     _sampling(f"{_COMMANDS} map helm", "seed", int),
     _sampling(f"{_ROWS} map", "stop", str, r"Stop string, may be repeated; \n and \t are understood.", multiple=True,

@@ -82,3 +82,67 @@ def test_bad_lines_of_a_batch_go_to_its_errors(model, tmp_path):
     (error,) = map(json.loads, (tmp_path / "out.errors.jsonl").read_text().splitlines())
     assert error["custom_id"] is None and "line 2" in error["error"]["message"]
     assert "not JSON" in error["error"]["message"]
+
+
+def answers_of(model, folder, bodies):
+    """Of completions in an OpenAI batch: (body or None, error or None) of each."""
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "max_tokens": 6} | body,
+        }
+        for i, body in enumerate(bodies)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(model, source, output, "--dtype", "float32", "--overwrite")[0] == 0
+    found = {}
+    for path in (output, folder / "out.errors.jsonl"):
+        for answer in map(json.loads, path.read_text().splitlines()):
+            found[int(answer["custom_id"])] = answer["response"]["body"], answer["error"]
+    return [found[i] for i in range(len(bodies))]
+
+
+def test_several_prompts_of_a_completion_are_answered_in_order(model, tmp_path):
+    texts, ids = ["The ferry left", "onions " * 40], [5, 6, 7, 8]
+    several, sampled, again, *alone = answers_of(
+        model,
+        tmp_path,
+        [
+            {"prompt": [*texts, ids], "temperature": 0},
+            *({"prompt": texts, "n": 2, "temperature": 1.5, "seed": 3, "logprobs": 0} for _ in range(2)),
+            *({"prompt": prompt, "temperature": 0} for prompt in (*texts, ids)),
+            {"prompt": [*texts, "onions " * 900], "temperature": 0},
+        ],
+    )
+    choices = several[0]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["text"] for choice in choices] == [body["choices"][0]["text"] for body, _ in alone[:3]]
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert several[0]["usage"][count] == sum(body["usage"][count] for body, _ in alone[:3])
+    drawn = [choice["text"] for choice in sampled[0]["choices"]]
+    assert len(drawn) == 4 and len(set(drawn)) > 1
+    assert len(again[0]["choices"]) == 4
+    assert "context holds" in alone[3][1]["message"], "a prompt that does not fit fails its line"
+
+
+def test_penalties_and_biases_of_a_batch(model, tmp_path):
+    prompt = {"prompt": "The ferry left", "temperature": 0, "max_tokens": 12, "logprobs": 0}
+    plain, biased, banned, unlike, outside = answers_of(
+        model,
+        tmp_path,
+        [
+            prompt,
+            {**prompt, "logit_bias": {"100": 100}},
+            {**prompt, "logit_bias": {"100": 100}, "presence_penalty": 2, "frequency_penalty": 2},
+            {**prompt, "logit_bias": {"100": 3}, "frequency_penalty": 2},
+            {**prompt, "logit_bias": {"999999": 1}},
+        ],
+    )
+    tokens = biased[0]["choices"][0]["logprobs"]["tokens"]
+    assert len(tokens) == 12 and len(set(tokens)) == 1, "the same token every time"
+    assert plain[0]["choices"][0]["text"] not in (biased[0]["choices"][0]["text"], "")
+    assert banned[0]["choices"][0]["text"] and unlike[0]["choices"][0]["text"]
+    assert "logit_bias" in outside[1]["message"]
