@@ -14,6 +14,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.typed_json import read_typed
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
@@ -57,7 +58,7 @@ class Manifest:
                 )
             fields = {name: record[name] for name in cls.__dataclass_fields__ if name != "kernels"}
             kernels = record.get("kernels")  # not in those of earlier versions
-            return cls(**fields, kernels=None if kernels is None else KernelChoice.from_json(kernels))
+            return cls(**fields, kernels=None if kernels is None else read_typed(KernelChoice, kernels, "kernels"))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
