@@ -14,6 +14,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.typed_json import read_typed
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
@@ -63,7 +64,8 @@ class Manifest:
                 )
             fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in ("kernels", "parts")}
             kernels, parts = record.get("kernels"), int(record.get("parts", 0))  # not in those of earlier versions
-            return cls(**fields, kernels=None if kernels is None else KernelChoice.from_json(kernels), parts=parts)
+            choice = None if kernels is None else read_typed(KernelChoice, kernels, "kernels")
+            return cls(**fields, kernels=choice, parts=parts)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
