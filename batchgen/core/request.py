@@ -107,7 +107,8 @@ class SamplingParams:
 
     def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""
-        return json.loads(json.dumps(asdict(self)))
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

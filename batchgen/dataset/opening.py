@@ -33,7 +33,8 @@ def open_dataset(
 
     Args:
         source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
-            (.csv, .tsv) files, the last two also with .gz; a directory written by `datasets.save_to_disk`; a hub
+            (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
+            directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
             dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
             have the same columns.
         input_format: one of `FORMATS`, where the name does not tell.
@@ -76,12 +77,12 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
         raise InputError(f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets")
     if split is not None:
         raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
-    paths = find_files(name, input_format)
+    paths, partitions = find_files(name, input_format)
     formats = dict.fromkeys(found for path in paths if (found := input_format or format_of(path)) is not None)
     if unknown := [path for path in paths if (input_format or format_of(path)) is None]:
         known = " ".join(EXTENSIONS)
         raise InputError(
-            f"{unknown[-1]}: cannot tell its format from the name (known: {known}, text also as .gz): "
+            f"{unknown[-1]}: cannot tell its format from the name (known: {known}, text also as .gz or .zst): "
             f"give --input-format, one of {', '.join(FORMATS)}"
         )
     if len(formats) > 1:
@@ -90,10 +91,12 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
     if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0], on_bad_line):
         file_format = "openai"
     if file_format == "parquet":
-        return parquet_source(paths)
+        return parquet_source(paths, partitions)
     if file_format == "csv":
-        return csv_source(paths, limit)
-    return {"jsonl": json_source, "openai": openai_source}[file_format](paths, limit, on_bad_line)
+        return csv_source(paths, limit, partitions)
+    if file_format == "openai":
+        return openai_source(paths, limit, on_bad_line)
+    return json_source(paths, limit, on_bad_line, partitions)
 
 
 def _may_be_on_hub(name: str, input_format: str | None) -> bool:

@@ -72,7 +72,10 @@ _QUANTIZATIONS = ("none", "int4", "int8")
 _KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
-_INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub dataset; OpenAI batch JSONL."
+_INPUT_HELP = (
+    "Parquet, JSONL or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
+    " - is stdin."
+)
 _QUANTIZATION_HELP = (
     "int4: the layers' matrices in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
@@ -101,7 +104,13 @@ class JobOptions:
     )
     input: Any = _option(INPUT, _ROWS, "-i", "--input", required=True, metavar="PATH", reads=FILE, help=_INPUT_HELP)
     output: str | Path | None = _option(
-        RUN, "run", "-o", "--output", required=True, metavar="FILE", help="A .parquet, .jsonl, .csv or .arrow file."
+        RUN,
+        "run",
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="A .parquet, .jsonl, .csv or .arrow file, here or at a URL (s3://...); - is stdout, in JSON lines.",
     )
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from batchgen.core.request import Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
+from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
@@ -63,14 +65,17 @@ class RequestSource:
 
 def open_source(options: JobOptions) -> RequestSource:
     """Open a job's input, and check what can be checked of it, its prompts and the columns of the output. Raises InputError."""
+    given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
     dataset = open_dataset(
-        options.input,
+        given.path if given else options.input,
         input_format=options.input_format,
         split=options.split,
         limit=options.limit,
         shard=parse_shard(options.shard) if options.shard else None,
         on_bad_line=options.on_bad_line,
     )
+    if given is not None:
+        weakref.finalize(dataset, given.close)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 

@@ -19,6 +19,7 @@ from thorough import some_draws, some_of
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
 from batchgen.dataset.bad_lines import bad_lines
+from batchgen.dataset.storage import file_system
 
 ROWS = 97
 
@@ -38,7 +39,16 @@ def write_jsonl(path, rows):
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+    if str(path).endswith(".zst"):
+        path.write_bytes(pa.compress(path.read_bytes(), codec="zstd", asbytes=True))
     return path
+
+
+def upload(path, url):
+    """A file or directory to a URL of fsspec's."""
+    system, inner = file_system(url)
+    system.put(str(path), inner, recursive=path.is_dir())
+    return url
 
 
 def write_parquet(path, rows, **options):
@@ -84,6 +94,8 @@ def sources(tmp_path_factory):
         write_parquet(root / "parquet" / f"part-{k}.parquet", part, row_group_size=7)
         write_jsonl(root / "jsonl" / f"part-{k}.jsonl", part)
     write_jsonl(root / "all.jsonl.gz", rows)
+    half = [write_jsonl(root / "half.zst", half).read_bytes() for half in (rows[:50], rows[50:])]
+    (root / "all.jsonl.zst").write_bytes(b"".join(half))  # in two frames, as `cat` and parallel writers make them
     with open(root / "csv" / "a.csv", "w", newline="", encoding="utf-8") as file:
         file.write("id,prompt\r\n")
         file.writelines(f'{r["id"]},"{(r["prompt"] or "").replace(chr(34), chr(34) * 2)}"\r\n' for r in rows)
@@ -96,6 +108,11 @@ def sources(tmp_path_factory):
         "parquet glob": str(root / "parquet" / "part-*.parquet"),
         "jsonl directory": root / "jsonl",
         "jsonl.gz": root / "all.jsonl.gz",
+        "jsonl.zst": root / "all.jsonl.zst",
+        "parquet url": upload(root / "one.parquet", "memory://bucket/one.parquet"),
+        "jsonl url directory": upload(root / "jsonl", "memory://bucket/jsonl"),
+        "parquet url glob": upload(root / "parquet", "memory://bucket/parquet") + "/part-*.parquet",
+        "jsonl.zst url": upload(root / "all.jsonl.zst", "memory://bucket/all.jsonl.zst"),
         "csv": root / "csv" / "a.csv",
         "saved dataset": root / "saved",
         "dataset": table,
@@ -111,6 +128,11 @@ KINDS = [
     "parquet glob",
     "jsonl directory",
     "jsonl.gz",
+    "jsonl.zst",
+    "parquet url",
+    "parquet url glob",
+    "jsonl url directory",
+    "jsonl.zst url",
     "csv",
     "saved dataset",
     "dataset",
@@ -517,6 +539,56 @@ def test_missing_files_suggest_close_names(tmp_path):
     assert "train.jsonl?" in error_of(f"{tmp_path}/trains*.jsonl")
     assert "there is no directory" in error_of(tmp_path / "nowhere" / "a.csv")
     assert "download" in error_of("https://example.com/a.csv")
+
+
+def write_partitioned(root, suffix, columns=("a",)):
+    """Rows a = 0..3 under year=2023/kind=x%2Fy, year=2024/kind=05 and year=2024/kind=(null)."""
+    folders = ["year=2023/kind=x%2Fy", "year=2024/kind=05", "year=2024/kind=__HIVE_DEFAULT_PARTITION__"]
+    for i, folder in enumerate(folders):
+        (root / folder).mkdir(parents=True)
+        rows = [{name: k for name in columns} for k in ([0], [1, 2], [3])[i]]
+        path = root / folder / f"rows{suffix}"
+        if suffix == ".parquet":
+            write_parquet(path, rows)
+        elif suffix == ".csv":
+            path.write_text("\n".join([",".join(columns), *(",".join(map(str, r.values())) for r in rows)]) + "\n")
+        else:
+            write_jsonl(path, rows)
+    return root
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".jsonl.zst"])
+def test_directories_that_are_partitions_give_columns(tmp_path, suffix):
+    root = write_partitioned(tmp_path / "in", suffix)
+    for source in (root, upload(root, f"memory://partitions/{suffix}")):
+        dataset = open_dataset(source)
+        assert dataset.schema.names == ["a", "year", "kind"]
+        assert dataset.schema.types[1:] == [pa.int64(), pa.string()]
+        found = [(int(r["a"]), r["year"], r["kind"]) for r in read_rows(dataset)]
+        assert found == [(0, 2023, "x/y"), (1, 2024, "05"), (2, 2024, "05"), (3, 2024, None)]
+        assert [r["year"] for r in read_rows(dataset, start_row=1, batch_rows=2)] == [2024] * 3
+    before = dataset.identity()
+    assert open_dataset(root).identity() == before
+    (root / "year=2024").rename(root / "year=2025")
+    assert open_dataset(root).identity() != before
+    assert open_dataset(f"{root}/**/rows*").schema.names == ["a"], "a glob names files only"
+    shutil.copy(next(root.glob("*/*/rows*")), root)
+    assert "partitions of different columns" in error_of(root)
+    write_partitioned(tmp_path / "twice", suffix, columns=("a", "kind"))
+    assert "'kind'" in error_of(tmp_path / "twice")
+
+
+def test_urls_that_lead_nowhere():
+    assert "no such file" in error_of("memory://bucket/nothing.jsonl")
+    assert "no file matches" in error_of("memory://bucket/nothing*.jsonl")
+    assert "abc://x/y.jsonl cannot be reached" in error_of("abc://x/y.jsonl")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-6], lambda data: data[:9] + b"x" * 9 + data[18:]])
+def test_damaged_zstandard(tmp_path, damage):
+    path = write_jsonl(tmp_path / "a.jsonl.zst", [{"a": f"{i} ferries"} for i in range(50)])
+    path.write_bytes(damage(path.read_bytes()))
+    assert "a.jsonl.zst" in error_of(path)
 
 
 def test_unknown_extension_lists_formats(tmp_path):

@@ -1,12 +1,15 @@
 """Whole jobs over inputs that a scheduler may meet: empty ones, and lines that are no rows."""
 
 import json
+import tempfile
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
+
+from batchgen.dataset.storage import file_system
 
 GENERATED = ["text", "finish_reason", "prompt_tokens", "generated_tokens", "error"]
 
@@ -82,6 +85,83 @@ def test_bad_lines_of_a_batch_go_to_its_errors(model, tmp_path):
     (error,) = map(json.loads, (tmp_path / "out.errors.jsonl").read_text().splitlines())
     assert error["custom_id"] is None and "line 2" in error["error"]["message"]
     assert "not JSON" in error["error"]["message"]
+
+
+def test_standard_input(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    text = "".join(json.dumps({"prompt": f"The ferry left at {i}"}) + "\n" for i in range(3))
+    (tmp_path / "in.jsonl").write_text(text)
+    arguments = ["--max-tokens", 3, "--progress", "none", "--dtype", "float32"]
+    for name, source in (("a", tmp_path / "in.jsonl"), ("b", "-"), ("b", "-")):
+        code, stdout, stderr = invoke(
+            "run", "-m", model, "-i", source, "-o", tmp_path / f"{name}.jsonl", *arguments, stdin=text
+        )
+        assert code == 0, stderr
+    assert "already complete" in stdout, "the same rows were piped in"
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text() != ""
+    code, _, stderr = invoke("run", "-m", model, "-i", "-", "-o", tmp_path / "b.jsonl", *arguments, stdin=text + text)
+    assert code == 2 and "made with other settings" in stderr
+    table = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": ["The ferry"]}), table)
+    piped = table.getvalue().to_pybytes()
+    options = ["-i", "-", "--input-format", "parquet", "-o", tmp_path / "c.jsonl"]
+    assert invoke("run", "-m", model, *options, *arguments, stdin=piped)[0] == 0
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_urls_as_inputs(model, tmp_path):
+    system, folder = file_system("memory://odd_inputs")
+    system.pipe(f"{folder}/kind=a/rows.jsonl", b'{"prompt": "The ferry"}\n')
+    system.pipe(f"{folder}/kind=b/rows.jsonl", b'{"prompt": "left"}\n')
+    assert run(model, "memory://odd_inputs", tmp_path / "out.jsonl")[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["prompt"], row["error"]) for row in rows] == [
+        ("a", "The ferry", None),
+        ("b", "left", None),
+    ]
+
+
+@pytest.fixture
+def rows_of_jsonl(tmp_path, monkeypatch):
+    """Four rows, one of which fails; and a cache directory for the test alone."""
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The ferry", "left", "", "at six")))
+    return source
+
+
+def test_standard_output(model, tmp_path, rows_of_jsonl):
+    arguments = ["--dtype", "float32"]
+    assert run(model, rows_of_jsonl, tmp_path / "out.jsonl", *arguments)[0] == 0
+    for said in ("3 rows ok, 1 failed", "already complete"):
+        code, stdout, stderr = run(model, rows_of_jsonl, "-", *arguments)
+        assert code == 0 and said in stderr
+        assert stdout == (tmp_path / "out.jsonl").read_text()
+    code, stdout, stderr = run(model, rows_of_jsonl, "-", "--report", "-")
+    assert (code, stdout) == (2, "") and "standard output" in stderr
+
+
+def test_urls_as_outputs(model, tmp_path, rows_of_jsonl, monkeypatch):
+    url, arguments = f"memory://outputs/{tmp_path.name}/out.parquet", ["--dtype", "float32"]
+    system, inner = file_system(url)
+    here = tmp_path / "out.parquet"
+    assert run(model, rows_of_jsonl, here, *arguments)[0] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(type(system), "put_file", lambda *args, **kwargs: 1 / 0)
+        code, _, stderr = run(model, rows_of_jsonl, url, *arguments)
+        assert code == 1 and url in stderr and "same command" in stderr and not system.exists(inner)
+    code, stdout, _ = run(model, rows_of_jsonl, url, *arguments)
+    assert code == 0 and "already complete" in stdout and url in stdout
+    assert system.cat(inner) == here.read_bytes()
+    code, _, stderr = run(model, rows_of_jsonl, url, *arguments, "--temperature", 1)
+    assert code == 2 and "made with other settings" in stderr
+    other = url.replace("/out.", "/other.")
+    system.pipe(file_system(other)[1], b"somebody's")
+    code, _, stderr = run(model, rows_of_jsonl, other, *arguments)
+    assert code == 2 and "exists and is not the output" in stderr
+    code, _, stderr = run(model, rows_of_jsonl, "abc://x/out.jsonl", *arguments)
+    assert code == 2 and "abc://x/out.jsonl cannot be reached" in stderr
 
 
 def answers_of(model, folder, bodies):

@@ -21,11 +21,13 @@ from batchgen.dataset.bad_lines import BadLine
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
+from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.row_batches import row_reader
-from batchgen.dataset.source import Source, check_same_columns, naming, open_bytes
+from batchgen.dataset.source import Source, check_same_columns, naming
+from batchgen.dataset.storage import open_bytes
 
 
-def json_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
+def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
     """JSON lines files as one input. Raises InputError, naming the line that is not valid, unless these are to be skipped."""
     columns: dict[str, set[str]] = {}
 
@@ -33,6 +35,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") 
         for path, row in rows:
             if not isinstance(row, BadLine):
                 columns.setdefault(path, set()).update(row)
+                row = row | partitions.row(path)
             yield row
 
     def rows_from(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -43,10 +46,17 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") 
         raise InputError(f"no line of {paths[0]} is a JSON object: write one object a line, its keys the columns")
     if total == limit:
         columns.popitem()  # the last file may have been left before all its columns came
+    for path, names in columns.items():
+        partitions.check_names(names, path)
     if columns:
         check_same_columns(columns)
-    read = row_reader(lambda start: (row for _, row in rows_from(start)), schema, total, paths[0])
-    return Source("jsonl", schema, total, read, lambda: files_identity(paths))
+
+    def whole_rows(start_row: int) -> Iterator[dict[str, Any]]:
+        for path, row in rows_from(start_row):
+            yield row if isinstance(row, BadLine) else row | partitions.row(path)
+
+    read = row_reader(whole_rows, schema, total, paths[0])
+    return Source("jsonl", schema, total, read, lambda: files_identity(paths, partitions))
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
