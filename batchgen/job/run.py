@@ -24,7 +24,7 @@ from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination
 from batchgen.job.failures import FailedRows, FailureLimit
-from batchgen.job.files import check_files
+from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
@@ -32,6 +32,7 @@ from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.run_page import RunPage
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
@@ -90,6 +91,7 @@ class _Job:
     started_s: float
     deadline_s: float | None
     destination: Destination | None = None
+    page: RunPage | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -102,6 +104,8 @@ class _Job:
             report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
             write_report(report, self.options.report)
+        if self.page is not None and self.options.report_html:
+            write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         return report
 
     def ended(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
@@ -143,7 +147,8 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination)
+        page = RunPage() if options.report_html else None
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination, page)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
@@ -170,9 +175,11 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
+        if job.page is not None:
+            job.page.read_rows(state.parts_dir, job.source, job.options.task)
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
-    engine = plan = None
+    engine = plan = stopped = None
     if total_rows is None or len(state.done_rows) < total_rows:
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
@@ -186,11 +193,13 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
                 stopped = _run_rows(job, state, engine)
-        if stopped is not None:
-            report = job.report(state, engine, plan, "stopped")
-            if stopped == _DEADLINE:
-                return report
-            raise TooManyFailed(_too_many(stopped, report), report)
+    if job.page is not None:
+        job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
+    if stopped is not None:
+        report = job.report(state, engine, plan, "stopped")
+        if stopped == _DEADLINE:
+            return report
+        raise TooManyFailed(_too_many(stopped, report), report)
     job.progress.close()
     state.finish(
         job.source.dataset,
@@ -291,6 +300,8 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
         return stopped is not None
 
     def show(stats: EngineStats) -> None:
+        if job.page is not None:
+            job.page.after_sweep(stats)
         job.progress.update(
             Counts(total_rows, state.rows_resumed, done, rows.failed, stats.prompt_tokens, stats.generated_tokens)
         )

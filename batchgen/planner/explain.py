@@ -306,6 +306,11 @@ def _price_lines(plan: Plan) -> list[str]:
 
 def compare(plans: list[tuple[str, Plan]]) -> list[str]:
     """Plans side by side, the first one the current."""
+    return aligned(compare_rows(plans))
+
+
+def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
+    """A row of cells for what is compared, of which the first names it; the first row names the plans."""
     base = plans[0][1].prediction.total_s
 
     def rows_of(label: str, value: Callable[[Plan], str]) -> list[str]:
@@ -319,22 +324,20 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
 
         return fractions
 
-    return aligned(
-        [
-            ["", *(label for label, _ in plans)],
-            rows_of("hardware", lambda p: p.hardware),
-            rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
-            rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
-            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
-            if plans[0][1].workload.task == "generate"
-            else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
-            rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
-            rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
-            rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
-            rows_of("weights", placed("weights")),
-            rows_of("KV", placed("KV")),
-        ]
-    )
+    return [
+        ["", *(label for label, _ in plans)],
+        rows_of("hardware", lambda p: p.hardware),
+        rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
+        rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
+        rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
+        if plans[0][1].workload.task == "generate"
+        else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
+        rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
+        rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
+        rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
+        rows_of("weights", placed("weights")),
+        rows_of("KV", placed("KV")),
+    ]
 
 
 def frontier_lines(problem: Problem) -> list[str]:
