@@ -130,7 +130,9 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         if source.is_openai:
             check_files(options, errors_file=True)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
-        tokenizer = background.submit(_load_tokenizer, resolved.files)  # most of it is importing transformers
+        tokenizer = background.submit(
+            _load_tokenizer, resolved.files, options.special_tokens
+        )  # most of it is importing transformers
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
         job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s)
@@ -239,10 +241,10 @@ def _cached_output(fingerprint: dict[str, Any]) -> Path:
     return folder / f"{json_sha256(fingerprint)[:32]}.arrow"
 
 
-def _load_tokenizer(files: ModelFiles) -> Tokenizer:
+def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
     from batchgen.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(files)
+    return load_tokenizer(files, special_tokens)
 
 
 def _plan(job: _Job, state: Run | None) -> Plan:
@@ -342,8 +344,8 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
-    first, batch = next(job.source.dataset.batches(0, 1))
-    request = next(job.source.requests_of(batch, first))
+    first, batch = next(job.source.dataset.batches(0, 1), (0, None))
+    request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

@@ -18,6 +18,7 @@ from thorough import some_draws, some_of
 
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
+from batchgen.dataset.bad_lines import bad_lines
 
 ROWS = 97
 
@@ -399,10 +400,6 @@ def test_csv_errors(tmp_path):
     assert "more than one column named 'a'" in error_of(path)
     path.write_bytes(b"a,b\n1,\xff\xfe\n")
     assert "a.csv is not UTF-8" in error_of(path)
-    path.write_text("")
-    assert "no rows" in error_of(path)
-    path.write_text("a,b\n")
-    assert "no rows" in error_of(path)
 
 
 # datasets
@@ -547,16 +544,58 @@ def test_directories(tmp_path):
 
 
 def test_empty_inputs(tmp_path):
+    """No rows; and the columns, where the format has them beside the rows."""
     pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert "no rows" in error_of(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("a\n")
+    (tmp_path / "none.csv").write_text("")
     (tmp_path / "a.jsonl").write_text("\n \n")
-    assert "no rows" in error_of(tmp_path / "a.jsonl")
+    features = datasets.Features({"a": datasets.Value("string")})
+    sources = {
+        tmp_path / "a.parquet": ["a"],
+        tmp_path / "a.csv": ["a"],
+        tmp_path / "none.csv": [],
+        tmp_path / "a.jsonl": [],
+        datasets.Dataset.from_dict({"a": []}): ["a"],
+        datasets.IterableDataset.from_generator(lambda: iter(())): [],
+        datasets.IterableDataset.from_generator(lambda: iter(()), features=features): ["a"],
+    }
+    for source, columns in sources.items():
+        dataset = open_dataset(source, limit=3)
+        assert (dataset.num_rows, dataset.schema.names, read_rows(dataset)) == (0, columns, [])
+        json.dumps(dataset.identity())
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     assert "no columns" in error_of(tmp_path / "a.jsonl")
-    assert "no rows" in error_of(datasets.Dataset.from_dict({"a": []}))
-    assert "no rows" in error_of(datasets.IterableDataset.from_generator(lambda: iter(())))
-    features = datasets.Features({"a": datasets.Value("string")})
-    assert "no rows" in error_of(datasets.IterableDataset.from_generator(lambda: iter(()), features=features))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "7", '"\\ud800', "\xe9", '{"a": 1} {}'])
+def test_bad_lines_are_rows_that_say_so(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 0}\n\n' + line.encode("latin-1") + b'\n{"a": 2}\n')
+    assert "line 3" in (message := error_of(path)) and "--on-bad-line skip" in message
+    dataset = open_dataset(path, on_bad_line="skip")
+    assert read_rows(dataset, batch_rows=2) == [{"a": 0}, {"a": None}, {"a": 2}]
+    assert read_rows(dataset, start_row=1)[0] == {"a": None}
+    found = {}
+    for _, batch in dataset.batches(batch_rows=2):
+        found |= bad_lines(batch)
+    assert list(found) == [1]
+    assert "line 3" in found[1] and found[1].endswith(line.encode("latin-1").decode(errors="replace"))
+    assert "fail or skip" in error_of(path, on_bad_line="stop")
+
+
+def test_nothing_but_bad_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text("one\ntwo\n")
+    assert "no line" in error_of(tmp_path / "a.jsonl", on_bad_line="skip")
+    write_jsonl(tmp_path / "b.jsonl", [{"a": 1}])
+    assert read_rows(open_dataset(tmp_path, on_bad_line="skip")) == [{"a": None}, {"a": None}, {"a": 1}]
+
+
+def test_bad_lines_of_an_openai_batch(tmp_path):
+    path = write_jsonl(tmp_path / "batch.jsonl", [openai_line("a"), openai_line("b")])
+    path.write_text("oops\n" + path.read_text())
+    assert "line 1" in error_of(path)
+    dataset = open_dataset(path, on_bad_line="skip")
+    assert dataset.format == "openai" and [r["custom_id"] for r in read_rows(dataset)] == [None, "a", "b"]
 
 
 def test_an_empty_part_among_others(tmp_path):

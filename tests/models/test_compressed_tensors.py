@@ -64,6 +64,8 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     inner = "fc1" if family == "opt" else "gate_proj"
     for layer in range(checkpoint.config.num_layers):
         parts = {"qkv": ["q_proj", "k_proj", "v_proj"], ("up" if family == "opt" else "gate_up"): [inner]}
+        if family == "phi3":
+            parts = {"qkv": ["qkv_proj"], "gate_up": ["gate_up_proj"]}
         packed, numbers = (load(layer, torch.float32) for load in (checkpoint.load_int8_layer, checkpoint.load_layer))
         for name, members in parts.items():
             pairs = [next(v for k, v in stored.items() if f"layers.{layer}." in k and m in k) for m in members]
