@@ -23,6 +23,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination
+from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
@@ -100,6 +101,7 @@ class _Job:
     def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
+        report["estimated_wall_s"] = self.progress.estimated_s
         if self.destination is not None and outcome != "stopped":
             report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
@@ -192,7 +194,7 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
-                stopped = _run_rows(job, state, engine)
+                stopped = _run_rows(job, state, engine, plan)
     if job.page is not None:
         job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
     if stopped is not None:
@@ -286,11 +288,11 @@ def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
+def _run_rows(job: _Job, state: Run, engine: Engine, plan: Plan) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = 0
+    done = finished_tokens = 0
     stopped: str | None = None
 
     def should_stop() -> bool:
@@ -303,10 +305,20 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
         if job.page is not None:
             job.page.after_sweep(stats)
         job.progress.update(
-            Counts(total_rows, state.rows_resumed, done, rows.failed, stats.prompt_tokens, stats.generated_tokens)
+            Counts(
+                total_rows,
+                state.rows_resumed,
+                done,
+                rows.failed,
+                stats.prompt_tokens,
+                stats.generated_tokens,
+                stats.computed_tokens,
+                finished_tokens,
+            )
         )
 
-    job.progress.start()
+    rows_left = None if total_rows is None else total_rows - len(state.done_rows)
+    job.progress.start(Expected.of(plan, rows_left, None if options.plan is None else options.sampling.n))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
     results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
@@ -314,6 +326,8 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
             for result in results:
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
+                if isinstance(result, Completion):
+                    finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None:
                     _on_failed_row(job, result.row, result.error, first=rows.failed == 1)

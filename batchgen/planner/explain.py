@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
+from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
@@ -119,6 +119,17 @@ def _predict(
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
+        stages=_stages(candidate, at, rows_s),
+    )
+
+
+def _stages(candidate: Candidate, at: Placement, rows_s: float) -> tuple[Stage, ...]:
+    """The phases of a job; `rows_s`, what rows take by themselves, is spread over them."""
+    own_s = [job_seconds(candidate.inputs, (phase,), at) for phase in candidate.phases]
+    longer = (candidate.seconds + rows_s) / sum(own_s)
+    return tuple(
+        Stage(seconds * longer, phase.sweeps * phase.tokens)
+        for seconds, phase in zip(own_s, candidate.phases, strict=True)
     )
 
 
