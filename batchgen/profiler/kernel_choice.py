@@ -116,7 +116,7 @@ def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelC
 
 def _matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Those of a layer and the output matrix, which models of any size do not have."""
-    return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.layer_matrices.values()))
+    return model.linear_shapes if model.vocab_size > 1 else tuple(dict.fromkeys(model.product_shapes.values()))
 
 
 def _has_attention(model: ModelConfig) -> bool:
@@ -193,7 +193,7 @@ def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, 
 
 
 def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
-    gated = model.layer_matrices["up"] if model.gated_mlp else None
+    gated = model.product_shapes["up"] if model.gated_mlp else None
     head = (model.vocab_size, model.embed_size)
     for shape in _matrices(model):
         yield _linear_shape(
