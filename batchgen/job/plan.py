@@ -18,6 +18,7 @@ from batchgen.engine.loader import resolve_context, store_bytes
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
+from batchgen.job.plan_page import plan_page
 from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of, what_if
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
@@ -38,7 +39,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     started_s = time.monotonic()
     job = options.job
     check_options(job)
-    check_files(job, plan_file=options.plan_file)
+    check_files(job, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier):
         raise InputError(
             "--json and -o - give the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
@@ -59,13 +60,18 @@ def run_plan(options: PlanOptions) -> list[str]:
         write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
-    if options.as_json or options.plan_file == "-":
-        return [json.dumps(plan.to_json(), indent=2)]
-    lines = explain(plan) if options.explain else headline(plan)
+    others = []
     if options.what_if:
         hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
         other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
-        lines += ["", *compare([("now", plan), (", ".join(options.what_if), other)])]
+        others = [(", ".join(options.what_if), other)]
+    if options.html:
+        write_text(plan_page(plan, problem, config, case.hardware, others), options.html, "--html")
+    if options.as_json or options.plan_file == "-":
+        return [json.dumps(plan.to_json(), indent=2)]
+    lines = explain(plan) if options.explain else headline(plan)
+    if others:
+        lines += ["", *compare([("now", plan), *others])]
     elif job.hardware and options.explain:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
     if options.frontier:

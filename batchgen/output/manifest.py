@@ -14,6 +14,7 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.typed_json import read_typed
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
@@ -74,7 +75,7 @@ class Manifest:
 
 def read_kernels(values: Any) -> KernelChoice | None:
     """What a manifest or a part says of kernels, which may be nothing. Raises InputError."""
-    return None if values is None else KernelChoice.from_json(values)
+    return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement
+from batchgen.planner.solver_banner import silence_banner
 
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.
@@ -282,6 +283,7 @@ class _Programme:
         self.problem.setObjective(pulp.lpSum(moving))
 
     def solve(self) -> bool:
+        silence_banner()
         status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
         return bool(status == pulp.LpStatusOptimal)
 

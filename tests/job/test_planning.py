@@ -15,12 +15,12 @@ from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import planning
+from batchgen.job.demand import most_kv_tokens
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import (
     PlanRequest,
     find_hardware,
     loading_s,
-    most_kv_tokens,
     on_this_machine,
     plan_job,
     problem_of,
@@ -60,7 +60,7 @@ def complaint(function, *args, **options):
 class TestFindHardware:
     @pytest.fixture(autouse=True)
     def nothing_is_measured(self, monkeypatch):
-        monkeypatch.setattr(planning, "load_or_measure", lambda *args, **options: cpu_box(name="measured"))
+        monkeypatch.setattr(planning, "recall_or_measure", lambda *args, **options: cpu_box(name="measured"))
         monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
 
     def find(self, name, tmp_path):
