@@ -23,13 +23,14 @@ inline vi load_bytes_part(const uint8_t* p, int n) {
     return load_bytes(part);
 }
 
-// Lanes whose numbers differ in the bit X, below W, change places.
-template <int X>
-inline vf swap_lanes(vf a) {
+// Lanes whose numbers differ in the bit X, below W, change places. The width is a parameter, so that the others are not
+// compiled.
+template <int X, class V = vf, int kWidth = W>
+inline V swap_lanes(V a) {
 #if __has_builtin(__builtin_shufflevector)
-    if constexpr (W == 4) {
+    if constexpr (kWidth == 4) {
         return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X);
-    } else if constexpr (W == 8) {
+    } else if constexpr (kWidth == 8) {
         return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X);
     } else {
         return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X, 8 ^ X, 9 ^ X, 10 ^ X, 11 ^ X,
