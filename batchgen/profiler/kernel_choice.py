@@ -144,13 +144,12 @@ def choose(rates: Mapping[str, Mapping[str, float]], refused: Mapping[str, str])
 
     Args:
         rates: candidate -> what was timed -> rate, candidates in the order in which they are preferred.
-        refused: Those that may not be chosen.
+        refused: Those that may not be chosen. Where others were given up on beside these alone, what was timed of them counts.
     """
-    points = set.union(*(set(own) for own in rates.values()))
+    allowed = {name: own for name, own in rates.items() if name not in refused}
+    points = max(map(len, allowed.values()))
     means = {
-        name: math.exp(sum(map(math.log, own.values())) / len(own))
-        for name, own in rates.items()
-        if name not in refused and set(own) == points
+        name: math.exp(sum(map(math.log, own.values())) / points) for name, own in allowed.items() if len(own) == points
     }
     return next(name for name, mean in means.items() if mean * _MARGIN >= max(means.values()))
 
