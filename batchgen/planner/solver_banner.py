@@ -19,7 +19,7 @@ def silence_banner() -> None:
         shown, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, 1)
-            highspy.Highs()
+            highspy.Highs()  # type: ignore[no-untyped-call]
             ctypes.CDLL(None).fflush(None)
         finally:
             os.dup2(shown, 1)
