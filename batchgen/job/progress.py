@@ -31,6 +31,7 @@ class Counts:
         done: rows this run finished, failed ones among them.
         computed_tokens: those that went through the layers.
         finished_tokens: generated for rows that are done.
+        repeated: rows of those done that took over another row's result.
     """
 
     total_rows: int | None
@@ -41,6 +42,7 @@ class Counts:
     generated_tokens: int = 0
     computed_tokens: int = 0
     finished_tokens: int = 0
+    repeated: int = 0
 
 
 class TokenClock:
@@ -96,7 +98,8 @@ class TokenClock:
 
     def _seen(self, counts: Counts) -> Seen:
         elapsed_s = self._past[-1][0] - self._started_s
-        return Seen(elapsed_s, counts.done, counts.computed_tokens, counts.generated_tokens, counts.finished_tokens)
+        tokens = counts.computed_tokens, counts.generated_tokens, counts.finished_tokens
+        return Seen(elapsed_s, counts.done, *tokens, counts.repeated)
 
 
 def describe(counts: Counts, clock: TokenClock) -> str:

@@ -31,6 +31,7 @@ from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
+from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
 from batchgen.job.run_page import RunPage
@@ -81,8 +82,8 @@ _DEADLINE = "the deadline came first"
 class _Job:
     """A run that has begun.
 
-    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. destination: where the output is to go
-    from its file.
+    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
+    output is to go from its file.
     """
 
     resolved: ResolvedJob
@@ -91,6 +92,7 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
+    repeats: Repeats
     destination: Destination | None = None
     page: RunPage | None = None
 
@@ -101,7 +103,7 @@ class _Job:
     def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
-        report["estimated_wall_s"] = self.progress.estimated_s
+        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
         if self.destination is not None and outcome != "stopped":
             report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
@@ -149,8 +151,8 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        page = RunPage() if options.report_html else None
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination, page)
+        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
@@ -314,16 +316,18 @@ def _run_rows(job: _Job, state: Run, engine: Engine, plan: Plan) -> str | None:
                 stats.generated_tokens,
                 stats.computed_tokens,
                 finished_tokens,
+                job.repeats.count,
             )
         )
 
     rows_left = None if total_rows is None else total_rows - len(state.done_rows)
     job.progress.start(Expected.of(plan, rows_left, None if options.plan is None else options.sampling.n))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
+    requests = job.repeats.firsts(rows.watch(job.source.requests(state.done_rows)))
+    results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in results:
+            for result in job.repeats.with_repeats(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
                 if isinstance(result, Completion):
