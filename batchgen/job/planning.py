@@ -24,6 +24,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
@@ -365,7 +366,7 @@ def _first_touch_s(best: Candidate) -> float:
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
-    """Search for the fastest plan.
+    """Search for the fastest plan, by simulation of the best candidates.
 
     Args:
         problem: Of `problem_of`.
@@ -377,19 +378,31 @@ def plan_job(
     Raises:
         InputError: No plan fits.
     """
-    try:
-        best = search(problem)
-    except InputError as error:
-        raise InputError(f"{error}{_store_hint(problem, request)}") from error
-    return explain.make_plan(
-        problem,
-        best,
-        model_name=request.model_name,
-        max_model_len=request.max_model_len,
-        share_prefixes=request.share_prefixes,
-        startup_s=startup_s + _loading_s(best, loading_s, request) + _first_touch_s(best),
-        output_len_known=output_len_known,
-    )
+
+    def plan_of(candidate: Candidate, simulated_s: float | None = None) -> Plan:
+        return explain.make_plan(
+            problem,
+            candidate,
+            model_name=request.model_name,
+            max_model_len=request.max_model_len,
+            share_prefixes=request.share_prefixes,
+            startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
+            output_len_known=output_len_known,
+            simulated_s=simulated_s,
+        )
+
+    limited = problem
+    while True:
+        try:
+            found = simulate_candidates(limited, plan_of)
+        except InputError as error:
+            raise InputError(f"{error}{_store_hint(problem, request)}") from error
+        chosen = choose(found, problem.max_block_latency_s)
+        if chosen is not None:
+            return plan_of(chosen.candidate, chosen.seconds)
+        # Blocks take longer than the cost model says: it is asked for shorter ones.
+        assert limited.max_block_latency_s is not None
+        limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / max(1.05, found[0].slower))
 
 
 def _store_hint(problem: Problem, request: PlanRequest) -> str:

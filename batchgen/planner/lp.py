@@ -7,8 +7,11 @@ carried out. Both come from the same rows.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import pulp
 
@@ -78,6 +81,7 @@ class Counts:
             disk_blocks=on_disk,
             delegates=delegates,
             acts_wait=int(self.activation_batches[1] > 0),
+            stages=int(s.on_gpu and any(kv[c] > 0 for c in _staged(s))),
             embed_gpu=self.embeddings_on_gpu,
         )
 
@@ -252,7 +256,9 @@ class _Programme:
             self.problem += on_disk >= staged - most * (1 - self._any("disk_kv", [self.kv["disk"]], s.block_size))
             self.problem += on_disk >= self.kv["disk"] * (s.longest_blocks / batches)
         waiting = self._any("acts_wait", [self.activations[1]], batches) if s.on_gpu else 0
-        return {"staged_blocks": staged, "disk_blocks": on_disk, "delegates": delegates, "acts_wait": waiting}
+        stages = self._any("stages", [self.kv[c] for c in _staged(s)], s.block_size) if s.on_gpu and batches > 1 else 0
+        flags = {"delegates": delegates, "acts_wait": waiting, "stages": stages}
+        return {"staged_blocks": staged, "disk_blocks": on_disk} | flags
 
     def _any(self, name: str, counts: Sequence[pulp.LpVariable], most: int) -> pulp.LpVariable:
         """1 as soon as any of the counts, which add up to at most `most`, is not 0."""
@@ -282,6 +288,7 @@ class _Programme:
         self.problem.setObjective(pulp.lpSum(moving))
 
     def solve(self) -> bool:
+        _load_solver()
         status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
         return bool(status == pulp.LpStatusOptimal)
 
@@ -308,6 +315,22 @@ class _Programme:
                 saved = price * _value(expression) * (1 - 1 / 1.1)
                 lanes[lane] = lanes.get(lane, 0.0) + saved
         return memory, lanes
+
+
+@cache
+def _load_solver() -> None:
+    """Load HiGHS with nowhere to print: the first time, it prints its name to where plans go, even if told not to (1.16)."""
+    import highspy
+
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        highspy.Highs()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
 
 
 def _value(expression: pulp.LpAffineExpression | pulp.LpVariable | float) -> float:
