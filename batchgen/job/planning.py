@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
-from batchgen.core.units import format_bytes, parse_bytes
+from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
     TYPICAL_PROCESS_BYTES,
@@ -46,15 +46,6 @@ _LARGE_LAYER_PARAMS = 1 << 28
 _MEMORY_FRAC_WITHOUT_DISK = 0.5
 # Of the disk space that is free, this much is left alone.
 _DISK_MARGIN_FRAC = 0.1
-_SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
-_RATES = {
-    "h2d": "h2d_bytes_per_s",
-    "d2h": "d2h_bytes_per_s",
-    "disk-read": "disk_read_bytes_per_s",
-    "disk-write": "disk_write_bytes_per_s",
-    "dram": "dram_bytes_per_s",
-}
-_TIERS = {"gpu-memory": "gpu", "cpu-memory": "cpu", "disk-memory": "disk"}
 
 
 @dataclass(frozen=True)
@@ -414,30 +405,6 @@ def _store_hint(problem: Problem, request: PlanRequest) -> str:
     except InputError:
         return ""
     return f"; or --disk-memory {format_bytes(request.store_bytes * 1.001)}, for weights on disk"
-
-
-def what_if(
-    hardware: HardwareProfile, request: PlanRequest, changes: Mapping[str, str]
-) -> tuple[HardwareProfile, PlanRequest]:
-    """The machine and the request with some sizes or rates changed: {"gpu-memory": "48GiB", "disk-read": "7GB"}.
-
-    A changed size is the machine's and the budget alike. Raises InputError.
-    """
-    for name, text in changes.items():
-        if name not in _SIZES | _RATES:
-            raise InputError(f"--what-if {name}: give one of {', '.join(_SIZES | _RATES)}, as in gpu-memory=48GiB")
-        value = parse_bytes(text.removesuffix("/s"))
-        if value <= 0:
-            raise InputError(f"--what-if {name}={text} must be above 0")
-        field = (_SIZES | _RATES)[name]
-        if getattr(hardware, field) is None:
-            raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
-        changed: dict[str, Any] = {field: value}
-        hardware = replace(hardware, **changed)
-        if name in _TIERS:
-            budget: dict[str, Any] = {f"{_TIERS[name]}_memory": value}
-            request = replace(request, **budget)
-    return hardware, request
 
 
 def read_plan(path: str) -> Plan:

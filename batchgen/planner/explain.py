@@ -186,7 +186,7 @@ def headline(plan: Plan) -> list[str]:
     between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
-        f" {policy.max_num_seqs:,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
+        f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
 

@@ -393,14 +393,21 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
 
 
 _TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+_TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
+
+
+def machine_bytes(hardware: HardwareProfile) -> dict[str, int]:
+    """Size of each tier that the machine has."""
+    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    return {tier: size for tier, size in sizes.items() if size is not None}
 
 
 def check_budgets(problem: Problem) -> None:
     """Raise InputError for a budget the machine does not have."""
     hardware = problem.hardware
-    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    sizes = machine_bytes(hardware)
     for tier, budget in problem.budgets.items():
-        size = sizes[tier]
+        size = sizes.get(tier)
         if size is None:
             raise InputError(f"{_TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
         if budget > size:
@@ -435,14 +442,21 @@ def explain_infeasible(problem: Problem) -> str:
         what += f", the process {format_bytes(problem.process_bytes)}"
     if not least:
         return f"no plan fits: {what}; no single budget can make up for it, raise several"
+    needed = {tier: (problem.budgets[tier] + short) * 1.001 for tier, short in least.items()}
+    sizes = machine_bytes(problem.hardware)
+    by_shortfall = sorted(least, key=lambda tier: least[tier])
     changes = [
-        f"{_TIER_FLAGS[tier]} {format_bytes((problem.budgets[tier] + short) * 1.001)} ({format_bytes(short)} more)"
-        for tier, short in sorted(least.items(), key=lambda item: item[1])
+        f"{_TIER_FLAGS[tier]} {format_bytes(needed[tier])} ({format_bytes(least[tier])} more)"
+        for tier in by_shortfall
+        if needed[tier] <= sizes[tier]
     ]
     # Where only one tier is allowed the caller does not offer formats either.
     open_choice = len(problem.allowed.weight_tiers) > 1 and "int4" not in problem.weight_formats
     hint = "; --quantization int4 would need less" if open_choice else ""
-    return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
+    if changes:
+        return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
+    larger = ", or ".join(f"{format_bytes(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
+    return f"no plan fits: {what}; it takes a machine with at least {larger}, {problem.hardware.name} has less{hint}"
 
 
 def _too_slow(problem: Problem) -> str:
