@@ -372,7 +372,10 @@ class PlanOptions:
         multiple=True,
         metavar="NAME=SIZE",
         help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
-        " (gpu-memory=48GiB), beside the current plan; may be repeated.",
+        " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated.",
+    )
+    compare: bool = _option(
+        RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
     )
     explain: bool = _option(
         RUN, "plan", default=False, type=bool, help="Placement, lanes, memory, and what more of each would buy."

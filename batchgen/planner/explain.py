@@ -44,12 +44,14 @@ def make_plan(
     share_prefixes: bool,
     startup_s: float,
     output_len_known: bool,
+    simulated_s: float | None = None,
 ) -> Plan:
     """The candidate as a plan.
 
     Args:
         startup_s: time before the first sweep.
         output_len_known: whether the workload's output lengths are more than an upper limit.
+        simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
     """
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
@@ -83,37 +85,37 @@ def make_plan(
         budgets=dict(s.budgets),
         policy=policy,
         placement_bytes=placement_bytes(s, at),
-        prediction=_predict(problem, candidate, at, startup_s, output_len_known),
+        prediction=_predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
         kernels=s.hardware.kernels.of(s.model.kernel_keys(s.compute_format)),
     )
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:
-    """NEO's two batches where there are two kinds of sequences for them."""
+    """NEO's two batches where they were costed and there are two kinds of sequences for them."""
     classes = {name for name, count in counts.kv_seqs.items() if count}
-    return "neo" if s.on_gpu and s.num_gpu_batches == 2 and "cpu" in classes and len(classes) > 1 else "even"
+    return s.batch_order if "cpu" in classes and len(classes) > 1 else "even"
 
 
 def _predict(
-    problem: Problem, candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool
+    candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool, sweeps_s: float
 ) -> Prediction:
     s, workload = candidate.inputs, candidate.inputs.workload
     lane_s = lane_seconds(candidate, at)
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
-    total_s = startup_s + candidate.seconds + rows_s
+    total_s = startup_s + sweeps_s + rows_s
     shortest = 1.0 if output_len_known else _shorter(candidate, at)
     generated = workload.num_seqs * workload.output_len.mean if workload.task == "generate" else 0.0
     tokens = generated + workload.num_seqs * workload.prompt_len.mean
     return Prediction(
         total_s=total_s,
-        low_s=startup_s + (candidate.seconds * shortest + rows_s) * (1 - _RATE_SPREAD),
-        high_s=startup_s + (candidate.seconds + rows_s) * (1 + _RATE_SPREAD),
+        low_s=startup_s + (sweeps_s * shortest + rows_s) * (1 - _RATE_SPREAD),
+        high_s=startup_s + (sweeps_s + rows_s) * (1 + _RATE_SPREAD),
         startup_s=startup_s,
         sweeps=sum(phase.sweeps for phase in candidate.phases),
         bound_s=candidate.relaxed.seconds,
         generated_tokens_per_s=generated / total_s,
         total_tokens_per_s=tokens / total_s,
-        block_latency_s=block_latency_s(candidate),
+        block_latency_s=block_latency_s(candidate) * sweeps_s / candidate.seconds,
         lane_s=lane_s,
         bottleneck=max(lane_s, key=lane_s.__getitem__),
         memory_bytes=memory_parts(s, at),
@@ -195,7 +197,7 @@ def headline(plan: Plan) -> list[str]:
     between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
-        f" {policy.max_num_seqs:,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
+        f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
 
