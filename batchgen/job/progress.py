@@ -22,7 +22,11 @@ _LAYERS_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows and tokens so far. done: rows this run finished, failed ones among them; total_rows: None if unknown."""
+    """Rows and tokens so far.
+
+    done: rows this run finished, failed ones among them; total_rows: None if unknown; others: rows that other workers finished
+    meanwhile.
+    """
 
     total_rows: int | None
     resumed: int = 0
@@ -30,6 +34,7 @@ class Counts:
     failed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    others: int = 0
 
 
 class TokenClock:
@@ -69,8 +74,8 @@ class TokenClock:
         rate = tokens / max(self._past[-1][0] - self._started_s, 1e-9)
         if counts.total_rows is None or counts.done == 0 or rate <= 0:
             return None
-        expected = tokens / counts.done * (counts.total_rows - counts.resumed)
-        return max(0.0, expected - tokens) / rate
+        expected = tokens / counts.done * (counts.total_rows - counts.resumed - counts.others)
+        return max(0.0, expected - tokens) / rate * counts.done / (counts.done + counts.others)
 
 
 def describe(counts: Counts, clock: TokenClock) -> str:
@@ -80,6 +85,7 @@ def describe(counts: Counts, clock: TokenClock) -> str:
     parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
+    parts += [f"{counts.others:,} by other workers"] if counts.others else []
     left = clock.remaining_s(counts)
     if left is not None:
         parts.append(f"{format_seconds(left)} left")
@@ -149,7 +155,7 @@ class Progress:
         yield say
 
     def _show(self, counts: Counts) -> None:
-        rows = counts.resumed + counts.done
+        rows = counts.resumed + counts.done + counts.others
         if not self._terminal:
             of = f" of {counts.total_rows:,} ({rows / counts.total_rows:.0%})" if counts.total_rows else ""
             self.say(f"{rows:,}{of} rows: {describe(counts, self._clock)}")

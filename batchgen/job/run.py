@@ -31,14 +31,16 @@ from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import Run, open_run
+from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline, kernel_headline
+from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -89,14 +91,14 @@ class _Job:
     def options(self) -> JobOptions:
         return self.resolved.options
 
-    def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
         if self.options.report:
             write_report(report, self.options.report)
         return report
 
-    def ended(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of a job that has all its rows. Raises TooManyFailed."""
         report = self.report(state, engine, plan, outcome)
         limit = FailureLimit.parse(self.options.max_failed)
@@ -141,18 +143,11 @@ def run_job(options: JobOptions) -> dict[str, Any]:
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=options))
-        with open_run(
-            output,
-            fingerprint,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            retry_failed=options.retry_failed,
-            errors_file=source.is_openai,
-        ) as state:
+        with open_output(options, output, fingerprint, source) as state:
             return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
+def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
@@ -161,13 +156,15 @@ def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
     engine = plan = None
-    if total_rows is None or len(state.done_rows) < total_rows:
+    if not state.is_done(total_rows):
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
         plan = _plan(job, state)
         if state.rows_resumed:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         state.record_kernels(plan.kernels)
+        if state.kernels != plan.kernels:  # those of the worker that was first
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         for line in (*headline(plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
@@ -219,7 +216,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
     return fingerprint
 
 
-def _kept(state: Run) -> str:
+def _kept(state: Run | SharedRun) -> str:
     """Saves the rows that are finished; says how many these are."""
     rows, name = state.save(), state.output_path.name
     if not rows:
@@ -243,12 +240,12 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
     return load_tokenizer(files)
 
 
-def _plan(job: _Job, state: Run | None) -> Plan:
+def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
 
 
-def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
+def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
     """That of the rows that are left."""
     options, context = job.options, job.resolved.context
     total_rows = job.source.dataset.num_rows
@@ -265,7 +262,7 @@ def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
+def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
@@ -280,12 +277,21 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
 
     def show(stats: EngineStats) -> None:
         job.progress.update(
-            Counts(total_rows, state.rows_resumed, done, rows.failed, stats.prompt_tokens, stats.generated_tokens)
+            Counts(
+                total_rows,
+                state.rows_resumed,
+                done,
+                rows.failed,
+                stats.prompt_tokens,
+                stats.generated_tokens,
+                state.rows_of_others,
+            )
         )
 
     job.progress.start()
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
+    requests = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    results = run(rows.watch(requests), should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
             for result in results:
@@ -299,7 +305,7 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
                     break
         finally:
             results.close()
-    return None if len(state.done_rows) == total_rows else stopped
+    return None if state.is_done(total_rows) else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
