@@ -141,6 +141,12 @@ inline vf silu(vf x) {
     return mul(x, sigmoid<A>(x));
 }
 
+// What a gated activation multiplies with.
+template <class A = Fused>
+inline vf gate(Activation activation, vf x) {
+    return activation == Activation::GeluTanhMul ? activate<A>(Activation::GeluTanh, x) : silu<A>(x);
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

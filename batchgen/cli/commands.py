@@ -56,7 +56,7 @@ def run(**options: Any) -> None:
         click.echo(json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2))
     else:
         for line in summary(report):
-            click.echo(line)
+            click.echo(line, err=options["output"] == "-")  # stdout may be the output's
     if failure is not None:
         raise failure
     if report["state"] == "stopped":

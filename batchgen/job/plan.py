@@ -90,7 +90,8 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
     from batchgen.models.tokenizer import load_tokenizer
 
     source = open_source(job)
-    return measure_workload(source, load_tokenizer(files), job, context, rows_left=source.dataset.num_rows)
+    tokenizer = load_tokenizer(files, job.special_tokens)
+    return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 
 def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> Case:

@@ -15,7 +15,7 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, Plan
+from batchgen.core.plan import TIERS, Plan
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
@@ -24,6 +24,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.workload import EstimatedWorkload
@@ -37,8 +38,6 @@ from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
-# KV pools against the longest sequences they are for.
-_KV_HEADROOM = 1.25
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
 # Layers beyond this are planned with the curves for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
@@ -351,30 +350,6 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
     return plan
 
 
-def longest_tokens(plan: Plan) -> int:
-    """The longest prompt and output of the sample."""
-    return plan.workload.prompt_len.max + plan.workload.max_output_len
-
-
-def most_kv_tokens(plan: Plan) -> int:
-    """Tokens of KV a job makes use of.
-
-    They are those of every sequence in flight at the longest length seen, and some for prefixes that later rows may share.
-    Memory beyond that would only be touched for the first time, which is slow.
-    """
-    return _most_kv_tokens(plan.workload, plan.policy.max_num_seqs)
-
-
-def process_share(plan: Plan) -> int:
-    """Bytes of the host's memory that the plan leaves to the process for itself."""
-    return int(plan.prediction.memory_bytes.get("cpu", {}).get("process", 0))
-
-
-def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
-    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
-    return int(_KV_HEADROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
-
-
 def _first_touch_s(best: Candidate) -> float:
     """Seconds for the host's KV pages to be provided by the kernel, as they are first used."""
     s, at = best.inputs, best.counts.placement(best.inputs)
@@ -382,7 +357,7 @@ def _first_touch_s(best: Candidate) -> float:
         return 0.0
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
-    tokens = min(tokens, _most_kv_tokens(workload, s.block_size))
+    tokens = min(tokens, kv_tokens_used(workload, s.block_size))
     on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 

@@ -22,6 +22,7 @@ from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
+from batchgen.job.destination import Destination
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files
 from batchgen.job.kernels import kernels_of_rows
@@ -78,7 +79,11 @@ _DEADLINE = "the deadline came first"
 
 @dataclass(frozen=True)
 class _Job:
-    """A run that has begun. tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic."""
+    """A run that has begun.
+
+    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. destination: where the output is to go
+    from its file.
+    """
 
     resolved: ResolvedJob
     source: RequestSource
@@ -86,6 +91,7 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
+    destination: Destination | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -94,6 +100,8 @@ class _Job:
     def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
+        if self.destination is not None and outcome != "stopped":
+            report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
             write_report(report, self.options.report)
         return report
@@ -123,6 +131,9 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     check_job(options)
+    destination = Destination.of(options)
+    if destination is not None:
+        options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
@@ -130,16 +141,17 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         if source.is_openai:
             check_files(options, errors_file=True)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
-        tokenizer = background.submit(_load_tokenizer, resolved.files)  # most of it is importing transformers
+        # Most of it is importing transformers.
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s)
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
         output = options.output
         if output is None:
-            output = _cached_output(fingerprint)
+            output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=options))
@@ -225,19 +237,19 @@ def _kept(state: Run | SharedRun) -> str:
     return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
-def _cached_output(fingerprint: dict[str, Any]) -> Path:
-    """The file of a job that was not told any: named after all that decides its rows."""
+def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
+    """The file of a job that has none of its own: named after all that decides its rows."""
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{json_sha256(fingerprint)[:32]}.arrow"
+    return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
 
 
-def _load_tokenizer(files: ModelFiles) -> Tokenizer:
+def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
     from batchgen.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(files)
+    return load_tokenizer(files, special_tokens)
 
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
@@ -334,8 +346,8 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
-    first, batch = next(job.source.dataset.batches(0, 1))
-    request = next(job.source.requests_of(batch, first))
+    first, batch = next(job.source.dataset.batches(0, 1), (0, None))
+    request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

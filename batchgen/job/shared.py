@@ -43,8 +43,8 @@ def open_output(
 
 def requests_left(
     source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool]
-) -> Iterator[Request | ScoreRequest]:
-    """The requests of the rows that this process is to run.
+) -> Iterator[Request | ScoreRequest | None]:
+    """The requests of the rows that this process is to run; of a worker, None where it waits for others, or for its own rows.
 
     Args:
         source: The input.
@@ -57,6 +57,9 @@ def requests_left(
         return
     reader = _Reader(source.dataset)
     for rows in state.claims(ahead, should_stop):
+        if rows is None:
+            yield None
+            continue
         needed = set(rows)
         for first, batch in reader.read(rows[0], rows[-1] + 1):
             for offset, request in enumerate(source.requests_of(batch, first)):

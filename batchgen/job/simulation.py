@@ -16,9 +16,10 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
+from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
+from batchgen.planner.flow import Phase
 from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
@@ -80,11 +81,12 @@ def simulate_job(
     Raises:
         InputError: The budgets of the plan do not hold what it places.
     """
-    job = _Job(plan, config, expected_output_len)
+    job = SimulatedJob(plan, config, expected_output_len)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
-    while len(done) - 1 != max_sweeps and (loads := job.next_sweep()):
+    while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
+        loads = sweep.loads
         simulator.spend(costs.between_s(loads))
         simulator.run(sweeps.steps([load.flow for load in loads]), costs.sweep(loads))
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
@@ -143,10 +145,19 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
     )
 
 
-class _Job:
+@dataclass(frozen=True)
+class SimulatedSweep:
+    """loads: of its micro-batches. phase: the same sweep as the cost model counts it."""
+
+    loads: list[BatchLoad]
+    phase: Phase
+
+
+class SimulatedJob:
     """The engine's loop without an engine: rows in, sweeps out, each as long as its output is."""
 
-    def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None) -> None:
+    def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None = None) -> None:
+        """Raises InputError: the budgets of the plan do not hold what it places."""
         policy, memory = plan.policy, memory_of(plan, config)
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
@@ -164,10 +175,10 @@ class _Job:
         self._take_rows()
         return self._scheduler.has_work
 
-    def next_sweep(self) -> list[BatchLoad]:
-        """The micro-batches of the next sweep, which has run when this returns; none when all rows are done."""
+    def next_sweep(self) -> SimulatedSweep | None:
+        """The next sweep, which has run when this returns; None when all rows are done."""
         if not self.has_work:
-            return []
+            return None
         sweep = self._scheduler.schedule()
         batches = self._split(sweep)
         first_on_host = len(batches)
@@ -183,8 +194,9 @@ class _Job:
             )
             for k, batch in enumerate(batches)
         ]
+        phase = _phase_of(sweep, self._plan.workload)
         self._commit(sweep)
-        return loads
+        return SimulatedSweep(loads, phase)
 
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
@@ -211,3 +223,16 @@ class _Job:
             sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most), targets=((0,),) * scored)
             self._output_len[sequence] = min(output, most)
             self._scheduler.add(sequence)
+
+
+def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
+    prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
+    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt]
+    return Phase(
+        sweeps=1,
+        prefill_tokens=sum(s.num_tokens for s in prompts),
+        prefill_seqs=sum(s.samples for s in prompts),
+        decode_seqs=len(contexts),
+        context=sum(contexts) / len(contexts) if contexts else workload.prompt_len.mean,
+        logits_rows_per_prompt=workload.scored_len or 1.0,
+    )

@@ -20,6 +20,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
+from batchgen.models.hf_fields import GEMMA
 from batchgen.models.weight_store import load_extent, open_store, read_extent
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8
@@ -42,6 +43,12 @@ _LLAMA_NAMES = {
     "up": "layers.{}.mlp.up_proj",
     "down": "layers.{}.mlp.down_proj",
 }
+_GEMMA_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
+    "post_norm": "layers.{}.pre_feedforward_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
 _OPT_NAMES = {
     "embed": "embed_tokens",
     "positions": "embed_positions",
@@ -93,13 +100,18 @@ def layer_layout(config: ModelConfig) -> Layout:
     """Tensors of one layer."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    gate_up = {"gate": inner, "up": inner}
+    if config.family == "phi3":  # whose files have them fused
+        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
     layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
     if config.qk_norm:
         layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
     layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+    if config.output_norms:
+        layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
     if config.gated_mlp:
-        layout |= _linear("gate_up", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
+        layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
     else:
         layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
@@ -157,7 +169,7 @@ class Checkpoint:
         """One layer's tensors, by name.
 
         "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
-        "q_norm" and "k_norm" [head_dim], "out", "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
+        "q_norm" and "k_norm" [head_dim], "out", "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
         "up", and "down", each ".weight" and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
@@ -216,13 +228,34 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         if info.dtype == "I8":
             _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
         elif files.kind == "hf":
-            _fill_from_safetensors(name, info, out)
+            if config.family in GEMMA and part.endswith("norm.weight"):
+                _fill_from_safetensors(name, info, weight := torch.empty(out.shape))
+                out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
+            else:
+                _fill_from_safetensors(name, info, out)
         else:
             # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
             permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
             _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
 
-    return _part_checkpoint(config, fill, has_codes=coded)
+    def fill_in_order(part: str, layer: int, out: Tensor) -> None:
+        fill(part, layer, out)
+        if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
+            _order_heads(config, out)
+
+    return _part_checkpoint(config, fill_in_order, has_codes=coded)
+
+
+def _order_heads(config: ModelConfig, rows: Tensor) -> None:
+    """Puts rows of queries and keys [heads * head_dim, ...] in the order that whole heads are rotated in; values stay.
+
+    Scores are sums over a head's values, whose order is free.
+    """
+    dim = config.head_dim
+    order = torch.tensor(config.rope.row_order(dim))
+    turned = min(len(rows), (config.num_heads + config.num_kv_heads) * dim)
+    for head in rows[:turned].split(dim):
+        head.copy_(head[order])
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
@@ -302,7 +335,8 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
     found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not found:
         raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
-    table = _OPT_NAMES if opt else _LLAMA_NAMES
+    families = {"opt": _OPT_NAMES, "phi3": _PHI3_NAMES, **dict.fromkeys(GEMMA, _GEMMA_NAMES)}
+    table = families.get(config.family, _LLAMA_NAMES)
     return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
 
 
@@ -391,6 +425,12 @@ def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo
     rows, n = info.shape
     scales = torch.empty(rows, dtype=torch.float32)
     _fill_from_safetensors(*scale, scales)
+    if not bool(
+        (scales.isfinite() & ~scales.signbit()).all()
+    ):  # a sign would say that the row is rotated (ops/int8.py)
+        raise InputError(
+            f"tensor {scale[0]} in {scale[1].path} has scales that are negative or no numbers: fetch the model again"
+        )
     step = max(1, _CHUNK_VALUES // n)
     for start in range(0, rows, step):
         some = slice(start, min(rows, start + step))

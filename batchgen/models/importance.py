@@ -35,7 +35,7 @@ class ChannelImportance:
         self._seqs, self._tokens = token_ids.shape
         self._positions = torch.arange(self._tokens).repeat(self._seqs)
         self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
-        self._rope = rope_table(config, self._tokens) if config.rope else None
+        self._layer = 0
 
     def next_layer(self, weights: Weights) -> dict[str, Tensor]:
         """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero.
@@ -50,7 +50,9 @@ class ChannelImportance:
 
         with torch.inference_mode():
             qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
-            options = rotary_options(config, weights, self._rope, self._positions)
+            rope = config.rope_of(self._layer)
+            table = rope_table(rope, config.head_dim, self._tokens) if rope else None
+            options = rotary_options(config, weights, table, self._positions)
             q, k, v = (
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
                 for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)
@@ -58,6 +60,7 @@ class ChannelImportance:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
             self._hidden = post_attention(config, weights, self._hidden, attended, on_input=on_input)
+        self._layer += 1
         return seen
 
 

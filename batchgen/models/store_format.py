@@ -17,7 +17,7 @@ EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
 TENSOR_ALIGNMENT = 64
 # The tensors of a layer by the group they are stored in, named and ordered as in `ModelConfig.layer_tensors`.
 _LAYER_GROUPS = {
-    "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm"),
+    "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
     "out": ("out",),
     "up": ("gate_up", "up"),
     "down": ("down",),

@@ -36,11 +36,11 @@ _ROUNDS, _SAMPLE_S = 3, 0.003
 _CALL_FLOPS_PER_THREAD, _COLUMNS_PER_THREAD, _CALL_WEIGHT_BYTES = 5e8, 128, 64 << 20
 # What operands of one shape are spread over, so that they come from beyond the nearest caches.
 _SPREAD_BYTES = 16 << 20
-# Numbers of rows in which torch's linear must give a row the same bits.
+# Numbers of rows in which torch's linear must give a row the same bits that it has among TORCH_ROWS, the most it gets.
 _ROW_COUNTS = (
     1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511,
 )  # fmt: skip
-_MOST_ROWS, _CHECKED_BYTES = 512, 1 << 30
+_CHECKED_BYTES = 1 << 30
 DEPENDS_ON_ROWS = "its rows depend on how many rows there are"
 NOT_CHECKED = "it is too large to check whether its rows depend on how many rows there are"
 ROUNDS_LOGITS = "its logits would be rounded to 16 bits"
@@ -244,12 +244,12 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
     """Whether a product with weight [columns, depth] gives a row other bits in another number of rows, or in another place."""
-    x = torch.randn(_MOST_ROWS, weight.shape[1]).to(weight.dtype)
+    x = torch.randn(dispatch.TORCH_ROWS, weight.shape[1]).to(weight.dtype)
     whole = linear(x, weight)
     return any(
         not torch.equal(linear(x[start : start + count], weight), whole[start : start + count])
         for count in _ROW_COUNTS
-        for start in {0, _MOST_ROWS - count}
+        for start in {0, dispatch.TORCH_ROWS - count}
     )
 
 

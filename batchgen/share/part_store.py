@@ -14,10 +14,13 @@ from batchgen.share.lease import Parts
 
 
 class PartStore:
-    """Part files in a folder for each generation of a range. All methods may raise OSError."""
+    """Part files in a folder for each generation of a range. All methods may raise OSError.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    origin: of the job, as of `write_part`.
+    """
+
+    def __init__(self, path: Path, origin: dict[str, Any]) -> None:
+        self._path, self._origin = path, origin
 
     def count(self, name: str, generation: int) -> int:
         """Intact parts, from the first one on without a gap."""
@@ -41,7 +44,7 @@ class PartStore:
         """Write a part, on stable storage on return; returns how many of its rows failed."""
         folder = self._folder(name, generation)
         folder.mkdir(exist_ok=True)
-        batch = write_part(folder, number, results)
+        batch = write_part(folder, number, results, self._origin)
         return batch.num_rows - batch.column("error").null_count
 
     def paths(self, name: str, generation: int) -> list[Path]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.atomic_file import storage_error
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.output.error_kinds import ErrorKind, error_kinds
@@ -103,7 +104,8 @@ class SharedRun:
         self.notices: list[str] = []
         self._files = DirectoryFiles(directory / SHARE_FOLDER)
         self._open_plain, self._fingerprint = open_plain, fingerprint
-        self._parts = PartStore(directory / SHARE_FOLDER / "parts")
+        origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
+        self._parts = PartStore(directory / SHARE_FOLDER / "parts", origin)
         self._before = DoneRows()
         process = f"process {os.getpid()} on {socket.gethostname()}"
         self.worker = Worker(f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}", self._files, lease_s, process=process)
@@ -156,10 +158,10 @@ class SharedRun:
             self._count()
         return self.totals["rows"] if self.totals else len(self.done_rows)
 
-    def claims(self, ahead: int, should_stop: Callable[[], bool]) -> Iterator[list[int]]:
+    def claims(self, ahead: int, should_stop: Callable[[], bool]) -> Iterator[list[int] | None]:
         """The rows that this worker is to run, range by range, until all rows of the job are saved by whomever.
 
-        Waits in between, since ranges of others come free when these die.
+        None before it waits for more, since ranges of others come free when these die.
 
         Args:
             ahead: Rows to have in hand.
@@ -169,17 +171,22 @@ class SharedRun:
             BatchgenError: The disk failed.
         """
         self.worker.phase = "running"
+        ran_since = False
         try:
             while not should_stop() and not self._ended.is_set():
                 self._changed.clear()
                 rows = self.worker.claim_range(ahead)
                 if rows is not None:
+                    ran_since = True
                     yield rows
                     continue
                 if self.worker.all_done:
                     return
                 if self._writer is not None and self.worker.all_claimed:
                     self._writer.hurry()
+                if ran_since:
+                    yield None
+                ran_since = False
                 self._changed.wait(self._poll_s)
         except OSError as error:
             if not self.complete_elsewhere():

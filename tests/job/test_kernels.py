@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen.cli import commands
-from batchgen.core.errors import BatchgenError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice, Measured
 from batchgen.job import kernels as module
@@ -118,6 +118,51 @@ def test_the_plan_says_which(model, tmp_path):
     assert isas(plan) == {"amx_plain"}
     said = CliRunner().invoke(commands.cli, [*arguments, "--explain"])
     assert "amx_plain  16 tokens 3.0" in said.stdout
+
+
+@pytest.mark.parametrize("table", ["default", "attention"])
+def test_a_file_that_has_torch_attend_is_refused_before_the_job(table, model, tmp_path):
+    """Not in its middle: torch has linear layers alone."""
+    profile = profile_of(model, tmp_path / "p.json", "scalar")
+    options = {"dtype": "bfloat16", "max_tokens": 2, "cpu_memory": "2GiB", "max_num_seqs": 2}
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", None, "c")))
+    with pytest.raises(BatchgenError, match="row 2"):
+        batchgen.run(model, str(rows), output, hardware=profile, on_error="fail", **options)
+    arguments = [
+        "plan",
+        "-m",
+        model,
+        "--hardware",
+        profile,
+        "--dtype",
+        "bfloat16",
+        "--num-prompts",
+        "4",
+        "--input-len",
+        "20",
+    ]
+    assert (
+        CliRunner().invoke(commands.cli, [*arguments, "--output-len", "4", "-o", str(tmp_path / "plan.json")]).exit_code
+        == 0
+    )
+
+    def on_torch(path):
+        values = json.loads(path.read_text())
+        kernels = values["kernels"]
+        kernels |= (
+            {"default": "torch"} if table == "default" else {table: {key: {"isa": "torch"} for key in kernels[table]}}
+        )
+        path.write_text(json.dumps(values))
+
+    on_torch(tmp_path / "p.json")
+    on_torch(tmp_path / "plan.json")
+    for given in ({"hardware": profile}, {"plan": str(tmp_path / "plan.json")}):
+        with pytest.raises(InputError, match="must name an instruction set"):
+            batchgen.run(model, str(rows), tmp_path / "other.jsonl", **given, **options)
+    on_torch(tmp_path / "out.jsonl.batchgen" / "manifest.json")
+    with pytest.raises(InputError, match=r"manifest\.json is damaged: start again with --overwrite"):
+        batchgen.run(model, str(rows), output, on_error="fail", **options)
 
 
 def test_an_instruction_set_that_cannot_be_used_is_told_once(model, tmp_path, monkeypatch, capsys):

@@ -15,12 +15,12 @@ from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import planning
+from batchgen.job.demand import most_kv_tokens
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import (
     PlanRequest,
     find_hardware,
     loading_s,
-    most_kv_tokens,
     on_this_machine,
     plan_job,
     problem_of,

@@ -23,7 +23,8 @@ from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
-from batchgen.job.planning import PlanRequest, longest_tokens, most_kv_tokens, plan_job, problem_of
+from batchgen.job.demand import longest_tokens, most_kv_tokens
+from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.job.step_costs import StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig

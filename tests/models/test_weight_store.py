@@ -25,7 +25,7 @@ from batchgen.ops.quant import dequantize, quantize
 
 GROUPS = {
     "qkv": {"qkv.weight", "qkv.bias", "input_norm.weight", "input_norm.bias", "post_norm.weight", "post_norm.bias",
-            "q_norm.weight", "k_norm.weight"},
+            "q_norm.weight", "k_norm.weight", "out_norm.weight", "down_norm.weight"},
     "out": {"out.weight", "out.bias"},
     "up": {"up.weight", "up.bias", "gate_up.weight", "gate_up.bias"},
     "down": {"down.weight", "down.bias"},

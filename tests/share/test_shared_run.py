@@ -41,7 +41,7 @@ def work(run, dataset):
     """All that a worker does."""
     with run, run.writer(flush_interval_s=0.01) as writer:
         for rows in run.claims(40, lambda: False):
-            for row in rows:
+            for row in rows or ():
                 writer.add(row, fails(row))
         writer.close()
         run.finish(dataset)
@@ -142,7 +142,7 @@ def test_a_damaged_part_costs_its_range_alone(tmp_path):
     run = share(output)
     with run.writer(flush_interval_s=0.01) as writer:
         for claimed in run.claims(40, lambda: False):
-            for row in claimed:
+            for row in claimed or ():
                 writer.add(row, fails(row))
     part = sorted(Path(f"{output}.batchgen/share/parts").rglob("part-*"))[0]
     part.write_bytes(b"PAR1" + b"?" * 40)

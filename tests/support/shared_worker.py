@@ -20,7 +20,7 @@ def main(output: str, num_rows: str, seed: str, pause_s: str, lease_s: str) -> N
         if not run.complete:
             with run.writer(flush_interval_s=0.02) as writer:
                 for rows in run.claims(40, lambda: False):
-                    for row in rows:
+                    for row in rows or ():
                         writer.add(row, result_of(row, fail_every=13))
                         ran += 1
                         if rng.random() < 0.2:
