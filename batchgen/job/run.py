@@ -302,6 +302,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine) -> str | None:
 
     job.progress.start()
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
+    # Nothing may hold rows of a worker back: it claims more as they come out.
     requests = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
     results = run(rows.watch(requests), should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
