@@ -268,7 +268,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str],
+        requests: Iterable[Request | str | None],
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -277,7 +277,7 @@ class Engine:
 
         Args:
             requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a Request
-                with that prompt. What the iterable itself raises is raised here.
+                with that prompt, and None says that more may take a while. What the iterable itself raises is raised here.
             should_stop: Asked before each sweep; once true, unfinished rows are dropped.
             on_sweep: Called after each sweep with the running totals.
 
@@ -298,7 +298,7 @@ class Engine:
 
     def score(
         self,
-        requests: Iterable[ScoreRequest],
+        requests: Iterable[ScoreRequest | None],
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,

@@ -18,6 +18,7 @@ from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.output.run_directory import Run, errors_path
+from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
@@ -44,7 +45,7 @@ def write_report(report: dict[str, Any], path: str) -> None:
 def make_report(
     options: JobOptions,
     source: RequestSource,
-    state: Run,
+    state: Run | SharedRun,
     engine: Engine | None,
     plan: Plan | None,
     started_s: float,
