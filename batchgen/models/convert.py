@@ -23,7 +23,7 @@ from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
-from batchgen.models.config import DTYPES
+from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import (
     STORE_FORMAT,
     STORE_MANIFEST,
@@ -322,8 +322,16 @@ class _Conversion:
 
 
 def _key(manifest: dict[str, Any], name: str) -> Any:
-    """A field that must be the same in two manifests of one store; of the source not its name."""
-    return manifest[name]["identity"] if name == "source" else manifest[name]
+    """A field that must be the same in two manifests of one store.
+
+    Of the source not its name; of the configuration what it means, as earlier versions left out what they did not know.
+    """
+    if name == "source":
+        return manifest[name]["identity"]
+    if name == "config":
+        with contextlib.suppress(InputError, TypeError, LookupError, AttributeError):
+            return ModelConfig.from_json(manifest[name])
+    return manifest[name]
 
 
 def _describe(manifest: dict[str, Any]) -> str:
