@@ -322,16 +322,13 @@ class _Conversion:
 
 
 def _key(manifest: dict[str, Any], name: str) -> Any:
-    """A field that must be the same in two manifests of one store.
+    """What must be the same in two manifests of one store: of the source not its name, of the config what it means.
 
-    Of the source not its name; of the configuration what it means, as earlier versions left out what they did not know.
+    Earlier versions wrote configs without the fields that later families have.
     """
-    if name == "source":
-        return manifest[name]["identity"]
     if name == "config":
-        with contextlib.suppress(InputError, TypeError, LookupError, AttributeError):
-            return ModelConfig.from_json(manifest[name])
-    return manifest[name]
+        return ModelConfig.from_json(manifest[name])
+    return manifest[name]["identity"] if name == "source" else manifest[name]
 
 
 def _describe(manifest: dict[str, Any]) -> str:
