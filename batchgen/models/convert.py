@@ -23,7 +23,7 @@ from batchgen.core.dtypes import INT4, INT8
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
-from batchgen.models.config import DTYPES
+from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import (
     STORE_FORMAT,
     STORE_MANIFEST,
@@ -322,7 +322,12 @@ class _Conversion:
 
 
 def _key(manifest: dict[str, Any], name: str) -> Any:
-    """A field that must be the same in two manifests of one store; of the source not its name."""
+    """What must be the same in two manifests of one store: of the source not its name, of the config what it means.
+
+    Earlier versions wrote configs without the fields that later families have.
+    """
+    if name == "config":
+        return ModelConfig.from_json(manifest[name])
     return manifest[name]["identity"] if name == "source" else manifest[name]
 
 
