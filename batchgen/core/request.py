@@ -9,7 +9,6 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 
-
 # Rows of versions that did not have these parameters are those of their defaults.
 _ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
 
