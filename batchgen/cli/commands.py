@@ -42,9 +42,10 @@ def run(**options: Any) -> None:
 
     job = _job(options)
     check_job(job)  # a mistake is told before what takes seconds to import
-    from batchgen.job.progress import Progress
+    if sys.stderr.isatty():  # somebody looks at a screen on which nothing would be for seconds
+        from batchgen.job.progress import Progress
 
-    Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
+        Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 
+# Rows of versions that did not have these parameters are those of their defaults.
+_ADDED_LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "compact_json")
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -109,6 +112,12 @@ class SamplingParams:
         """Every field, as plain JSON values."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these parameters from others, as `to_json`: what earlier versions did not have only where it is given."""
+        default = SamplingParams()
+        unset = {name for name in _ADDED_LATER if getattr(self, name) == getattr(default, name)}
+        return {name: value for name, value in self.to_json().items() if name not in unset}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -228,7 +228,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
         "model": model_identity(resolved.files),
         "tokenizer": job.tokenizer().identity(),
         "prompt": job.source.identity,
-        "sampling": options.sampling.to_json(),
+        "sampling": options.sampling.identity(),
         "dtype": resolved.dtype,
         "max_model_len": options.max_model_len,
         "on_overlong": options.on_overlong,

@@ -79,6 +79,8 @@ _FIRST = """
 import io, sys
 class Screen(io.StringIO):
     loaded = None
+    def isatty(self):
+        return "--report" not in sys.argv  # the others are on a terminal
     def write(self, text):
         if self.loaded is None and text.strip():
             self.loaded = [m for m in ("torch", "transformers") if m in sys.modules]
@@ -92,10 +94,13 @@ except Exception:
 """
 
 
-@pytest.mark.parametrize(("style", "shown"), [("plain", "in.jsonl"), ("none", "None []")])
+@pytest.mark.parametrize(
+    ("style", "shown"), [("auto", "in.jsonl"), ("plain", "in.jsonl"), ("none", "None []"), ("log", "None []")]
+)
 def test_something_is_on_the_screen_before_what_takes_seconds_is_imported(tmp_path, style, shown):
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "a"}\n')
-    arguments = ["run", "-m", str(tmp_path), "-i", str(rows), "-o", str(tmp_path / "out.parquet"), "--progress", style]
+    arguments = ["run", "-m", str(tmp_path), "-i", str(rows), "-o", str(tmp_path / "out.parquet"), "--progress"]
+    arguments += ["auto", "--report", str(tmp_path / "report.json")] if style == "log" else [style]
     done = subprocess.run([sys.executable, "-c", _FIRST, *arguments], capture_output=True, text=True, check=True)
-    assert shown in done.stdout and ("[] ['batchgen" in done.stdout) == (style == "plain")
+    assert shown in done.stdout and ("[] ['batchgen" in done.stdout) == (shown == "in.jsonl")

@@ -46,6 +46,7 @@ WRITERS = {
     "core/atomic_file.py": "for the others",
     "helm/jobs.py": "helm_jobs",
     "job/files.py": ("plan", "hardware_profile"),
+    "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/files.py": "a download, which has a hash",
