@@ -220,6 +220,14 @@ def figures():  # a line or two for each of the files
     kills = read("kills")
     assert kills["mismatches"] == 0
     yield "kills", f"{sum(kills['hits'].values())} kills and interrupts"
+    soak = read("soak")
+    assert soak["wrong"] == [] and soak["resident_growth"] <= 0.05
+    yield "soak", f"for {60 * soak['hours']:.0f} minutes"
+    yield "soak", f"{soak['jobs']} jobs, {sum(soak['disturbed'].values())} disturbances"
+    yield "soak", f"resident memory grew by {100 * soak['resident_growth']:.1f}%"
+    fuzz = read("fuzz")
+    assert fuzz["failed"] == []
+    yield "fuzz", f"{sum(end - begin for begin, end in fuzz['seeds'].values())} jobs"
 
 
 def test_figures_are_those_of_their_files():

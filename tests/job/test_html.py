@@ -88,7 +88,7 @@ def test_the_page_of_a_run(model, rows, tmp_path):
 def test_the_page_of_a_run_that_went_on_and_of_one_that_had_nothing_to_do(model, rows, tmp_path):
     html = tmp_path / "run.html"
     with pytest.raises(batchgen.BatchgenError):
-        run(model, rows, on_error="fail", max_num_seqs=1, flush_interval="0s")
+        run(model, rows, on_error="fail", max_num_seqs=1, flush_interval="0.01s")
     report = run(model, rows, report_html=str(html))
     if report["rows_resumed"]:
         assert f"resumed with {report['rows_resumed']}" in Checked(html.read_text()).words
