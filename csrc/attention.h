@@ -370,8 +370,18 @@ struct Attend {
         }
     }
 
+    // Scores within +-softcap (Gemma 2), before keys are left out.
+    void cap(int keys) {
+        const vf by = set1(1 / args.softcap), most = set1(args.softcap);
+        for (int r = 0; r < rows_now; r++) {
+            float* row = s.s + r * s.tile;
+            for (int i = 0; i < keys; i += W) store(row + i, mul(most, tanh(mul(load(row + i), by))));
+        }
+    }
+
     // Keys that a row does not see.
     void mask(int key, int count_keys, int keys) {
+        if (args.softcap > 0) cap(keys);
         const int last = at + rows_now - 1;
         const bool whole = key + count_keys - 1 <= int64_t(span.causal) + at / group &&
                            key > int64_t(span.causal) + last / group - span.window;

@@ -84,17 +84,18 @@ struct Attending {
 };
 
 Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                         Address kv, int kv_type, int head_dim) {
+                         Address kv, int kv_type, int head_dim, float softcap) {
     Attention args{};
     args.q = at(q), args.out = at(out), args.q_stride = q_stride, args.out_stride = out_stride;
     args.type = Type(type);
     args.heads = plan.kv_heads() * plan.group();
+    args.softcap = softcap;
     args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
     return args;
 }
 
 int64_t num_panels(const Kernels& kernels, const Linear& args) {
-    const bool gated = args.activation == Activation::SiluMul;
+    const bool gated = is_gated(args.activation);
     const int64_t columns = gated ? args.columns / 2 : args.columns, width = gated ? kernels.width : kernels.panel;
     return (columns + width - 1) / width;
 }
@@ -113,7 +114,7 @@ void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) 
     int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
     piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
     // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
-    if (args.activation == Activation::SiluMul) piece += piece % 2;
+    if (is_gated(args.activation)) piece += piece % 2;
     piece = std::min(piece, cut.most_panels);
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block, piece);
     // Where the kernels want it, x is put in order first, some groups of rows at a time.
@@ -157,6 +158,14 @@ void run_linear(const Kernels& kernels, const Linear& args) {
 PYBIND11_MODULE(_kernels, m) {
     m.doc() = "Compute kernels on the CPU. Use batchgen.ops.cpp.";
 
+    py::register_local_exception_translator([](std::exception_ptr thrown) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const WrongEnvironment& error) {
+            PyErr_SetString(py::module_::import("batchgen.core.errors").attr("InputError").ptr(), error.what());
+        }
+    });
+
     m.def("built", &built_kernels);
     m.def("instruction_sets", [] {
         std::vector<std::string> names;
@@ -197,8 +206,8 @@ PYBIND11_MODULE(_kernels, m) {
         .def_readwrite("isa", &AttentionPlan::isa);
 
     m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                          Address kv, int kv_type, int head_dim) {
-        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim), plan);
+                          Address kv, int kv_type, int head_dim, float softcap) {
+        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim, softcap), plan);
         py::gil_scoped_release release;
         run(work.count(), std::cref(work), work.first_phase());
     });

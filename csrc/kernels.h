@@ -15,7 +15,9 @@ struct f16 {
 // Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
 
-enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4 };
+enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4, GeluTanhMul = 5 };
+// Whether it takes two columns, one of them the gate of the other.
+inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }
 
 constexpr int kGroup = 64;  // values of a group of codes
 constexpr int kMaxHeadDim = 256;
@@ -52,6 +54,7 @@ struct Attention {
     int64_t q_stride, out_stride;  // values from token to token
     Type type;
     int heads;
+    float softcap;  // scores become softcap tanh(score / softcap); 0: they stay
     KV kv;
     float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of softmax weights
 };
@@ -79,7 +82,7 @@ struct Merge {
 
 // ---- linear --------------------------------------------------------------------------------------------------------
 
-// out = activation(x wᵀ + bias) + residual; with SiluMul w has the gate's rows before the other half's.
+// out = activation(x wᵀ + bias) + residual; with a gated one w has the gate's rows before the other half's.
 //
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.

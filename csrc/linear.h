@@ -12,9 +12,10 @@ inline int64_t packed_depth(const Linear& args) {
     return (round_up(args.depth, M::kWhole) + M::kPair - 1) / M::kPair;
 }
 
-// The row of w that is column `c` of a panel; with SiluMul a vector of the gate is beside one of what it is multiplied with.
+// The row of w that is column `c` of a panel; with a gated one a vector of the gate is beside one of what it is multiplied
+// with.
 inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
-    if (args.activation != Activation::SiluMul) return panel * kPanel + c;
+    if (!is_gated(args.activation)) return panel * kPanel + c;
     const int64_t column = panel * W + c % W, half = args.columns / 2;
     return column < half ? column + (c / W) * half : args.columns;
 }
@@ -169,7 +170,7 @@ template <class M, class T, class O>
 inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const void* c) {
     using A = typename M::Arithmetic;
     const auto sums = sums_of<M>(args, row, panel, c);
-    const bool gated = args.activation == Activation::SiluMul;
+    const bool gated = is_gated(args.activation);
     const int64_t columns = gated ? args.columns / 2 : args.columns;
     for (int part = 0; part < (gated ? W : kPanel); part += W) {
         const int64_t column = panel * (gated ? W : kPanel) + part;
@@ -182,7 +183,7 @@ inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows,
         }
         for (int64_t r = 0; r < rows; r++) {
             vf x = add(sums(r, part), bias);
-            if (gated) x = A::kept(mul(silu<A>(x), add(sums(r, W), second_bias)));
+            if (gated) x = A::kept(mul(gate<A>(args.activation, x), add(sums(r, W), second_bias)));
             else x = A::kept(activate<A>(args.activation, x));
             if (args.residual) x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
             store_part((O*)args.out + (row + r) * args.out_stride + column, x, n);

@@ -42,6 +42,9 @@ def run(**options: Any) -> None:
 
     job = _job(options)
     check_job(job)  # a mistake is told before what takes seconds to import
+    from batchgen.job.progress import Progress
+
+    Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 
@@ -56,7 +59,7 @@ def run(**options: Any) -> None:
         click.echo(json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2))
     else:
         for line in summary(report):
-            click.echo(line)
+            click.echo(line, err=options["output"] == "-")  # stdout may be the output's
     if failure is not None:
         raise failure
     if report["state"] == "stopped":

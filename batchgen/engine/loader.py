@@ -31,7 +31,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import QUANTIZATIONS, store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
-from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
+from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
@@ -293,7 +293,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
 
     started = time.perf_counter()
     _refuse_in_fork()
-    instruction_set()  # refuses a wrong BATCHGEN_ISA
+    instruction_set(), num_threads()  # refuse a wrong BATCHGEN_ISA and BATCHGEN_NUM_THREADS
     config, policy = request.config, request.policy
     memory = _plan_memory(request)
     loaded_tokenizer = tokenizer()

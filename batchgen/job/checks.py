@@ -8,6 +8,7 @@ from pathlib import Path
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
+from batchgen.job.destination import Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
@@ -26,6 +27,10 @@ def check_job(options: JobOptions) -> None:
             is too small for any model.
     """
     check_options(options)
+    if (destination := Destination.of(options)) is not None:
+        if not options.dry_run:
+            destination.check(options)
+        options = destination.local(options)
     check_files(options)
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(

@@ -18,6 +18,7 @@ from batchgen.engine.loader import resolve_context, store_bytes
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
+from batchgen.job.plan_page import plan_page
 from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
@@ -39,7 +40,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     started_s = time.monotonic()
     job = options.job
     check_options(job)
-    check_files(job, plan_file=options.plan_file)
+    check_files(job, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
         raise InputError(
             "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case by itself"
@@ -62,13 +63,18 @@ def run_plan(options: PlanOptions) -> list[str]:
         write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
-    if options.as_json or options.plan_file == "-":
-        return [json.dumps(plan.to_json(), indent=2)]
-    lines = explain(plan) if options.explain else headline(plan)
+    others = []
     if options.what_if:
         hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
         other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
-        lines += ["", *compare([("now", plan), (", ".join(options.what_if), other)])]
+        others = [(", ".join(options.what_if), other)]
+    if options.html:
+        write_text(plan_page(plan, problem, config, case.hardware, others), options.html, "--html")
+    if options.as_json or options.plan_file == "-":
+        return [json.dumps(plan.to_json(), indent=2)]
+    lines = explain(plan) if options.explain else headline(plan)
+    if others:
+        lines += ["", *compare([("now", plan), *others])]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
     if options.frontier:
@@ -93,7 +99,8 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
     from batchgen.models.tokenizer import load_tokenizer
 
     source = open_source(job)
-    return measure_workload(source, load_tokenizer(files), job, context, rows_left=source.dataset.num_rows)
+    tokenizer = load_tokenizer(files, job.special_tokens)
+    return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 
 def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> Case:

@@ -34,7 +34,8 @@ from batchgen.models.files import cache_dir
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
-from batchgen.profiler.cache import Wanted, load_or_measure
+from batchgen.profiler.apart import recall_or_measure
+from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
@@ -161,6 +162,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple(name for name in KV_CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
+        memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
     if profile.gpu is not None and device.kind != "cuda":
@@ -199,6 +201,7 @@ def find_hardware(
     formats: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
+    memory_bytes: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
@@ -212,6 +215,7 @@ def find_hardware(
         formats: Further ones that weights or KV may be stored in: "int4", "int8".
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
+        memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         notify: Told what is measured.
 
     Raises:
@@ -230,7 +234,14 @@ def find_hardware(
     wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
-    profile = load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh, notify=notify)
+    profile = recall_or_measure(
+        wanted,
+        cache_dir=cache_dir(),
+        offload_dir=offload_dir,
+        refresh=refresh,
+        memory_bytes=memory_bytes,
+        notify=notify,
+    )
     return corrected_by_probe(profile, dtype)
 
 

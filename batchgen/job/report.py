@@ -142,7 +142,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"stopped: {rows}, {left:,} left; the same command goes on from here")
     else:
         predicted = report["predicted_wall_s"]
-        said = f" (predicted {format_seconds(predicted)})" if predicted else ""
+        said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
@@ -164,3 +164,9 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")
         )
     return lines
+
+
+def _at_first(report: dict[str, Any]) -> str:
+    """What the job itself has said of its time, beside the plan."""
+    estimated_s = report.get("estimated_wall_s")
+    return "" if estimated_s is None else f", {format_seconds(estimated_s)} when 3% were through"

@@ -20,6 +20,9 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
+from batchgen.models.hf_fields import GEMMA
+from batchgen.models.store_format import is_quantized
+from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8
@@ -27,52 +30,6 @@ from batchgen.ops import int8
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 
-_LLAMA_NAMES = {
-    "embed": "embed_tokens",
-    "final_norm": "norm",
-    "input_norm": "layers.{}.input_layernorm",
-    "q": "layers.{}.self_attn.q_proj",
-    "k": "layers.{}.self_attn.k_proj",
-    "v": "layers.{}.self_attn.v_proj",
-    "q_norm": "layers.{}.self_attn.q_norm",
-    "k_norm": "layers.{}.self_attn.k_norm",
-    "out": "layers.{}.self_attn.o_proj",
-    "post_norm": "layers.{}.post_attention_layernorm",
-    "gate": "layers.{}.mlp.gate_proj",
-    "up": "layers.{}.mlp.up_proj",
-    "down": "layers.{}.mlp.down_proj",
-}
-_OPT_NAMES = {
-    "embed": "embed_tokens",
-    "positions": "embed_positions",
-    "embed_proj": "project_in",
-    "head_proj": "project_out",
-    "final_norm": "final_layer_norm",
-    "input_norm": "layers.{}.self_attn_layer_norm",
-    "q": "layers.{}.self_attn.q_proj",
-    "k": "layers.{}.self_attn.k_proj",
-    "v": "layers.{}.self_attn.v_proj",
-    "out": "layers.{}.self_attn.out_proj",
-    "post_norm": "layers.{}.final_layer_norm",
-    "up": "layers.{}.fc1",
-    "down": "layers.{}.fc2",
-}
-_GGUF_NAMES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "input_norm": "blk.{}.attn_norm",
-    "q": "blk.{}.attn_q",
-    "k": "blk.{}.attn_k",
-    "v": "blk.{}.attn_v",
-    "q_norm": "blk.{}.attn_q_norm",
-    "k_norm": "blk.{}.attn_k_norm",
-    "out": "blk.{}.attn_output",
-    "post_norm": "blk.{}.ffn_norm",
-    "gate": "blk.{}.ffn_gate",
-    "up": "blk.{}.ffn_up",
-    "down": "blk.{}.ffn_down",
-}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_VALUES = 1 << 20  # values converted at a time
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
@@ -93,16 +50,32 @@ def layer_layout(config: ModelConfig) -> Layout:
     """Tensors of one layer."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    gate_up = {"gate": inner, "up": inner}
+    if config.family == "phi3":  # whose files have them fused
+        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
     layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
     if config.qk_norm:
         layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
     layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+    if config.output_norms:
+        layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
+    if config.num_experts:
+        return layout | _experts_layout(config)
     if config.gated_mlp:
-        layout |= _linear("gate_up", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
+        layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
     else:
         layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
+
+
+def _experts_layout(config: ModelConfig) -> Layout:
+    """A router, and the experts' matrices one after the other in the rows."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
+    layout = _linear("router", {"router": config.num_experts}, hidden, bias=False)
+    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
+    layout |= _linear("gate_up", gate_up, hidden, bias=False)
+    return layout | _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
 
 
 def head_layout(config: ModelConfig) -> Layout:
@@ -157,8 +130,8 @@ class Checkpoint:
         """One layer's tensors, by name.
 
         "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
-        "q_norm" and "k_norm" [head_dim], "out", "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down", each ".weight" and, where the model has it, ".bias".
+        "q_norm" and "k_norm" [head_dim], "out", "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
+        "up", and "down"; of experts those of all in the rows, and "router" [experts, hidden]. Each has ".weight" and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
 
@@ -167,7 +140,7 @@ class Checkpoint:
         if self.stored_int8_layer is not None:
             return self.stored_int8_layer(layer, dtype)
         tensors = self.load_layer(layer, dtype)
-        return {name: int8.quantize(t) if t.ndim == 2 else t for name, t in tensors.items()}
+        return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands after the layers, by name.
@@ -216,13 +189,34 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         if info.dtype == "I8":
             _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
         elif files.kind == "hf":
-            _fill_from_safetensors(name, info, out)
+            if config.family in GEMMA and part.endswith("norm.weight"):
+                _fill_from_safetensors(name, info, weight := torch.empty(out.shape))
+                out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
+            else:
+                _fill_from_safetensors(name, info, out)
         else:
             # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
             permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
             _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
 
-    return _part_checkpoint(config, fill, has_codes=coded)
+    def fill_in_order(part: str, layer: int, out: Tensor) -> None:
+        fill(part, layer, out)
+        if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
+            _order_heads(config, out)
+
+    return _part_checkpoint(config, fill_in_order, has_codes=coded)
+
+
+def _order_heads(config: ModelConfig, rows: Tensor) -> None:
+    """Puts rows of queries and keys [heads * head_dim, ...] in the order that whole heads are rotated in; values stay.
+
+    Scores are sums over a head's values, whose order is free.
+    """
+    dim = config.head_dim
+    order = torch.tensor(config.rope.row_order(dim))
+    turned = min(len(rows), (config.num_heads + config.num_kv_heads) * dim)
+    for head in rows[:turned].split(dim):
+        head.copy_(head[order])
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
@@ -296,13 +290,13 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
     """Part -> name in the file, with {} for the layer. Checkpoints differ in the prefix they carry."""
     if files.kind == "gguf":
-        return _GGUF_NAMES
+        return GGUF_NAMES
     opt = config.family == "opt"
     prefixes = ("model.decoder.", "decoder.") if opt else ("model.", "")
     found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not found:
         raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
-    table = _OPT_NAMES if opt else _LLAMA_NAMES
+    table = tensor_names(config)
     return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
 
 
@@ -391,6 +385,12 @@ def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo
     rows, n = info.shape
     scales = torch.empty(rows, dtype=torch.float32)
     _fill_from_safetensors(*scale, scales)
+    if not bool(
+        (scales.isfinite() & ~scales.signbit()).all()
+    ):  # a sign would say that the row is rotated (ops/int8.py)
+        raise InputError(
+            f"tensor {scale[0]} in {scale[1].path} has scales that are negative or no numbers: fetch the model again"
+        )
     step = max(1, _CHUNK_VALUES // n)
     for start in range(0, rows, step):
         some = slice(start, min(rows, start + step))

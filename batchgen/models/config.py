@@ -11,30 +11,30 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
-from batchgen.models.compressed_tensors import check_quantization
+from batchgen.models.hf_fields import (
+    ARCHITECTURES,
+    DEFAULTS,
+    GEMMA,
+    GGUF_ARCHITECTURES,
+    MIXTURES,
+    get_or,
+    read_activation,
+    read_architecture,
+    read_experts,
+    read_heads,
+    read_query_scale,
+    read_ropes,
+    read_windows,
+    refuse_unsupported,
+    require_int,
+    require_positive,
+    token_ids,
+)
 from batchgen.models.rope import RopeConfig
 
-ARCHITECTURES = {
-    "OPTForCausalLM": "opt",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DTYPES = ("float32", "bfloat16", "float16")
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-# What a config.json that leaves a key out means, where the families differ.
-_MAX_POSITION = {"opt": 2048, "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_BOS_EOS = {"opt": (2, 2), "llama": (1, 2), "mistral": (1, 2), "qwen2": (None, None), "qwen3": (None, None)}
+# Activations of a gate, which linear layers have as one with the product that follows.
+_GATES = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class ModelConfig:
     embed_size: width of the token embedding; where it differs from hidden_size, projections lead in and out.
     windows: per layer, how many positions a token sees, itself included; None is all of them.
     max_position: longest context in tokens. dtype: the one the checkpoint states.
+    local_rope: rotary positions of layers with a window, where they differ from those of the others.
+    output_norms: norms of what attention and MLP give, before it is added (Gemma 2). embedding_scale: multiplies embeddings.
+    query_scale: of queries; None: head_dim ** -0.5. attention_softcap, logit_softcap: scores and logits x become
+    cap * tanh(x / cap); 0: they stay.
+    num_experts: MLPs of intermediate_size each, of which a router chooses `experts_per_token` for each token; 0: one MLP.
+    norm_topk: the weights of those chosen add up to 1.
     """
 
     architecture: str
@@ -77,23 +83,38 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    local_rope: RopeConfig | None = None
+    output_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
         for name in f"{sizes} vocab_size max_position embed_size".split():
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise InputError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads")
         if self.rope is not None:
-            if self.head_dim % 2:
-                raise InputError(f"rotary positions need an even head_dim, not {self.head_dim}")
-            if self.rope.factors is not None and len(self.rope.factors) != self.head_dim // 2:
-                raise InputError(f"{len(self.rope.factors)} rope frequency factors do not fit head_dim {self.head_dim}")
+            _check_rope(self.rope, self.head_dim)
         if len(self.windows) != self.num_layers:
             raise InputError(f"{len(self.windows)} layer types do not fit {self.num_layers} layers")
         for window in self.windows:
             if window is not None:
-                _require_positive("sliding_window", window)
+                require_positive("sliding_window", window)
+        if self.gated_mlp and self.activation not in _GATES:
+            raise InputError(
+                f"a gate with activation {self.activation!r} is not supported; supported: {', '.join(_GATES)}"
+            )
+        if self.num_experts and not (self.gated_mlp and 1 <= self.experts_per_token <= self.num_experts):
+            raise InputError(f"{self.experts_per_token} of {self.num_experts} experts for each token: that cannot be")
+        for name in ("attention_softcap", "logit_softcap"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must not be below 0, and is {getattr(self, name)}")
         for token_id in self.eos_token_ids:
             if not isinstance(token_id, int):
                 raise InputError(f"eos_token_id must be a token id or a list of them, not {token_id!r}")
@@ -106,51 +127,62 @@ class ModelConfig:
 
         Raises InputError for an architecture, rope type or quantised format that is not supported.
         """
-        architecture = _hf_architecture(config)
+        architecture = read_architecture(config)
         family = ARCHITECTURES[architecture]
-        _refuse_unsupported(config, family)
-        opt = family == "opt"
-        hidden = _require_int(config, "hidden_size")
-        layers = _require_int(config, "num_hidden_layers")
-        heads, kv_heads, head_dim = _hf_heads(config, family, hidden)
+        config = {**DEFAULTS[family], **config}
+        refuse_unsupported(config, family)
+        opt, gemma = family == "opt", family in GEMMA
+        hidden = require_int(config, "hidden_size")
+        layers = require_int(config, "num_hidden_layers")
+        heads, kv_heads, head_dim = read_heads(config, family, hidden)
         all_biases = config.get("enable_bias", True) if opt else config.get("attention_bias", False)
-        max_position = _get(config, "max_position_embeddings", _MAX_POSITION[family])
-        rope = None if opt else _hf_rope(config, max_position)
+        max_position = get_or(config, "max_position_embeddings", DEFAULTS[family]["max_position_embeddings"])
+        rope, local_rope = (None, None) if opt else read_ropes(config, family, max_position)
         if rope is not None and rope.kind == "yarn":
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
-        bos, eos = _BOS_EOS[family]
-        ends = (generation_config or {}).get("eos_token_id"), config.get("eos_token_id", eos)
-        stated_dtype = str(_get(config, "dtype", _get(config, "torch_dtype", "float32")))
+        ends = (generation_config or {}).get("eos_token_id"), config["eos_token_id"]
+        stated_dtype = str(get_or(config, "dtype", get_or(config, "torch_dtype", "float32")))
+        _, width = MIXTURES.get(family, (0, "intermediate_size"))
+        num_experts, experts_per_token = read_experts(config, family)
         norm_first = bool(config.get("do_layer_norm_before", True)) if opt else True
         return cls(
             architecture=architecture,
             family=family,
             num_layers=layers,
             hidden_size=hidden,
-            intermediate_size=_require_int(config, "ffn_dim" if opt else "intermediate_size"),
+            intermediate_size=require_int(config, "ffn_dim" if opt else width),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_require_int(config, "vocab_size"),
+            vocab_size=require_int(config, "vocab_size"),
             max_position=max_position,
             norm="layer" if opt else "rms",
-            norm_eps=1e-5 if opt else float(_get(config, "rms_norm_eps", 1e-6)),
-            activation=_hf_activation(config, family),
+            norm_eps=1e-5 if opt else float(get_or(config, "rms_norm_eps", 1e-6)),
+            activation=read_activation(config, family),
             gated_mlp=not opt,
             qkv_bias={"qwen2": True, "mistral": False}.get(family, bool(all_biases)),
             out_bias={"qwen2": False, "mistral": False}.get(family, bool(all_biases)),
             mlp_bias=bool(all_biases) if opt else family == "llama" and bool(config.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
-            tied_embeddings=bool(_get(config, "tie_word_embeddings", opt)),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+            tied_embeddings=bool(get_or(config, "tie_word_embeddings", opt)),
             rope=rope,
-            windows=_hf_windows(config, family, layers),
-            embed_size=_get(config, "word_embed_proj_dim", hidden) if opt else hidden,
+            windows=read_windows(config, family, layers),
+            embed_size=get_or(config, "word_embed_proj_dim", hidden) if opt else hidden,
             position_offset=2 if opt else 0,
             norm_first=norm_first,
             final_norm=norm_first and not (opt and config.get("_remove_final_layer_norm", False)),
-            bos_token_id=config.get("bos_token_id", bos),
-            eos_token_ids=_token_ids(*ends),
+            bos_token_id=config["bos_token_id"],
+            eos_token_ids=token_ids(*ends),
             dtype=stated_dtype.removeprefix("torch."),
+            local_rope=local_rope,
+            output_norms=gemma,
+            embedding_scale=hidden**0.5 if gemma else 1.0,
+            query_scale=read_query_scale(config) if gemma else None,
+            attention_softcap=float(config.get("attn_logit_softcapping") or 0) if gemma else 0.0,
+            logit_softcap=float(config.get("final_logit_softcapping") or 0) if gemma else 0.0,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            norm_topk=bool(config.get("norm_topk_prob")),
         )
 
     @classmethod
@@ -173,22 +205,22 @@ class ModelConfig:
             raise InputError("mixture-of-experts GGUFs (expert_count) are not supported")
         if "token_embd.weight" not in shapes:
             raise InputError("the GGUF has no tensor token_embd.weight")
-        hidden = _require_int(fields, "embedding_length")
-        heads = _require_int(fields, "attention.head_count")
-        layers = _require_int(fields, "block_count")
+        hidden = require_int(fields, "embedding_length")
+        heads = require_int(fields, "attention.head_count")
+        layers = require_int(fields, "block_count")
         head_dim = fields.get("attention.key_length", hidden // heads)
         if fields.get("attention.value_length", head_dim) != head_dim:
             raise InputError("GGUFs whose key and value heads differ in size are not supported")
         if fields.get("rope.dimension_count", head_dim) != head_dim:
             raise InputError("GGUFs that rotate part of each head (rope.dimension_count) are not supported")
-        context = _require_int(fields, "context_length")
+        context = require_int(fields, "context_length")
         ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return cls(
             architecture=GGUF_ARCHITECTURES[arch],
             family=ARCHITECTURES[GGUF_ARCHITECTURES[arch]],
             num_layers=layers,
             hidden_size=hidden,
-            intermediate_size=_require_int(fields, "feed_forward_length"),
+            intermediate_size=require_int(fields, "feed_forward_length"),
             num_heads=heads,
             num_kv_heads=fields.get("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -207,7 +239,7 @@ class ModelConfig:
             windows=(fields.get("attention.sliding_window") or None,) * layers,
             embed_size=hidden,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_token_ids(*ends),
+            eos_token_ids=token_ids(*ends),
             dtype=dtype,
         )
 
@@ -219,10 +251,24 @@ class ModelConfig:
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
         """From what `to_json` gave. Raises InputError, or TypeError, KeyError where it is something else."""
         lists = {name: tuple(value[name]) for name in ("windows", "eos_token_ids")}
-        rope = value["rope"]
-        if rope is not None:
-            rope = RopeConfig(**{**rope, "factors": None if rope["factors"] is None else tuple(rope["factors"])})
-        return cls(**{**value, **lists, "rope": rope})
+        ropes = {
+            name: RopeConfig.from_json(value[name]) for name in ("rope", "local_rope") if value.get(name) is not None
+        }
+        return cls(**{**value, **lists, **ropes})
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Rotary positions of a layer."""
+        return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
+
+    @property
+    def attention_scale(self) -> float:
+        """What queries are multiplied with."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def mlp_activation(self) -> str:
+        """As `ops.linear` names it."""
+        return f"{self.activation}_mul" if self.gated_mlp else self.activation
 
     @property
     def qkv_size(self) -> int:
@@ -231,8 +277,16 @@ class ModelConfig:
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that take part in matrix products."""
-        return sum(rows * columns for rows, columns in self.layer_matrices.values())
+        """Weights of one layer that a token is multiplied with: of a mixture, the router's and those of the experts chosen."""
+        dense = sum(rows * columns for rows, columns in self.product_shapes.values())
+        if not self.num_experts:
+            return dense
+        return dense + self.num_experts * self.hidden_size + (self.experts_per_token - 1) * self.expert_params
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one MLP that take part in matrix products."""
+        return sum(rows * columns for name, (rows, columns) in self.product_shapes.items() if name in ("up", "down"))
 
     @property
     def layer_tensors(self) -> dict[str, int]:
@@ -242,12 +296,22 @@ class ModelConfig:
         """
         biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
         sizes = {name: rows * columns + biased[name] * rows for name, (rows, columns) in self.layer_matrices.items()}
-        sizes["qkv"] += 2 * self._norm_params + self.qk_norm * 2 * self.head_dim
+        sizes["up"] += self.num_experts * self.hidden_size
+        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
         return sizes
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases and norms."""
+        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases, norms and a router.
+
+        Experts stand one after the other in the rows.
+        """
+        stacked = {"up": max(1, self.num_experts), "down": max(1, self.num_experts)}
+        return {name: (rows * stacked.get(name, 1), columns) for name, (rows, columns) in self.product_shapes.items()}
+
+    @property
+    def product_shapes(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of the matrix of each product of a layer; of experts, of one of them."""
         mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
         return {
             "qkv": (self.qkv_size, self.hidden_size),
@@ -259,7 +323,7 @@ class ModelConfig:
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
-        return tuple(dict.fromkeys([*self.layer_matrices.values(), (self.vocab_size, self.embed_size)]))
+        return tuple(dict.fromkeys([*self.product_shapes.values(), (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
         """Its shapes as `KernelChoice` names them."""
@@ -320,77 +384,24 @@ class ModelConfig:
         residual adds (2, 1). Weights of the norms and intermediate fp32 values do not count.
         """
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = 2 * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
+        norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv
-        activation = (3 if self.gated_mlp else 2) * self.intermediate_size
+        activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)
+        activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    if quantization := config.get("quantization_config"):
-        if not isinstance(quantization, Mapping):
-            raise InputError(f"quantization_config must be an object, not {quantization!r}")
-        check_quantization(quantization)
-    if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
-        raise InputError("OPT without layer_norm_elementwise_affine is not supported")
-
-
-def _hf_heads(config: Mapping[str, Any], family: str, hidden: int) -> tuple[int, int, int]:
-    """(query heads, key/value heads, head_dim)."""
-    heads = _require_int(config, "num_attention_heads")
-    opt = family == "opt"
-    kv_heads = heads if opt else _get(config, "num_key_value_heads", heads)
-    head_dim = None if opt else _get(config, "head_dim", 128 if family == "qwen3" else None)
-    if head_dim is None:
-        if hidden % heads:
-            raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
-        head_dim = hidden // heads
-    return heads, kv_heads, head_dim
-
-
-def _hf_activation(config: Mapping[str, Any], family: str) -> str:
-    name, default = ("activation_function", "relu") if family == "opt" else ("hidden_act", "silu")
-    activation = _get(config, name, default)
-    if activation not in _ACTIVATIONS:
-        raise InputError(f"activation {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[activation]
-
-
-def _hf_architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
-    if not names:  # some configs state the model type only
-        names = [name for name, family in ARCHITECTURES.items() if family == config.get("model_type")]
-        names = names or [f"model_type {config.get('model_type')!r}"]
-    if names[0] not in ARCHITECTURES:
-        raise InputError(f"architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return names[0]
-
-
-def _hf_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in params.values()):
-        raise InputError("rope parameters that differ between layer types are not supported")
-    if _get(params, "partial_rotary_factor", _get(config, "partial_rotary_factor", 1.0)) != 1.0:
-        raise InputError("models that rotate part of each head (partial_rotary_factor) are not supported")
-    kind = _get(params, "rope_type", _get(params, "type", "default"))
-    original = None
-    if kind in ("llama3", "yarn"):
-        original = _get(params, "original_max_position_embeddings", max_position)
-        original = _get(config, "original_max_position_embeddings", original)
-    if kind in ("linear", "llama3") and not params.get("factor"):
-        raise InputError(f"rope type {kind!r} needs a factor")
-    factor = _get(params, "factor", max_position / original if kind == "yarn" else 1.0)
-    optional = ("attention_factor", "mscale", "mscale_all_dim", "truncate", "beta_fast", "beta_slow")
-    optional += ("low_freq_factor", "high_freq_factor")
-    return RopeConfig(
-        theta=float(_get(params, "rope_theta", _get(config, "rope_theta", 10000.0))),
-        kind=kind,
-        factor=float(factor),
-        original_max_position=original,
-        **{name: params[name] for name in optional if params.get(name) is not None},
-    )
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    if head_dim % 2:
+        raise InputError(f"rotary positions need an even head_dim, not {head_dim}")
+    rotated = rope.rotated or head_dim
+    if rotated > head_dim:
+        raise InputError(f"{rotated} rotated values are more than head_dim {head_dim}")
+    for factors in (rope.factors, rope.short_factors, rope.long_factors):
+        if factors is not None and len(factors) != rotated // 2:
+            raise InputError(f"{len(factors)} rope frequency factors do not fit {rotated} rotated values")
 
 
 def _gguf_rope(fields: Mapping[str, Any], context: int, factors: tuple[float, ...] | None) -> RopeConfig:
@@ -409,45 +420,3 @@ def _gguf_rope(fields: Mapping[str, Any], context: int, factors: tuple[float, ..
     if rope.kind != "yarn" or extra is None:
         return rope
     return RopeConfig(**{**rope.__dict__, "attention_factor": extra * rope.attention_scaling()})
-
-
-def _hf_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    if family in ("opt", "llama"):
-        return (None,) * layers
-    types = config.get("layer_types")
-    if family == "mistral":
-        if types and set(types) != {"sliding_attention"} and set(types) != {"full_attention"}:
-            raise InputError("MistralForCausalLM with layer_types that differ is not supported")
-        return (config.get("sliding_window", 4096),) * layers
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    if types is None:
-        first = config.get("max_window_layers", 28)
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown:
-        raise InputError(f"layer type {sorted(unknown)[0]!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """The ids in `values`, flattened, each once, in order."""
-    lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
-    return tuple(dict.fromkeys(i for ids in lists for i in ids))
-
-
-def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value, or the default where the key is absent or null."""
-    value = config.get(key)
-    return default if value is None else value
-
-
-def _require_int(config: Mapping[str, Any], key: str) -> int:
-    if config.get(key) is None:
-        raise InputError(f"the model's configuration has no {key!r}")
-    _require_positive(key, config[key])
-    return config[key]
-
-
-def _require_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
+from batchgen.models.experts import Weights, split_experts
+from batchgen.models.layers import embed, post_attention, pre_attention, rope_table, rotary_options
 from batchgen.ops import dispatch as ops
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
@@ -35,14 +36,15 @@ class ChannelImportance:
         self._seqs, self._tokens = token_ids.shape
         self._positions = torch.arange(self._tokens).repeat(self._seqs)
         self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
-        self._rope = rope_table(config, self._tokens) if config.rope else None
+        self._layer = 0
 
-    def next_layer(self, weights: Weights) -> dict[str, Tensor]:
+    def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
         """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero.
 
-        weights: as `Checkpoint.load_layer` gives them; all layers in turn.
+        tensors: as `Checkpoint.load_layer` gives them; all layers in turn.
         """
         config = self._config
+        weights = split_experts(config, tensors)
         seen: dict[str, Tensor] = {}
 
         def on_input(name: str, x: Tensor) -> None:
@@ -50,7 +52,9 @@ class ChannelImportance:
 
         with torch.inference_mode():
             qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
-            options = rotary_options(config, weights, self._rope, self._positions)
+            rope = config.rope_of(self._layer)
+            table = rope_table(rope, config.head_dim, self._tokens) if rope else None
+            options = rotary_options(config, weights, table, self._positions)
             q, k, v = (
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
                 for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)
@@ -58,6 +62,7 @@ class ChannelImportance:
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
             self._hidden = post_attention(config, weights, self._hidden, attended, on_input=on_input)
+        self._layer += 1
         return seen
 
 

@@ -7,23 +7,20 @@ configuration only. Tensor names are those of `checkpoint.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
+from batchgen.models.experts import OnInput, Weights, experts
+from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
-Weights = Mapping[str, ops.Weight]
 Rope = tuple[Tensor, Tensor]
-# (name of a matrix, what it is multiplied with [tokens, in])
-OnInput = Callable[[str, Tensor], None]
 
 
-# The matrix that is multiplied with "silu_mul".
-GATED = "gate_up.weight"
+# The matrix of a gate and what it is multiplied with, of each expert.
+GATED = "gate_up."
 
 
 def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
@@ -38,17 +35,21 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tenso
     return ops.norm(x, weights[f"{name}.weight"], bias, config.norm_eps, out)
 
 
-def rope_table(config: ModelConfig, num_positions: int) -> Rope:
-    """Cos and sin, fp32 [num_positions, head_dim / 2], with yarn's attention scaling in them."""
-    inv_freq = torch.tensor(config.rope.inv_freq(config.head_dim), dtype=torch.float32)
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
+    """Cos and sin, fp32 [num_positions, head_dim / 2], with the attention scaling in them. Pairs that are not rotated stay."""
+    inv_freq = torch.tensor(rope.inv_freq(head_dim, num_positions), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    scaling = config.rope.attention_scaling()
-    return angles.cos() * scaling, angles.sin() * scaling
+    scaling = rope.attention_scaling()
+    rest = (0, head_dim // 2 - len(inv_freq))
+    return F.pad(angles.cos() * scaling, rest, value=1.0), F.pad(angles.sin() * scaling, rest)
 
 
 def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor) -> Tensor:
     """Hidden states [tokens, hidden] of token_ids [tokens] at positions [tokens]."""
     hidden = F.embedding(token_ids, weights["embed.weight"])
+    if config.embedding_scale != 1:
+        # Rounded to the dtype first, as the models were trained.
+        hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype).item()
     if "embed_proj.weight" in weights:
         hidden = linear(weights, "embed_proj", hidden)
     if "positions.weight" in weights:
@@ -71,7 +72,7 @@ def pre_attention(
 def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict:
     """What `ops.rotary` and `ops.rotary_store` are told of a layer. rope: of `rope_table`; None with learned positions."""
     return {
-        "scale": config.head_dim**-0.5,
+        "scale": config.attention_scale,
         "rope": rope,
         "positions": positions,
         "norms": (weights["q_norm.weight"], weights["k_norm.weight"]) if config.qk_norm else None,
@@ -86,21 +87,38 @@ def post_attention(
     attention: Tensor,
     out: Tensor | None = None,
     on_input: OnInput | None = None,
+    *,
+    by_expert: bool = True,
 ) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
 
-    out: where it goes, `hidden` perhaps.
+    out: where it goes, `hidden` perhaps. by_expert: as of `experts`.
     """
-    hidden = linear(weights, "out", attention, on_input, residual=hidden, out=out)
+    hidden = _added(config, weights, "out", attention, hidden, out, on_input)
     if not config.norm_first:
         hidden = norm(config, weights, "input_norm", hidden, out)
     x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
-    if config.gated_mlp:
-        x = linear(weights, "gate_up", x, on_input, activation="silu_mul")
-    else:
-        x = linear(weights, "up", x, on_input, activation=config.activation)
-    hidden = linear(weights, "down", x, on_input, residual=hidden, out=out)
+    if config.num_experts:
+        return torch.add(hidden, experts(config, weights, x, on_input, by_expert=by_expert), out=out)
+    x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
+    hidden = _added(config, weights, "down", x, hidden, out, on_input)
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
+
+
+def _added(  # the operands of a linear layer
+    config: ModelConfig,
+    weights: Weights,
+    name: str,
+    x: Tensor,
+    hidden: Tensor,
+    out: Tensor | None,
+    on_input: OnInput | None,
+) -> Tensor:
+    """`hidden` and what the linear layer makes of x, normed where the model has a norm for it."""
+    if not config.output_norms:
+        return linear(weights, name, x, on_input, residual=hidden, out=out)
+    y = linear(weights, name, x, on_input)
+    return torch.add(hidden, norm(config, weights, f"{name}_norm", y, y), out=out)
 
 
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
@@ -109,6 +127,7 @@ def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tens
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
-def logits(x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
+def logits(config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
     """fp32 logits [tokens, rows] of `before_logits`' x, for rows [rows, embed] of the output matrix. out: where they go."""
-    return ops.linear(x, rows, out=out, out_dtype=torch.float32)
+    made = ops.linear(x, rows, out=out, out_dtype=torch.float32)
+    return made.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap) if config.logit_softcap else made

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from batchgen.core.errors import InputError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary positions: the base frequency and how it is scaled for longer contexts.
 
-    kind: "default", "linear", "llama3" or "yarn". factor: how many times longer the context becomes.
+    kind: one of ROPE_KINDS. factor: how many times longer the context becomes.
     original_max_position: the context length before scaling, in tokens (llama3, yarn). low_freq_factor,
     high_freq_factor: llama3 only. beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate:
-    yarn only. factors: divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
+    yarn only (attention_factor: longrope too). short_factors, long_factors: longrope only, divisors per frequency for engines
+    whose context is within original_max_position, and for others. rotated: so many first values of a head are rotated, the
+    others stay; None: all. factors: divisor per frequency, `head_dim // 2` of them (a GGUF's `rope_freqs` tensor).
     """
 
     theta: float
@@ -35,23 +39,38 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] | None = None
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    rotated: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise InputError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if not self.theta > 1 or not self.factor > 0:
             raise InputError(f"rope theta {self.theta} and factor {self.factor} must be above 1 and above 0")
-        if self.kind in ("llama3", "yarn") and not self.original_max_position:
+        if self.kind in ("llama3", "yarn", "longrope") and not self.original_max_position:
             raise InputError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.kind == "longrope" and (self.short_factors is None or self.long_factors is None):
+            raise InputError("rope type 'longrope' needs short_factor and long_factor")
+        if self.rotated is not None and (self.rotated < 2 or self.rotated % 2):
+            raise InputError(f"rotary positions need an even number of rotated values, not {self.rotated}")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise InputError("rope type 'llama3' needs high_freq_factor above low_freq_factor")
 
-    def inv_freq(self, head_dim: int) -> tuple[float, ...]:
-        """Radians per position of each of the `head_dim // 2` rotated pairs, as float32 values.
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RopeConfig:
+        """From the fields as JSON has them, where tuples are lists."""
+        return cls(**{name: tuple(field) if isinstance(field, list) else field for name, field in value.items()})
+
+    def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
+        """Radians per position of each of the rotated pairs, `head_dim // 2` unless `rotated` says less, as float32 values.
+
+        context: the longest that sequences get, in tokens, which longrope's factors are chosen by.
 
         Follows transformers operation by operation in float32. The powers are correctly rounded, where those
         of torch may be one unit in the last place off, differently on each instruction set.
         """
+        head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
         freqs = 1.0 / powers
@@ -61,9 +80,18 @@ class RopeConfig:
             freqs = self._llama3(freqs)
         elif self.kind == "yarn":
             freqs = self._yarn(powers, head_dim)
+        elif self.kind == "longrope":
+            factors = self.long_factors if context > self.original_max_position else self.short_factors
+            freqs = 1.0 / (np.array(factors, dtype=np.float32) * powers)
         if self.factors is not None:
             freqs = freqs / np.array(self.factors, dtype=np.float32)
         return tuple(freqs.tolist())
+
+    def row_order(self, head_dim: int) -> tuple[int, ...]:
+        """The order of a head's values in which value i is rotated with value i + head_dim / 2, where `rotated` says less."""
+        half, rest = self.rotated // 2, (head_dim - self.rotated) // 2
+        first = (*range(half), *range(self.rotated, self.rotated + rest))
+        return (*first, *range(half, self.rotated), *range(self.rotated + rest, head_dim))
 
     def _llama3(self, freqs: np.ndarray) -> np.ndarray:
         """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
@@ -93,7 +121,13 @@ class RopeConfig:
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
     def attention_scaling(self) -> float:
-        """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn."""
+        """Multiplier on cos and sin (so its square is on the attention scores); 1 except for yarn and longrope."""
+        if self.kind == "longrope":
+            if self.attention_factor is not None:
+                return self.attention_factor
+            return (
+                1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
+            )
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:

@@ -19,7 +19,7 @@ from batchgen.core.dtypes import WEIGHT_CODE_BITS
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
-from batchgen.ops.instruction_set import instruction_set
+from batchgen.ops.instruction_set import instruction_set, num_threads  # noqa: F401 num_threads is of this module, too
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
@@ -30,7 +30,8 @@ GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5}
+GATED = ("silu_mul", "gelu_tanh_mul")
 MAX_HEAD_DIM = 256
 
 
@@ -58,11 +59,6 @@ def using(name: str) -> Iterator[None]:
         yield
     finally:
         _kernels.use(before)
-
-
-def num_threads() -> int:
-    """Threads that a loop of the kernels is shared by."""
-    return _kernels.num_threads()
 
 
 def run_alone() -> None:
@@ -103,7 +99,7 @@ def attention_plan(
     return made
 
 
-def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None, softcap: float = 0.0) -> Tensor:
     """As `ops.paged_attention`; out: where it goes, of q's shape."""
     out = torch.empty_like(q) if out is None else out
     (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
@@ -118,6 +114,7 @@ def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = N
         kv.data_ptr(),
         TYPES[kv.dtype],
         head_dim,
+        softcap,
     )
     return out
 
@@ -171,7 +168,7 @@ def packed_grows(dtype: torch.dtype, isa: str = "") -> bool:
 
 
 def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
-    """Pack a weight [columns, depth] for `linear`. gated: for "silu_mul". isa: the set that reads it; "": the process's."""
+    """Pack a weight [columns, depth] for `linear`. gated: for an activation that is. isa: the set that reads it; "": the process's."""
     columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
     isa = isa or instruction_set()
@@ -201,7 +198,7 @@ def linear(
 ) -> Tensor:
     """activation(x weightᵀ + bias) + residual, for x [tokens, depth], weight [columns, depth].
 
-    With "silu_mul" the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
+    With a gated activation the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
     says.
     """
@@ -210,7 +207,7 @@ def linear(
     stored, isa = (weight, "") if plain else (weight.data, weight.isa)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
     columns = weight.shape[0]
-    gated = activation == "silu_mul"
+    gated = activation in GATED
     if out is None:
         out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
     out_stride, out_unit = out.stride()

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 Weight = Tensor | PackedWeight | BoundWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
+# Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
+# checks up to here that a row's result does not depend on how many there are.
+TORCH_ROWS = 512
 
 
 @lru_cache
@@ -70,13 +73,14 @@ def linear(
             [columns, int8.row_bytes(depth)], which x is multiplied with as integers (`int8`): by the kernels on the CPU, and
             elsewhere by torch.
         bias: [columns].
-        activation: None, "relu", "gelu", "gelu_tanh", or "silu_mul": silu of the first half of columns times the second one.
+        activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of columns times the second one,
+            or "gelu_tanh_mul".
         residual: [tokens, columns of the result], added at the end.
         out: Where the result goes, of x's dtype or fp32; it may be the residual itself.
         out_dtype: Of a new tensor, where `out` is None; None: x's.
 
     Returns:
-        [tokens, columns], or half the columns with "silu_mul".
+        [tokens, columns], or half the columns with a gated activation.
     """
     options = {"activation": activation, "residual": residual, "out": out, "out_dtype": out_dtype}
     if x.is_cpu:
@@ -95,9 +99,32 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(kernels.num_threads())
     try:
-        return reference.linear(x, weight, bias, **options)
+        if len(x) <= TORCH_ROWS:
+            return reference.linear(x, weight, bias, **options)
+        return _in_parts(x, weight, bias, **options)
     finally:
         torch.set_num_threads(before)
+
+
+def _in_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """`reference.linear`, TORCH_ROWS rows at a time."""
+    columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
+    if out is None:
+        out = x.new_empty(len(x), columns, dtype=out_dtype)
+    for start in range(0, len(x), TORCH_ROWS):
+        some = slice(start, start + TORCH_ROWS)
+        rest = None if residual is None else residual[some]
+        reference.linear(x[some], weight, bias, activation=activation, residual=rest, out=out[some])
+    return out
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight:
@@ -105,7 +132,7 @@ def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight
 
     Args:
         weight: [columns, depth], or rows of 8 bits.
-        gated: For "silu_mul": the gate's rows stand before those it is multiplied with.
+        gated: For a gated activation: the gate's rows stand before those it is multiplied with.
         isa: What is to multiply it on the CPU, an instruction set or TORCH; "": the process's set.
 
     Returns:
@@ -265,7 +292,9 @@ def can_capture(device: torch.device, head_dim: int, group: int, block_size: int
     )
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None, *, softcap: float = 0.0
+) -> Tensor:
     """Attend causally from packed query tokens to paged KV, prefill and decode in one call.
 
     Args:
@@ -273,6 +302,7 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
         kv: [num_blocks, 2, kv_heads, block_size, width]; the tokens' own K and V are already there.
         plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
         out: Where the result goes, of q's shape.
+        softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma Team, 2024, section 2); 0: they stay.
 
     Returns:
         [tokens, heads * head_dim].
@@ -283,7 +313,7 @@ def paged_attention(q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor 
         compute = reference.paged_attention
     else:
         compute = _triton().paged_attention
-    return compute(q, kv, plan, out).flatten(1)
+    return compute(q, kv, plan, out, softcap).flatten(1)
 
 
 def rotates_keys(kv_dtype: torch.dtype) -> bool:

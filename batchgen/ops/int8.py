@@ -113,7 +113,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `ops.linear`, of a weight in rows of 8 bits, on any device. Sums are made in fp64, where they are exact."""
-    columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
+    columns = len(weight) // 2 if activation in _GATES else len(weight)
     if out is None:
         out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
     rotated = is_rotated(weight)
@@ -137,9 +137,9 @@ def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
 
 def _finished(y: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> Tensor:
     y = y + (0.0 if bias is None else bias.float())
-    if activation == "silu_mul":
+    if activation in _GATES:
         gate, up = y.chunk(2, dim=-1)
-        y = gate * _sigmoid(gate) * up
+        y = _GATES[activation](gate) * up
     elif activation is not None:
         y = _ACTIVATIONS[activation](y)
     return y if residual is None else y + residual.float()
@@ -193,3 +193,4 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu_mul": lambda x: x * _sigmoid(x), "gelu_tanh_mul": _gelu_tanh}

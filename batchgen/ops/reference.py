@@ -66,18 +66,20 @@ def prepare_attention(
     )
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: DeviceAttentionPlan, out: Tensor | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, plan: DeviceAttentionPlan, out: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
     """As `ops.paged_attention`."""
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
     # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
     lse = torch.empty(tokens, heads, device=q.device) if plan.shared else None
     for group, pages, mask in plan.decode:
-        _decode_group(q, kv, group, pages, mask, out, lse)
+        _decode_group(q, kv, group, pages, mask, out, lse, softcap)
     for item, pages in plan.prefill:
-        _prefill_item(q, kv, item, pages, out, lse)
+        _prefill_item(q, kv, item, pages, out, lse, softcap)
     for item, pages in plan.shared:
-        _shared_item(q, kv, item, pages, out, lse)
+        _shared_item(q, kv, item, pages, out, lse, softcap)
     return out
 
 
@@ -91,12 +93,16 @@ def _gather(q: Tensor, kv: Tensor, pages: Tensor, batch: int) -> tuple[Tensor, T
     return tuple(gathered)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool, softcap: float
+) -> tuple[Tensor, Tensor | None]:
     """softmax(q kᵀ + mask) v for q [batch, rows, dim], k and v [batch, keys, dim]; and the log-sum-exp.
 
     mask: additive [a, b, c, m] over scores seen as [a, ., c or broadcast, keys], for the last m keys.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         masked = scores.view(mask.shape[0], -1, mask.shape[2] if mask.shape[2] > 1 else q.shape[1], scores.shape[2])
         masked[..., -mask.shape[3] :].add_(mask)
@@ -108,12 +114,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, want_lse: bool
     return torch.bmm(weights, v), lse
 
 
-def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse) -> None:
+def _decode_group(q, kv, group: DecodeGroup, pages, mask, out, lse, softcap) -> None:
     kv_heads, head_dim = kv.shape[2], q.shape[2]
     n = group.stop - group.start
     k, v = _gather(q, kv, pages, n * kv_heads)
     rows = q[group.start : group.stop].reshape(n * kv_heads, -1, head_dim)
-    result, part = _attend(rows, k, v, mask, lse is not None)
+    result, part = _attend(rows, k, v, mask, lse is not None, softcap)
     out[group.start : group.stop] = result.view(n, -1, head_dim)
     if lse is not None:
         lse[group.start : group.stop] = part.view(n, -1)
@@ -148,7 +154,7 @@ def _causal_mask(queries: int, keys: int, window: int | None, dtype: torch.dtype
     return torch.zeros(1, 1, *hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
-def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
+def _prefill_item(q, kv, item: PrefillItem, pages, out, lse, softcap) -> None:
     kv_heads = kv.shape[2]
     k, v = _gather(q, kv, pages, kv_heads)
     count = item.stop - item.start
@@ -159,20 +165,20 @@ def _prefill_item(q, kv, item: PrefillItem, pages, out, lse) -> None:
         first = 0 if item.window is None else max(0, item.query_offset + a - item.window + 1)
         mask = _causal_mask(b - a, last - first, item.window, q.dtype, q.device)
         rows = _by_kv_head(q[item.start + a : item.start + b], kv_heads)
-        result, part = _attend(rows, k[:, first:last], v[:, first:last], mask, lse is not None)
+        result, part = _attend(rows, k[:, first:last], v[:, first:last], mask, lse is not None, softcap)
         out[item.start + a : item.start + b] = _by_token(result, b - a)
         if lse is not None:
             lse[item.start + a : item.start + b] = _by_token(part, b - a)
 
 
-def _shared_item(q, kv, item: SharedItem, pages, out, lse) -> None:
+def _shared_item(q, kv, item: SharedItem, pages, out, lse, softcap) -> None:
     """Attention of many sequences' tokens over one shared prefix: K and V are read once for all of them."""
     kv_heads = kv.shape[2]
     k, v = _gather(q, kv, pages, kv_heads)
     step = _tile_rows(q, k.shape[1])
     for a in range(item.start, item.stop, step):
         b = min(a + step, item.stop)
-        result, part = _attend(_by_kv_head(q[a:b], kv_heads), k, v, None, True)
+        result, part = _attend(_by_kv_head(q[a:b], kv_heads), k, v, None, True, softcap)
         result, part = _by_token(result, b - a), _by_token(part, b - a)
         # Merge the two softmaxes: their weights are in proportion to exp(lse), exact up to rounding.
         weight = torch.sigmoid(part - lse[a:b])[..., None]
@@ -193,9 +199,9 @@ def linear(
     if weight.dtype == torch.int8:
         return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
-    if activation == "silu_mul":
+    if activation in _GATES:
         gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate).mul_(up)
+        y = _GATES[activation](gate).mul_(up)
     elif activation is not None:
         y = _ACTIVATIONS[activation](y)
     if residual is not None:
@@ -210,6 +216,7 @@ _ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+_GATES = {"silu_mul": F.silu, "gelu_tanh_mul": _ACTIVATIONS["gelu_tanh"]}
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:

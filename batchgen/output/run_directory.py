@@ -20,6 +20,7 @@ from typing import Any
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
@@ -27,9 +28,18 @@ from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
-from batchgen.output.manifest import Manifest, describe_changes
+from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels
 from batchgen.output.part_writer import PartWriter
-from batchgen.output.parts import DamagedPart, part_output_lens, part_paths, scan_part, set_aside
+from batchgen.output.parts import (
+    DamagedPart,
+    missing_parts,
+    next_part_number,
+    part_origin,
+    part_output_lens,
+    part_paths,
+    scan_part,
+    set_aside,
+)
 from batchgen.output.row_map import DoneRows
 
 # A file of each kind that a run directory has.
@@ -169,7 +179,9 @@ class Run:
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
-        self._writer = PartWriter(self.parts_dir, self.done_rows, **limits)
+        kernels = None if self.kernels is None else self.kernels.to_json()
+        origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
+        self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
         return self._writer
 
     def save(self) -> int:
@@ -218,7 +230,7 @@ class Run:
             self._write_manifest(replace(self._manifest, may_replace=True))
             for path, target in moves:
                 replace_durably(path, target)
-            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes)
+            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes, parts=0)
             self._write_manifest(complete)
         except OSError as error:
             raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
@@ -245,9 +257,15 @@ class Run:
 
     def close(self) -> None:
         """Let go of the output. The kernel does it too when the process ends."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            if self._writer is not None:
+                with contextlib.suppress(OSError):  # it only tells of parts that are deleted later
+                    self._note_parts()
+        finally:
+            os.close(lock)
 
     def __enter__(self) -> Run:
         return self
@@ -263,16 +281,14 @@ class Run:
         if overwrite:
             self._start_afresh(may_replace=True)
             return
-        held = Manifest.read(self.directory / "manifest.json")
+        held = self._read_manifest()
         if held is None:
-            if part_paths(self.parts_dir):
-                raise InputError(f"{self.directory} has rows but no manifest: start again with --overwrite")
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
             return
         is_complete, is_intact = held.state == "complete", self._is_intact(held)
         if not is_intact or retry_failed:
-            self._scan_parts()
+            self._scan_parts(held.parts)
         if not self._belongs_here(held, is_intact, resume):
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
@@ -333,7 +349,35 @@ class Run:
         self._delete_parts()
         self._write_manifest(replace(self._manifest, may_replace=may_replace))
 
-    def _scan_parts(self) -> None:
+    def _read_manifest(self) -> Manifest | None:
+        """The manifest that is there. One that is damaged or gone is made again if all parts are of this very job."""
+        path = self.directory / "manifest.json"
+        try:
+            held = Manifest.read(path)
+            if held is not None or not part_paths(self.parts_dir):
+                return held
+            problem = InputError(f"{self.directory} has rows but no manifest: start again with --overwrite")
+        except DamagedManifest as error:
+            problem = error
+        origins = []
+        for part in part_paths(self.parts_dir):
+            with contextlib.suppress(DamagedPart):  # it will be set aside
+                origins.append(part_origin(part))
+        own = json_sha256(self._manifest.fingerprint)
+        if not origins or any(origin.get("fingerprint") != own for origin in origins):
+            raise problem
+        self.notices.append(f"{path} was damaged or gone: it is made again from {len(origins)} parts of this job")
+        return replace(self._manifest, kernels=read_kernels(origins[-1].get("kernels")))
+
+    def _note_parts(self) -> None:
+        count = next_part_number(self.parts_dir)
+        if count != self._manifest.parts:
+            self._write_manifest(replace(self._manifest, parts=count))
+
+    def _scan_parts(self, written: int) -> None:
+        if gone := missing_parts(self.parts_dir, written):
+            names = gone[0] if len(gone) == 1 else f"{gone[0]} and {len(gone) - 1:,} more parts"
+            self.notices.append(f"{names} of {self.parts_dir} deleted: rows that were nowhere else are computed again")
         for path in part_paths(self.parts_dir):
             try:
                 groups = list(scan_part(path))  # all of it first: damage anywhere costs the whole part

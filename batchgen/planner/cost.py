@@ -45,16 +45,23 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's matrix products: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
     Changed: the rate depends on the tokens of one micro-batch (equal parts of the sweep), and prefill and decode tokens
-    ride together.
+    ride together. Each expert multiplies the tokens that chose it, on average.
     """
     if phase.tokens == 0:
         return 0.0
     # Products of 8 bits have rates of their own; where these are not known, they count as if in the compute format.
     known_int8 = s.weight_format == INT8 and s.rates.has_rates("gemm_flops_per_s", INT8)
-    rate = s.rates.rates("gemm_flops_per_s", INT8 if known_int8 else s.compute_format).at(
-        width=s.model.hidden_size, tokens=max(1.0, phase.tokens / s.num_gpu_batches)
-    )
-    return 2 * s.model.matmul_params_per_layer * phase.tokens / rate
+    rates = s.rates.rates("gemm_flops_per_s", INT8 if known_int8 else s.compute_format)
+    model, batch_tokens = s.model, phase.tokens / s.num_gpu_batches
+
+    def seconds(params: int, tokens: float) -> float:
+        return 2 * params * phase.tokens / rates.at(width=model.hidden_size, tokens=max(1.0, tokens))
+
+    if not model.num_experts:
+        return seconds(model.matmul_params_per_layer, batch_tokens)
+    chosen = model.experts_per_token * model.expert_params
+    of_each = batch_tokens * model.experts_per_token / model.num_experts
+    return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + seconds(chosen, of_each)
 
 
 def _with_kv(s: CostInputs, kind: str) -> Rates:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
+from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
@@ -121,6 +121,17 @@ def _predict(
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
+        stages=_stages(candidate, at, sweeps_s + rows_s),
+    )
+
+
+def _stages(candidate: Candidate, at: Placement, total_s: float) -> tuple[Stage, ...]:
+    """The phases of a job, stretched to the seconds that its sweeps and rows take in all."""
+    own_s = [job_seconds(candidate.inputs, (phase,), at) for phase in candidate.phases]
+    longer = total_s / sum(own_s)
+    return tuple(
+        Stage(seconds * longer, phase.sweeps * phase.tokens)
+        for seconds, phase in zip(own_s, candidate.phases, strict=True)
     )
 
 
@@ -308,6 +319,11 @@ def _price_lines(plan: Plan) -> list[str]:
 
 def compare(plans: list[tuple[str, Plan]]) -> list[str]:
     """Plans side by side, the first one the current."""
+    return aligned(compare_rows(plans))
+
+
+def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
+    """A row of cells for what is compared, of which the first names it; the first row names the plans."""
     base = plans[0][1].prediction.total_s
 
     def rows_of(label: str, value: Callable[[Plan], str]) -> list[str]:
@@ -321,22 +337,20 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
 
         return fractions
 
-    return aligned(
-        [
-            ["", *(label for label, _ in plans)],
-            rows_of("hardware", lambda p: p.hardware),
-            rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
-            rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
-            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
-            if plans[0][1].workload.task == "generate"
-            else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
-            rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
-            rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
-            rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
-            rows_of("weights", placed("weights")),
-            rows_of("KV", placed("KV")),
-        ]
-    )
+    return [
+        ["", *(label for label, _ in plans)],
+        rows_of("hardware", lambda p: p.hardware),
+        rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
+        rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
+        rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
+        if plans[0][1].workload.task == "generate"
+        else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
+        rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
+        rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
+        rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
+        rows_of("weights", placed("weights")),
+        rows_of("KV", placed("KV")),
+    ]
 
 
 def frontier_lines(problem: Problem) -> list[str]:

@@ -7,11 +7,8 @@ carried out. Both come from the same rows.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 
 import pulp
 
@@ -19,6 +16,7 @@ from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement
+from batchgen.planner.solver_banner import silence_banner
 
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.
@@ -288,7 +286,7 @@ class _Programme:
         self.problem.setObjective(pulp.lpSum(moving))
 
     def solve(self) -> bool:
-        _load_solver()
+        silence_banner()
         status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
         return bool(status == pulp.LpStatusOptimal)
 
@@ -315,22 +313,6 @@ class _Programme:
                 saved = price * _value(expression) * (1 - 1 / 1.1)
                 lanes[lane] = lanes.get(lane, 0.0) + saved
         return memory, lanes
-
-
-@cache
-def _load_solver() -> None:
-    """Load HiGHS with nowhere to print: the first time, it prints its name to where plans go, even if told not to (1.16)."""
-    import highspy
-
-    sys.stdout.flush()
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        highspy.Highs()  # type: ignore[no-untyped-call]
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nowhere)
 
 
 def _value(expression: pulp.LpAffineExpression | pulp.LpVariable | float) -> float:

@@ -199,7 +199,7 @@ def gemm_rates(
             qkv, out, up, down = layers[i % len(layers)]
             ops.linear(inputs[width], qkv)
             ops.linear(inputs[attention], out, residual=inputs[width])
-            ops.linear(inputs[width], up, activation="silu_mul" if model.gated_mlp else "relu")
+            ops.linear(inputs[width], up, activation=model.mlp_activation if model.gated_mlp else "relu")
             ops.linear(inputs[inner], down, residual=inputs[width])
 
         return Trial(2 * tokens * sum(sizes), run)
@@ -299,7 +299,8 @@ def paged_attention(
     windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5
-    return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared)
+    softcap = model.attention_softcap
+    return lambda i: ops.paged_attention(q, windows[i % len(windows)], prepared, softcap=softcap)
 
 
 def paged_kv(pool: Tensor, model: ModelConfig, kv_format: str | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.models import layers
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
+from batchgen.models.rope import RopeConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
@@ -100,11 +101,11 @@ class Executor:
             config, weights.dtype, tiers.arenas, options.batches_on_host, options.batch_tokens, options.delegated_seqs
         )
         self._logits: Tensor | None = None
-        self._rope = None
-        if config.rope:
+        self._ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
+        for rope in {config.rope_of(layer) for layer in range(config.num_layers)} - {None}:
             with _kernels_alone():
-                cos, sin = layers.rope_table(config, options.max_positions)
-            self._rope = cos.to(self._device), sin.to(self._device)
+                cos, sin = layers.rope_table(rope, config.head_dim, options.max_positions)
+            self._ropes[rope] = cos.to(self._device), sin.to(self._device)
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
@@ -389,12 +390,15 @@ class Executor:
             options = self._rotary(step, b, part.tokens)
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
             q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
-            b.attended[residency] = ops.paged_attention(q, kv, part.plans[window])
+            b.attended[residency] = ops.paged_attention(
+                q, kv, part.plans[window], softcap=self.config.attention_softcap
+            )
 
     def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
         positions = b.positions if len(b.parts) == 1 else b.positions[tokens]
-        return layers.rotary_options(self.config, tensors, self._rope, positions)
+        rope = self._ropes[self.config.rope_of(step.layer)]
+        return layers.rotary_options(self.config, tensors, rope, positions)
 
     def _send_qkv(self, step: Step, b: _Batch) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
@@ -418,7 +422,7 @@ class Executor:
         kv = self.kv_cache.pools["cpu"][step.layer]
         plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
         q, out = b.for_cpu.pop(step.layer)
-        ops.paged_attention(q, kv, plan, out=out)
+        ops.paged_attention(q, kv, plan, out=out, softcap=self.config.attention_softcap)
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
@@ -434,8 +438,9 @@ class Executor:
         if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
             attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
         tensors = self.weights.layer(step.layer, step.weight_slot)
+        by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
         for part, attended in self._chunks(hidden, attention):
-            layers.post_attention(self.config, tensors, part, attended, part)
+            layers.post_attention(self.config, tensors, part, attended, part, by_expert=by_expert)
         b.hidden = hidden
 
     def _chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
@@ -461,11 +466,12 @@ class Executor:
             count = self._options.logit_rows or len(wanted)
             for i in range(0, len(wanted), count):
                 part = b.hidden[i : i + count]
-                self._take(wanted[i : i + count], layers.logits(part, rows, self._logits_of(part, rows)), start)
+                made = layers.logits(self.config, part, rows, self._logits_of(part, rows))
+                self._take(wanted[i : i + count], made, start)
         else:
             if start == 0:
                 b.logits = torch.empty(len(wanted), self.config.vocab_size, device=self._device)
-            b.logits[:, start:stop] = layers.logits(b.hidden, rows)
+            b.logits[:, start:stop] = layers.logits(self.config, b.hidden, rows)
             if stop == self.config.vocab_size:
                 self._take(wanted, b.logits, 0)
         if stop == self.config.vocab_size:

@@ -46,7 +46,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
         longest, sampling: tokens of one sequence; of most rows.
         sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
     """
-    if sampling.repetition_penalty != 1.0:
+    if sampling.penalizes_output:
         sampled_token = 0
     numbers = count()
 

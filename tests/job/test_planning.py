@@ -60,7 +60,7 @@ def complaint(function, *args, **options):
 class TestFindHardware:
     @pytest.fixture(autouse=True)
     def nothing_is_measured(self, monkeypatch):
-        monkeypatch.setattr(planning, "load_or_measure", lambda *args, **options: cpu_box(name="measured"))
+        monkeypatch.setattr(planning, "recall_or_measure", lambda *args, **options: cpu_box(name="measured"))
         monkeypatch.delenv(HARDWARE_VARIABLE, raising=False)
 
     def find(self, name, tmp_path):

@@ -26,16 +26,19 @@ VARIANTS = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {"attention_bias": True}),
+    ("gemma2", {"tie_word_embeddings": False}),
 ]
 
 
 def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     """Embeddings, layers and head, put together by hand from a transformers model."""
-    opt = model.config.model_type == "opt"
+    family = model.config.model_type
+    opt = family == "opt"
     decoder = model.model.decoder if opt else model.model
 
     def params(module, name):
-        return {f"{name}.{kind}": value.detach() for kind, value in module.named_parameters()}
+        one = name.endswith("norm") and family.startswith("gemma")  # which multiply with 1 + w
+        return {f"{name}.{kind}": value.detach() + one for kind, value in module.named_parameters()}
 
     def fused(name, *modules):
         parts = [params(module, name) for module in modules]
@@ -46,7 +49,10 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     layers = []
     for layer in decoder.layers:
         attention = layer.self_attn
-        tensors = fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        if family == "phi3":
+            tensors = params(attention.qkv_proj, "qkv")
+        else:
+            tensors = fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
         if opt:
             tensors |= params(layer.self_attn_layer_norm, "input_norm")
             tensors |= params(layer.final_layer_norm, "post_norm")
@@ -54,11 +60,24 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             tensors |= params(layer.fc1, "up") | params(layer.fc2, "down")
         else:
             tensors |= params(layer.input_layernorm, "input_norm")
-            tensors |= params(layer.post_attention_layernorm, "post_norm")
+            if family.startswith("gemma"):
+                tensors |= params(layer.post_attention_layernorm, "out_norm")
+                tensors |= params(layer.pre_feedforward_layernorm, "post_norm")
+                tensors |= params(layer.post_feedforward_layernorm, "down_norm")
+            else:
+                tensors |= params(layer.post_attention_layernorm, "post_norm")
             tensors |= params(attention.o_proj, "out")
-            tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
-            tensors |= params(layer.mlp.down_proj, "down")
-        if model.config.model_type == "qwen3":
+            if family in ("mixtral", "qwen3_moe"):
+                tensors |= params(layer.mlp.gate, "router")
+                stacked = {"gate_up": layer.mlp.experts.gate_up_proj, "down": layer.mlp.experts.down_proj}
+                tensors |= {f"{name}.weight": value.detach().flatten(0, 1) for name, value in stacked.items()}
+            elif family == "phi3":
+                tensors |= params(layer.mlp.gate_up_proj, "gate_up")
+            else:
+                tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
+            if family not in ("mixtral", "qwen3_moe"):
+                tensors |= params(layer.mlp.down_proj, "down")
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
         layers.append(tensors)
     if opt:

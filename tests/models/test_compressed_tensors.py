@@ -12,6 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.hf_fields import MIXTURES
 from batchgen.models.weight_store import open_store
 from batchgen.ops import int8
 
@@ -56,7 +57,7 @@ def state(path, quantization):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
 def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     stored = make_quantized(family, tmp_path / "model", scale_dtype)
     files = resolve_model(str(tmp_path / "model"))
@@ -64,6 +65,8 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     inner = "fc1" if family == "opt" else "gate_proj"
     for layer in range(checkpoint.config.num_layers):
         parts = {"qkv": ["q_proj", "k_proj", "v_proj"], ("up" if family == "opt" else "gate_up"): [inner]}
+        if family == "phi3":
+            parts = {"qkv": ["qkv_proj"], "gate_up": ["gate_up_proj"]}
         packed, numbers = (load(layer, torch.float32) for load in (checkpoint.load_int8_layer, checkpoint.load_layer))
         for name, members in parts.items():
             pairs = [next(v for k, v in stored.items() if f"layers.{layer}." in k and m in k) for m in members]
@@ -78,6 +81,13 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     kept = open_checkpoint(resolve_model(str(store.path))).load_int8_layer(1, torch.float32)
     again = checkpoint.load_int8_layer(1, torch.float32)
     assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_refused(tmp_path, family):
+    make_quantized(family, tmp_path / "model")
+    with pytest.raises(InputError, match="mixture-of-experts"):
+        open_checkpoint(resolve_model(str(tmp_path / "model")))
 
 
 def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
@@ -126,6 +136,13 @@ REFUSED = {
     "W8A16 (int-quantized, nothing stated)": scheme(activations=None),
     "W16A16 (no format)": {"quant_method": "compressed-tensors"},
     "kv_cache_scheme": scheme(kv_cache_scheme={"num_bits": 8}),
+    "transform_config": scheme(transform_config={"config_groups": {"u": {"type": "hadamard"}}}),
+    "sparsity_config": scheme(sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}),
+    "a sparsity_config": scheme(sparsity_config="sparse-bitmask"),
+    "config_groups.group_0 must be a scheme, not None": scheme(config_groups={"group_0": None}),
+    "config_groups.group_1 must be a scheme, not []": scheme(
+        config_groups={"group_0": scheme()["config_groups"]["group_0"], "group_1": []}
+    ),
     "quant_method 'awq'": {"quant_method": "awq"},
 }
 
@@ -137,6 +154,28 @@ def test_other_schemes_are_refused_by_name(tmp_path, named):
     with pytest.raises(InputError) as caught:
         read_config(resolve_model(str(tmp_path / "model")))
     assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_says_nothing_is_allowed(tmp_path):
+    make_tiny_model("llama", tmp_path / "model")
+    dense = {"format": "dense", "global_sparsity": 0.0, "sparsity_structure": "unstructured"}
+    for sparsity in (None, {}, dense):
+        state(tmp_path / "model", scheme(transform_config={}, sparsity_config=sparsity))
+        read_config(resolve_model(str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("scale", [-0.5, -0.0, float("nan"), float("inf")])
+def test_scales_that_would_mean_something_else_are_named(tmp_path, scale):
+    make_quantized("llama", tmp_path / "model")
+    path, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight_scale"
+    tensors = load_file(path)
+    tensors[name][3] = scale
+    save_file(tensors, path, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path / "model")))
+    for load in (checkpoint.load_int8_layer, checkpoint.load_layer):
+        load(0, torch.float32)
+        with pytest.raises(InputError, match=f"{name} in .* has scales that are negative or no numbers"):
+            load(1, torch.float32)
 
 
 @pytest.mark.parametrize("broken", ["a float layer", "a scale for all", "no scale"])

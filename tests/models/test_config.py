@@ -16,6 +16,7 @@ from tiny_models import FAMILIES, classes_of, make_tiny_model
 from batchgen.core.errors import InputError
 from batchgen.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from batchgen.models.files import ModelFiles, read_config
+from batchgen.models.layers import rope_table
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,6 +69,7 @@ def hf_model(family: str, **overrides):
     config_class, model_class = classes_of(family)
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
+    fields |= {"pad_token_id": 0} if family == "phi3" else {}  # whose own is beyond this vocabulary
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
 
@@ -107,12 +109,15 @@ def test_flops_are_those_torch_counts(family, tmp_path):
     model = make_tiny_model(family, tmp_path)
     model.set_attn_implementation("eager")
     config = config_of(model)
+    if config.num_experts:
+        model.set_experts_implementation("eager")  # the counter does not know the others
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
         with FlopCounterMode(display=False) as counter:
             model(torch.tensor([[8]]), past_key_values=cache)
-    rope_flops = 0 if family == "opt" else config.head_dim  # the reference makes angles by a product
+    ropes = {config.rope_of(layer) for layer in range(config.num_layers)} - {None}
+    rope_flops = config.head_dim * len(ropes)  # the reference makes angles by a product
     assert counter.get_total_flops() - config.flops_per_token(4) in (0, rope_flops)
 
 
@@ -207,6 +212,26 @@ def test_rope_is_that_of_transformers(parameters, theta, head_dim):
     assert rope.attention_scaling() == pytest.approx(reference.attention_scaling, rel=1e-12)
 
 
+@pytest.mark.parametrize("part", [1.0, 0.75])
+@pytest.mark.parametrize("context", [256, 1000])
+def test_longrope_is_that_of_transformers(part, context):
+    """Its factors go by the longest sequence that an engine has."""
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    count, rng = int(32 * part) // 2, np.random.default_rng(3)
+    scaling = {name: rng.uniform(1, 9, count).tolist() for name in ("short_factor", "long_factor")}
+    hf = transformers.Phi3Config(
+        hidden_size=128, num_attention_heads=4, max_position_embeddings=1024, original_max_position_embeddings=256,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": part, **scaling},
+    )  # fmt: skip
+    config = ModelConfig.from_hf(hf.to_dict() | {"architectures": ["Phi3ForCausalLM"]})
+    cos, sin = rope_table(config.rope, config.head_dim, context)
+    wanted = Phi3RotaryEmbedding(hf)(torch.zeros(1), torch.arange(context)[None])
+    for found, meant, rest in ((cos, wanted[0][0], 1.0), (sin, wanted[1][0], 0.0)):
+        torch.testing.assert_close(found[:, :count], meant[:, :count], atol=1e-4, rtol=1e-4)
+        assert (found[:, count:] == rest).all() and found.shape == (context, 16)
+
+
 def test_rope_factors_divide_each_frequency():
     plain = np.array(RopeConfig(10000.0).inv_freq(8))
     divided = np.array(RopeConfig(10000.0, factors=(1.0, 2.0, 4.0, 8.0)).inv_freq(8))
@@ -227,6 +252,11 @@ def test_yarn_lengthens_the_context():
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+        ("gemma2", {}),
+        ("phi3", {"sliding_window": 16}),
+        ("gemma3", {"num_hidden_layers": 7}),
+        ("gemma3", {"sliding_window_pattern": 2}),
+        ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
         (
             "qwen3",
             {
@@ -240,15 +270,21 @@ def test_yarn_lengthens_the_context():
 def test_windows_are_those_of_transformers(family, overrides):
     model = hf_model(family, **overrides)
     attentions = [layer.self_attn for layer in model.model.layers]
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
         expected = tuple(model.config.sliding_window for _ in attentions)
     else:
         expected = tuple(attention.sliding_window for attention in attentions)
     assert config_of(model).windows == expected
 
 
+MIXTRAL, QWEN_MOE = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mixtral", "Qwen3Moe"))
+GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
+PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
-    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", *ARCHITECTURES]),
+    ({"architectures": ["GptOssForCausalLM"]}, ["GptOssForCausalLM", *ARCHITECTURES]),
+    (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
+    (QWEN_MOE | {"mlp_only_layers": [1]}, ["mlp_only_layers"]),
+    (QWEN_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
     ({"architectures": [], "model_type": "gemma3"}, ["gemma3"]),
     ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
@@ -256,6 +292,15 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"hidden_act": "xielu"}, ["xielu", "silu"]),
+    ({"hidden_act": "gelu"}, ["gate", "gelu", "silu, gelu_tanh"]),
+    (GEMMA | {"query_pre_attn_scalar": -1}, ["query_pre_attn_scalar", "-1"]),
+    (GEMMA | {"final_logit_softcapping": -1.0}, ["logit_softcap", "-1"]),
+    (GEMMA | {"sliding_window": None}, ["sliding_window"]),
+    (GEMMA | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+    (PHI | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, ["1 rope", "128"]),
+    (PHI | {"rope_scaling": {"type": "longrope"}}, ["longrope", "short_factor"]),
+    (PHI | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "longrope"]),
+    (PHI | {"partial_rotary_factor": 0.995}, ["even", "127"]),
     ({"num_key_value_heads": 3}, ["32", "3"]),
     ({"hidden_size": 4100}, ["4100", "32"]),
     ({"hidden_size": None}, ["hidden_size"]),
@@ -291,7 +336,13 @@ def test_values_of_the_wrong_kind_are_input_errors(tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place."""
     path = tmp_path / "config.json"
     more = {"quantization_config": None, "layer_types": None, "head_dim": 128, "hidden_act": "silu"}
-    configs = [LLAMA_8B | more, OPT_30B | {"enable_bias": True, "eos_token_id": 2}]
+    gemma = {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2}
+    configs = [
+        LLAMA_8B | more,
+        LLAMA_8B | more | GEMMA | gemma,
+        LLAMA_8B | more | PHI,
+        OPT_30B | {"enable_bias": True, "eos_token_id": 2},
+    ]
     for config in configs:
         for key in config:
             for value in ("x", -1, 0, 2.5, [], ["x"], {}, {"a": {}}, True, None):

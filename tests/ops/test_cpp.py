@@ -1,5 +1,6 @@
 """Every kernel on every instruction set that this machine has, and on the plain twins of those it may lack, against float64."""
 
+import functools
 import itertools
 import math
 import os
@@ -111,8 +112,9 @@ def check_attention(case, dtype, kv_format, tolerance):
     stored[spare] = float("nan") if stored.is_floating_point() else 255 if stored.dtype == torch.uint8 else -1
     row_bytes = stored.shape[-1] * stored.element_size()
     made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, block_size, row_bytes)
-    got = kernels.attention(q, stored, made)
-    expected = attended(q, meant.nan_to_num(), slices, window)
+    softcap = 2.0 if seed % 3 == 1 else 0.0
+    got = kernels.attention(q, stored, made, softcap=softcap)
+    expected = attended(q, meant.nan_to_num(), slices, window, softcap)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -333,7 +335,7 @@ linear_shapes = st.tuples(
     60,
     linear_shapes,
     st.sampled_from(DTYPES),
-    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", *kernels.GATED]),
     st.booleans(),
     st.booleans(),
     st.booleans(),
@@ -342,7 +344,7 @@ linear_shapes = st.tuples(
 def test_linear(shape, dtype, activation, with_bias, with_residual, packed, seed):
     rows, columns, depth = shape
     out_columns = columns
-    if activation == "silu_mul":
+    if activation in kernels.GATED:
         columns *= 2
     x = random(seed, rows, depth, dtype=dtype)
     w = random(seed + 1, columns, depth, dtype=dtype, scale=depth**-0.5)
@@ -351,18 +353,22 @@ def test_linear(shape, dtype, activation, with_bias, with_residual, packed, seed
     expected = x.double() @ w.double().T
     if with_bias:
         expected += bias.double()
-    if activation == "silu_mul":
-        expected = F.silu(expected[:, :out_columns]) * expected[:, out_columns:]
-    elif activation:
-        expected = {
-            "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        }[activation](expected)  # fmt: skip
+    expected = activated(expected, activation)
     if with_residual:
         expected += residual.double()
-    weight = kernels.pack(w, gated=activation == "silu_mul") if packed else w
+    weight = kernels.pack(w, gated=activation in kernels.GATED) if packed else w
     got = kernels.linear(x, weight, bias, activation=activation, residual=residual)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+
+
+def activated(x, activation):
+    """In torch, of x [rows, columns]."""
+    gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+    gate, up = x.chunk(2, dim=-1) if activation in kernels.GATED else (x, None)
+    gate = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu_mul": F.silu,
+            "gelu_tanh_mul": gelu_tanh}[activation](gate)  # fmt: skip
+    return gate if up is None else gate * up
 
 
 def test_linear_of_views_into_views():
@@ -391,6 +397,40 @@ def test_a_row_is_the_same_alone_and_in_any_number(depth):
     for rows in range(1, 71):
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
         assert torch.equal(kernels.linear(x[rows - 1 : rows], packed if rows % 2 else w), whole[rows - 1 : rows])
+
+
+@examples(
+    40,
+    st.tuples(st.integers(1, 100), st.integers(1, 70), st.one_of(st.integers(1, 200), st.integers(1000, 1300))),
+    st.sampled_from([*DTYPES, torch.int8]),
+    st.tuples(st.integers(0, 99), st.integers(1, 30)),
+    st.sampled_from([0, 1, 2, 7]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 2**20),
+)
+def test_rows_in_tiles(shape, dtype, part, apart, packed, threads, seed):
+    """Rows of x are put into tiles of a few: any number of them, alone or among others, has the results that it should have."""
+    rows, columns, depth = shape
+    x_dtype = torch.float32 if dtype == torch.int8 else dtype
+    x = random(seed, rows, depth + apart, dtype=x_dtype)[:, :depth]
+    w = random(seed + 1, columns, depth, dtype=x_dtype, scale=depth**-0.5)
+    w = int8.quantize(w) if dtype == torch.int8 else w
+    weight = kernels.pack(w) if packed else w
+    some = slice(part[0] % rows, part[0] % rows + part[1])
+    before = kernels.num_threads()
+    try:
+        kernels._kernels.set_num_threads(threads)
+        whole = kernels.linear(x, weight)
+        kernels._kernels.set_num_threads(1)
+        assert torch.equal(kernels.linear(x[some], weight), whole[some])
+    finally:
+        kernels._kernels.set_num_threads(before)
+    if dtype == torch.int8:
+        assert torch.equal(whole, int8.linear(x, w))
+    else:
+        expected = x.double() @ w.double().T
+        torch.testing.assert_close(whole.double(), expected, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("stride", [576, 580, 2048])
@@ -439,7 +479,7 @@ def test_products_in_tile_registers(kind, rows, instruction_set):
 
 # Weights of 8 bits: bit for bit what torch makes of them, on every instruction set.
 
-ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul"]
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", *kernels.GATED]
 
 
 @examples(
@@ -455,7 +495,7 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul"]
 )
 def test_linear_of_8_bits(shape, dtype, activation, with_bias, with_residual, packed, wide, seed):
     rows, columns, depth = shape
-    gated = activation == "silu_mul"
+    gated = activation in kernels.GATED
     x = random(seed, rows, depth, dtype=dtype)
     w = int8.quantize(random(seed + 1, columns * (1 + gated), depth, scale=2 * depth**-0.5))
     bias = random(seed + 2, len(w), dtype=dtype) if with_bias else None
@@ -469,9 +509,9 @@ def test_linear_of_8_bits(shape, dtype, activation, with_bias, with_residual, pa
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_8_bits_at_all_sizes(activation, instruction_set):
     """Of results from tiny to large, and of both signs."""
-    w = int8.quantize(torch.eye(64).repeat(2, 1) if activation == "silu_mul" else torch.eye(64))
+    w = int8.quantize(torch.eye(64).repeat(2, 1) if activation in kernels.GATED else torch.eye(64))
     x = torch.cat([random(i, 8, 64, scale=4.0**i) for i in range(-6, 7)])
-    got = kernels.linear(x, kernels.pack(w, gated=activation == "silu_mul"), activation=activation)
+    got = kernels.linear(x, kernels.pack(w, gated=activation in kernels.GATED), activation=activation)
     assert torch.equal(got, int8.linear(x, w, activation=activation))
     assert got.isfinite().all()
 

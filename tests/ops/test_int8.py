@@ -72,7 +72,7 @@ def test_rows_without_numbers():
     assert scale.view(-1).isnan().tolist() == [False, True, True, False] and not scale[[0, 3]].any()
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
 def test_linear_is_close_to_that_of_numbers(activation):
     x, w, bias = random(0, 33, 256), random(1, 80, 256) / 16, random(2, 80)
     got = int8.linear(x, int8.quantize(w), bias, activation=activation)
@@ -82,6 +82,7 @@ def test_linear_is_close_to_that_of_numbers(activation):
     expected = {
         None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
         "silu_mul": lambda y: F.silu(y[:, :40]) * y[:, 40:],
+        "gelu_tanh_mul": lambda y: F.gelu(y[:, :40], approximate="tanh") * y[:, 40:],
     }[activation](y)  # fmt: skip
     torch.testing.assert_close(got.double(), expected, atol=3e-6, rtol=3e-6)
     plain = x.double() @ w.double().T + bias

@@ -49,8 +49,10 @@ def run(case, dtype, head_dim=32):
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
     kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
-    got = reference.paged_attention(q, kv, reference.prepare_attention(plan, kv_heads, BLOCK, dtype))
-    return got.double(), attended(q, kv.float(), slices, window), plan
+    softcap = 2.0 if seed % 3 == 1 else 0.0
+    prepared = reference.prepare_attention(plan, kv_heads, BLOCK, dtype)
+    got = reference.paged_attention(q, kv, prepared, softcap=softcap)
+    return got.double(), attended(q, kv.float(), slices, window, softcap), plan
 
 
 @settings(max_examples=120, deadline=None)

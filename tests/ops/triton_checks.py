@@ -103,10 +103,10 @@ def prepared(  # what a plan is cut for, one by one
     return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
 
 
-def attend(q, kv, plan):
+def attend(q, kv, plan, softcap=0.0):
     """On the device, and what was there before is no number."""
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
-    for launch in attention.launches(q.to(DEVICE), kv.to(DEVICE), plan, out):
+    for launch in attention.launches(q.to(DEVICE), kv.to(DEVICE), plan, out, softcap):
         for name in ("partial", "stats"):
             if launch.kernel is attention._attend and name in launch.args:
                 assert launch.args[name].numel() == 0 or len(plan.merge_tokens)
@@ -114,7 +114,7 @@ def attend(q, kv, plan):
     return out.cpu()
 
 
-def check_attention(case, dtype, kv_format, tolerance):
+def check_attention(case, dtype, kv_format, tolerance, softcap=0.0):
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, block_size, num_sms, seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, block_size, seed)
     plan = plan_attention(slices, groups, block_size=block_size, key_bytes=kv_heads * head_dim * 2, window=window)
@@ -129,9 +129,9 @@ def check_attention(case, dtype, kv_format, tolerance):
             stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = nothing
     stored[spare] = nothing
     made = prepared(plan, heads, kv_heads, head_dim, block_size, dtype, stored.dtype, num_sms)
-    got = attend(q, stored, made)
+    got = attend(q, stored, made, softcap)
     assert torch.isfinite(got).all()
-    expected = attended(q, meant.nan_to_num(), slices, window)
+    expected = attended(q, meant.nan_to_num(), slices, window, softcap)
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -152,6 +152,12 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
     case = (0, [(1, LONG, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 132, 3)
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int4", "int8"])
+def test_scores_are_capped(kv_format):
+    case = (4, [(1, 100, True), (1, 64, True), (24, 64, False), (3, 0, False)], 100, (8, 2), 64, 16, 132, 3)
+    check_attention(case, torch.float32, kv_format, 5e-5, softcap=1.5)
 
 
 def test_prompts_over_several_tiles():
@@ -425,11 +431,12 @@ def test_norm_of_long_rows_in_place():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_mul(dtype):
+def test_gated(dtype):
     x = random(0, 5, 2 * 1100 + 1, dtype=dtype, scale=3)
-    got = triton_kernels.silu_mul(x.to(DEVICE)[:, :-1]).cpu().double()
     gate, up = x[:, :-1].double().chunk(2, -1)
-    torch.testing.assert_close(got, F.silu(gate) * up, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+    for activation, made in (("silu_mul", F.silu(gate)), ("gelu_tanh_mul", F.gelu(gate, approximate="tanh"))):
+        got = triton_kernels.gated(x.to(DEVICE)[:, :-1], activation).cpu().double()
+        torch.testing.assert_close(got, made * up, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
 @settings(max_examples=int(60 * MORE), deadline=None)
@@ -437,7 +444,7 @@ def test_silu_mul(dtype):
     st.integers(1, 40),
     st.integers(1, 70),
     st.sampled_from(DTYPES),
-    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul"]),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["new", "new, fp32", "given", "given, fp32", "residual"]),
@@ -446,7 +453,7 @@ def test_silu_mul(dtype):
 def test_linear(rows, columns, dtype, activation, with_bias, with_residual, where, seed):
     depth = 48
     made = columns
-    columns *= 2 if activation == "silu_mul" else 1
+    columns *= 2 if activation in reference._GATES else 1
     x = random(seed, rows, depth, dtype=dtype)
     w = random(seed + 1, columns, depth, dtype=dtype, scale=depth**-0.5)
     bias = random(seed + 2, columns, dtype=dtype) if with_bias else None
@@ -454,8 +461,8 @@ def test_linear(rows, columns, dtype, activation, with_bias, with_residual, wher
     expected = x.double() @ w.double().T
     if with_bias:
         expected += bias.double()
-    if activation == "silu_mul":
-        expected = F.silu(expected[:, :made]) * expected[:, made:]
+    if activation in reference._GATES:
+        expected = reference._GATES[activation](expected[:, :made]) * expected[:, made:]
     elif activation:
         expected = reference._ACTIVATIONS[activation](expected)
     if residual is not None:
@@ -527,7 +534,7 @@ def test_a_nan_spoils_its_group_and_nothing_else():
 def test_nothing_to_do():
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert triton_kernels.norm(x, weight, None, 1e-5).shape == (0, 64)
-    assert triton_kernels.silu_mul(x).shape == (0, 32)
+    assert triton_kernels.gated(x, "silu_mul").shape == (0, 32)
     assert triton_kernels.quantize(x).shape == (0, quant.row_bytes(64))
     assert triton_kernels.rotary_store(x, 2, 1, scale=1.0)[0].shape == (0, 2, 16)
     made = prepared(AttentionPlan((), (), ()), 2, 1, 16, 16, x.dtype, x.dtype)

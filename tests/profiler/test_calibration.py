@@ -123,6 +123,21 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
         assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)
 
 
+@pytest.mark.parametrize(("until_s", "rounds"), [(0.0, 2), (float("inf"), 6)])
+def test_rounds_end_with_the_time_and_tell_how_alike_they_were(monkeypatch, until_s, rounds):
+    runs = []
+
+    def run(sweep):
+        runs.append(sweep)
+        return 0.01 * (1 + runs.count(sweep) % 2)
+
+    monkeypatch.setattr(calibration, "_runner", lambda *_: nullcontext(run))
+    monkeypatch.setattr(calibration, "probe_s", lambda dtype: 0.02)
+    found = calibrated(shipped_profile("zen4"), TINY, "float32", until_s)
+    assert {runs.count(sweep) for sweep in calibration._SWEEPS} == {rounds + 1}, "the first is a warm-up"
+    assert found.measured["spread"] == 2.0
+
+
 class TestSpotBenchmark:
     RATES = (
         "gemm_flops_per_s",

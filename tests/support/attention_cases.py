@@ -27,7 +27,7 @@ def laid_out(prefix_blocks, sequences, block_size, seed):
     return [slices[i] for i in order], groups, total + 2
 
 
-def attended(q, kv, slices, window):
+def attended(q, kv, slices, window, softcap=0.0):
     """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, block_size, head_dim]."""
     out, row = [], 0
     for s in slices:
@@ -39,6 +39,8 @@ def attended(q, kv, slices, window):
         row += s.num_queries
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", queries, k.repeat_interleave(group, 1))
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
         hidden = (distance < 0) | (distance >= (window or 10**9))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)

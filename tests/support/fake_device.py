@@ -494,7 +494,12 @@ def run_on(
 def _give_memory(executor, device):
     """What an accelerator holds from beginning to end is the device's, and the links are a real device's."""
     weights, cache = executor.weights, executor.kv_cache
-    held = [*cache.pools.get("gpu", ()), *cache._staging, *weights._head_slots, *(executor._rope or ())]
+    held = [
+        *cache.pools.get("gpu", ()),
+        *cache._staging,
+        *weights._head_slots,
+        *(table for rope in executor._ropes.values() for table in rope or ()),
+    ]
     held += [*filter(torch.is_tensor, cache._passing), *executor.activations.on_device]
     tensors = [*weights._resident, *weights._slots, *weights._dequantized]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})

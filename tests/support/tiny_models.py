@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
 # reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -19,6 +19,21 @@ MODELS = {
     "qwen2, windows in some layers": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     ),
+    "gemma3, every second window, scaled rope": ("gemma3", {
+        "sliding_window_pattern": 2, "rope_parameters": {
+            "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    }),
+    "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    }}),
+    "mixtral, one of 16, windows": ("mixtral", {
+        "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
+    }),
+    "qwen3_moe, 8 of 64, shares as they are": ("qwen3_moe", {
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
+    }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
 VOCAB_SIZE = 512
@@ -54,8 +69,9 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT"}.get(family, family.capitalize())
-    return getattr(transformers, f"{prefix}Config"), getattr(transformers, f"{prefix}ForCausalLM")
+    prefix = {"opt": "OPT", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
+    text = "Text" if family == "gemma3" else ""
+    return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
 def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides):
@@ -83,6 +99,20 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
     if family == "mistral":
         fields["sliding_window"] = None
+    if family in ("gemma2", "gemma3"):
+        fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+    if family == "mixtral":
+        fields |= {"num_local_experts": 4}
+    if family == "qwen3_moe":
+        fields |= {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        }
+    if family == "gemma2":  # small caps, so that they change the tokens; only "eager" knows them
+        fields |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
     config_class, model_class = classes_of(family)
     config = config_class(**{**common, **fields, **overrides})
     torch.manual_seed(seed)
@@ -90,7 +120,8 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
-                weight.normal_(mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.2)
+                of_norm = name.endswith("norm.weight") and not family.startswith("gemma")  # which adds 1 itself
+                weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
             else:  # wide enough that one token clearly wins; the embedding's padding row random like the rest
                 weight.normal_(std=0.2)
     model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)

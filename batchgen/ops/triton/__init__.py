@@ -6,7 +6,7 @@ Nothing imports this but `ops`, and only where a tensor lies on a card and Trito
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
 from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.linear import linear
-from batchgen.ops.triton.norm import MAX_COLUMNS, norm, silu_mul
+from batchgen.ops.triton.norm import MAX_COLUMNS, gated, norm
 from batchgen.ops.triton.plan import Capacity, CutPlan, DevicePlan
 from batchgen.ops.triton.rotary import rotary_store, supports_rotary
 from batchgen.ops.triton.rows import gather_rows, scatter_rows
@@ -24,6 +24,7 @@ __all__ = [
     "dequantize",
     "draw",
     "forbid",
+    "gated",
     "gather_rows",
     "linear",
     "norm",
@@ -32,7 +33,6 @@ __all__ = [
     "quantize",
     "rotary_store",
     "scatter_rows",
-    "silu_mul",
     "supports_attention",
     "supports_rotary",
 ]

@@ -80,15 +80,15 @@ def cut_attention(
     return plans.cut(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device))
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor | None = None) -> Tensor:
+def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor | None = None, softcap: float = 0.0) -> Tensor:
     """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for launch in launches(q, kv, plan, out):
+    for launch in launches(q, kv, plan, out, softcap):
         launch()
     return out
 
 
-def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launch]:
+def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: float = 0.0) -> list[Launch]:
     """Few rows, many rows, merges: those of them that there are."""
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
@@ -98,7 +98,7 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launc
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
     found = [
-        _attend_launch(q, kv, plan, out, partial, stats, items, tile)
+        _attend_launch(q, kv, plan, out, partial, stats, items, tile, softcap)
         for items, tile in ((plan.few, shape.few), (plan.many, shape.many))
         if len(items)
     ]
@@ -121,8 +121,16 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor) -> list[Launc
     return found
 
 
-def _attend_launch(
-    q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, partial: Tensor, stats: Tensor, items: Tensor, tile: Tile
+def _attend_launch(  # the operands of one kernel
+    q: Tensor,
+    kv: Tensor,
+    plan: DevicePlan,
+    out: Tensor,
+    partial: Tensor,
+    stats: Tensor,
+    items: Tensor,
+    tile: Tile,
+    softcap: float,
 ) -> Launch:
     shape, bits = plan.geometry, kv_code_bits(kv.dtype)
     args = {
@@ -146,6 +154,7 @@ def _attend_launch(
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "DIM": power_of_two(shape.head_dim, 64 if bits else 16),
+        "SOFTCAP": softcap,
     }
     return Launch(_attend, (len(items), shape.kv_heads), args, constants, tile.warps, tile.stages)
 
@@ -170,6 +179,7 @@ def _attend(  # a kernel takes pointers and scalars only
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One item and KV head.
 
@@ -214,12 +224,12 @@ def _attend(  # a kernel takes pointers and scalars only
     for key in range(first_key, whole, KEYS):
         sum_low, sum_high, most, weight_sum = _attend_keys(
             q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, False,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, SOFTCAP, False,
         )  # fmt: skip
     for key in range(whole, last_key, KEYS):
         sum_low, sum_high, most, weight_sum = _attend_keys(
             q_low, q_high, sum_low, sum_high, most, weight_sum, kv, table, key, last_key, causal + token, window,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, True,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WIDTH, BITS, ALIGNED, KEYS, DIM, SOFTCAP, True,
         )  # fmt: skip
 
     low_mask = there[:, None] & low_there[None, :]
@@ -263,6 +273,7 @@ def _attend_keys(  # a kernel takes pointers and scalars only
     ALIGNED: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """A tile of keys from first_key on.
@@ -292,6 +303,8 @@ def _attend_keys(  # a kernel takes pointers and scalars only
             loaded = loaded & (column < HEAD_DIM)
         k = tl.load(k_rows[:, None] + column, mask=loaded, other=0).to(q_low.dtype)
         scores = tl.dot(q_low, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:  # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = SOFTCAP * (2.0 / (1.0 + tl.exp(scores * (-2.0 / SOFTCAP))) - 1.0)
     scores *= _LOG2_E
     if MASKED:
         seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)

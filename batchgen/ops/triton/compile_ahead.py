@@ -27,7 +27,7 @@ from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.ops.triton import attention, plan, rotary, sampling, weights
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
-from batchgen.ops.triton.norm import norm_launch, silu_mul_launch
+from batchgen.ops.triton.norm import gated_launch, norm_launch
 from batchgen.ops.triton.rows import gather_launch, scatter_launch
 
 _TYPES = {
@@ -138,7 +138,8 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             name = f"_norm, {_short(dtype)}, {columns} columns" + ("" if bias is None else ", bias")
             yield name, norm_launch(x, weight, bias, 1e-5, x)
     gated, out = torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)
-    yield f"_silu_mul, {_short(dtype)}", silu_mul_launch(gated, out)
+    for activation in ("silu_mul", "gelu_tanh_mul"):
+        yield f"_gated, {activation}, {_short(dtype)}", gated_launch(gated, activation, out)
     for n in (100, 128, 4096):
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
         yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)

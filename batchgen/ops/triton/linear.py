@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.ops.triton.norm import silu_mul
+from batchgen.ops.triton.norm import gated
 
 
 def linear(
@@ -54,5 +56,6 @@ _ACTIVATIONS = {
     "relu": F.relu_,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu_mul": silu_mul,
+    "silu_mul": partial(gated, activation="silu_mul"),
+    "gelu_tanh_mul": partial(gated, activation="gelu_tanh_mul"),
 }

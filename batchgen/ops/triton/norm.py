@@ -11,7 +11,7 @@ from batchgen.ops.triton.launch import Launch, power_of_two
 
 MAX_COLUMNS = 1 << 15  # of a row that is kept in a program's registers
 _PROGRAM_VALUES = 1024  # short rows are taken together until there are so many
-_SILU_COLUMNS = 1024
+_GATED_COLUMNS = 1024
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
@@ -64,26 +64,29 @@ def _norm(  # a kernel takes pointers and scalars only
     tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """silu(a) * b for x [tokens, 2 n], a being its first n columns and b the others; [tokens, n]."""
+def gated(x: Tensor, activation: str) -> Tensor:
+    """f(a) * b for x [tokens, 2 n], a being its first n columns and b the others; [tokens, n]. activation: "silu_mul" or "gelu_tanh_mul"."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
-    silu_mul_launch(x, out)()
+    gated_launch(x, activation, out)()
     return out
 
 
-def silu_mul_launch(x: Tensor, out: Tensor) -> Launch:
+def gated_launch(x: Tensor, activation: str, out: Tensor) -> Launch:
     tokens, columns = out.shape
     assert x.stride(1) == 1 and x.shape == (tokens, 2 * columns)
     args = {"x": x, "out": out, "columns": columns, "x_stride": x.stride(0)}
-    return Launch(_silu_mul, (tokens, triton.cdiv(columns, _SILU_COLUMNS)), args, {"BLOCK": _SILU_COLUMNS})
+    constants = {"GELU": activation == "gelu_tanh_mul", "BLOCK": _GATED_COLUMNS}
+    return Launch(_gated, (tokens, triton.cdiv(columns, _GATED_COLUMNS)), args, constants)
 
 
 @triton.jit
-def _silu_mul(x, out, columns, x_stride, BLOCK: tl.constexpr):
+def _gated(x, out, columns, x_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     gate = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + columns + column, mask=mask, other=0.0).to(tl.float32)
-    made = gate / (1.0 + tl.exp(-gate)) * up
+    # gelu_tanh(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    sharp = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    made = gate / (1.0 + tl.exp(-sharp)) * up
     tl.store(out + row * columns + column, made.to(out.dtype.element_ty), mask=mask)
