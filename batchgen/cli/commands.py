@@ -115,6 +115,22 @@ def convert(**options: Any) -> None:
     click.echo(run_convert(ConvertOptions(**options)))
 
 
+@click.command()
+@click.argument("output")
+@click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
+def status(output: str, as_json: bool) -> None:
+    """Say how far the job of an output is, and who works on it.
+
+    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it will be done; that takes
+    as long as an eighth of the lease time, in which every worker gives a sign.
+    """
+    from batchgen.share.status import describe_status, output_status
+
+    found = output_status(output)
+    for line in [json.dumps(found, indent=2)] if as_json else describe_status(found):
+        click.echo(line)
+
+
 def _before_rows(output: str) -> str:
     """What is true of a job that has not looked into its run directory yet."""
     begun = os.path.exists(os.path.realpath(output) + ".batchgen/manifest.json")
@@ -148,7 +164,7 @@ def _read_schema(path: str) -> str:
         raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-for _command in (run, plan, bench, profile, convert):
+for _command in (run, status, plan, bench, profile, convert):
     cli.add_command(_command)
 
 

@@ -18,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_prompt, encode_texts
+from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -129,10 +129,9 @@ class Generation:
         self._finishes: dict[Sequence, _Finish] = {}
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
-    def prepare(self, requests: Iterable[Request | str]) -> Iterator[_Prepared]:
+    def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        numbered = enumerate(r if isinstance(r, Request) else Request(r) for r in requests)
-        while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
+        for chunk in chunks(r if r is None or isinstance(r, Request) else Request(r) for r in requests):
             fine = [request for _, request in chunk if request.error is None]
             texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
             for index, request in chunk:

@@ -56,6 +56,7 @@ class Seen:
         tokens: that went through the layers.
         generated: tokens of all rows, of those under way too.
         finished: generated tokens of rows that are done.
+        repeated: rows of those done that took over another row's result.
     """
 
     seconds: float
@@ -63,6 +64,7 @@ class Seen:
     tokens: int
     generated: int = 0
     finished: int = 0
+    repeated: int = 0
 
 
 def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
@@ -73,11 +75,14 @@ def progress_of(expected: Expected, seen: Seen) -> tuple[float, float]:
     """
     planned_s = sum(stage.seconds for stage in expected.stages)
     planned_tokens = sum(stage.tokens for stage in expected.stages)
-    left = max(0, expected.rows - seen.rows)
+    computed = seen.rows - seen.repeated
+    part = computed / seen.rows if computed else 1.0  # of the rows that are left too
+    left = part * max(0, expected.rows - seen.rows)
     output_len = expected.output_len
-    if expected.is_bound and seen.rows:
-        output_len = min(output_len, seen.generated / seen.rows)
-    tokens = planned_tokens - expected.rows * expected.output_len + seen.finished + left * output_len
+    if expected.is_bound and computed:
+        output_len = min(output_len, seen.generated / computed)
+    prompt_len = planned_tokens / expected.rows - expected.output_len
+    tokens = (computed + left) * prompt_len + part * seen.finished + left * output_len
     smaller = max(tokens, seen.tokens + left, 1.0) / planned_tokens  # than planned, with the same stages
     done_s = smaller * _reached_s(expected.stages, seen.tokens / smaller)
     return done_s, max(0.0, planned_s * smaller - done_s)

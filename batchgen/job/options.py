@@ -316,6 +316,20 @@ class JobOptions:
         metavar="TIME",
         help="How often finished rows are saved: what a crash can cost.",
     )
+    share: bool = _option(
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="Be one of any number of workers on this output, each started with this command, on machines that share the directory.",
+    )
+    share_lease: str | float = _option(
+        RUN,
+        "run",
+        default="60s",
+        metavar="TIME",
+        help="With --share: a worker that gives no sign for so long is dead to the others, who take over its rows.",
+    )
     on_error: str = _option(
         RUN,
         "run helm",

@@ -31,6 +31,8 @@ class Counts:
         done: rows this run finished, failed ones among them.
         computed_tokens: those that went through the layers.
         finished_tokens: generated for rows that are done.
+        repeated: rows of those done that took over another row's result.
+        others: rows that other workers finished meanwhile.
     """
 
     total_rows: int | None
@@ -41,6 +43,8 @@ class Counts:
     generated_tokens: int = 0
     computed_tokens: int = 0
     finished_tokens: int = 0
+    repeated: int = 0
+    others: int = 0
 
 
 class TokenClock:
@@ -84,8 +88,8 @@ class TokenClock:
         rate = tokens / max(self._past[-1][0] - self._started_s, 1e-9)
         if counts.total_rows is None or counts.done == 0 or rate <= 0:
             return None
-        expected = tokens / counts.done * (counts.total_rows - counts.resumed)
-        return max(0.0, expected - tokens) / rate
+        expected = tokens / counts.done * (counts.total_rows - counts.resumed - counts.others)
+        return max(0.0, expected - tokens) / rate * counts.done / (counts.done + counts.others)
 
     def done_frac(self, counts: Counts) -> float:
         """The part of the work that is done, by the plan's seconds; 0 where there is no plan."""
@@ -96,7 +100,8 @@ class TokenClock:
 
     def _seen(self, counts: Counts) -> Seen:
         elapsed_s = self._past[-1][0] - self._started_s
-        return Seen(elapsed_s, counts.done, counts.computed_tokens, counts.generated_tokens, counts.finished_tokens)
+        tokens = counts.computed_tokens, counts.generated_tokens, counts.finished_tokens
+        return Seen(elapsed_s, counts.done, *tokens, counts.repeated)
 
 
 def describe(counts: Counts, clock: TokenClock) -> str:
@@ -106,6 +111,7 @@ def describe(counts: Counts, clock: TokenClock) -> str:
     parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
+    parts += [f"{counts.others:,} by other workers"] if counts.others else []
     left = clock.remaining_s(counts)
     if left is not None:
         parts.append(f"{format_seconds(left)} left")
@@ -183,7 +189,7 @@ class Progress:
         yield say
 
     def _show(self, counts: Counts) -> None:
-        rows = counts.resumed + counts.done
+        rows = counts.resumed + counts.done + counts.others
         if not self._terminal:
             of = f" of {counts.total_rows:,} ({rows / counts.total_rows:.0%})" if counts.total_rows else ""
             self.say(f"{rows:,}{of} rows: {describe(counts, self._clock)}")

@@ -31,17 +31,20 @@ from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
+from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
 from batchgen.job.run_page import RunPage
+from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import Run, open_run
+from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline, kernel_headline
+from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -81,8 +84,8 @@ _DEADLINE = "the deadline came first"
 class _Job:
     """A run that has begun.
 
-    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. destination: where the output is to go
-    from its file.
+    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
+    output is to go from its file.
     """
 
     resolved: ResolvedJob
@@ -91,6 +94,7 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
+    repeats: Repeats
     destination: Destination | None = None
     page: RunPage | None = None
 
@@ -98,10 +102,10 @@ class _Job:
     def options(self) -> JobOptions:
         return self.resolved.options
 
-    def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
-        report["estimated_wall_s"] = self.progress.estimated_s
+        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
         if self.destination is not None and outcome != "stopped":
             report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
@@ -110,7 +114,7 @@ class _Job:
             write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         return report
 
-    def ended(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of a job that has all its rows. Raises TooManyFailed."""
         report = self.report(state, engine, plan, outcome)
         limit = FailureLimit.parse(self.options.max_failed)
@@ -149,8 +153,8 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        page = RunPage() if options.report_html else None
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination, page)
+        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
@@ -160,42 +164,37 @@ def run_job(options: JobOptions) -> dict[str, Any]:
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=options))
-        with open_run(
-            output,
-            fingerprint,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            retry_failed=options.retry_failed,
-            errors_file=source.is_openai,
-        ) as state:
+        with open_output(options, output, fingerprint, source) as state:
             return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
+def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
-        if job.page is not None:
+        if job.page is not None and isinstance(state, Run):
             job.page.read_rows(state.parts_dir, job.source, job.options.task)
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
     engine = plan = stopped = None
-    if total_rows is None or len(state.done_rows) < total_rows:
+    if not state.is_done(total_rows):
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
         plan = _plan(job, state)
         if state.rows_resumed:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         state.record_kernels(plan.kernels)
+        if state.kernels != plan.kernels:  # those of the worker that was first
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         for line in (*headline(plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
                 stopped = _run_rows(job, state, engine, plan)
-    if job.page is not None:
+    if job.page is not None and isinstance(state, Run):
         job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
     if stopped is not None:
         report = job.report(state, engine, plan, "stopped")
@@ -242,7 +241,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
     return fingerprint
 
 
-def _kept(state: Run) -> str:
+def _kept(state: Run | SharedRun) -> str:
     """Saves the rows that are finished; says how many these are."""
     rows, name = state.save(), state.output_path.name
     if not rows:
@@ -266,12 +265,12 @@ def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
     return load_tokenizer(files, special_tokens)
 
 
-def _plan(job: _Job, state: Run | None) -> Plan:
+def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
 
 
-def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
+def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
     """That of the rows that are left."""
     options, context = job.options, job.resolved.context
     total_rows = job.source.dataset.num_rows
@@ -288,7 +287,7 @@ def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run, engine: Engine, plan: Plan) -> str | None:
+def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
@@ -314,16 +313,22 @@ def _run_rows(job: _Job, state: Run, engine: Engine, plan: Plan) -> str | None:
                 stats.generated_tokens,
                 stats.computed_tokens,
                 finished_tokens,
+                job.repeats.count,
+                state.rows_of_others,
             )
         )
 
     rows_left = None if total_rows is None else total_rows - len(state.done_rows)
-    job.progress.start(Expected.of(plan, rows_left, None if options.plan is None else options.sampling.n))
+    samples = None if options.plan is None else options.sampling.n
+    job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
+    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
+    if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
+        requests = job.repeats.firsts(requests)
+    results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in results:
+            for result in job.repeats.with_repeats(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
                 if isinstance(result, Completion):
@@ -336,7 +341,7 @@ def _run_rows(job: _Job, state: Run, engine: Engine, plan: Plan) -> str | None:
                     break
         finally:
             results.close()
-    return None if len(state.done_rows) == total_rows else stopped
+    return None if state.is_done(total_rows) else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:

@@ -82,6 +82,10 @@ class PartWriter:
         answer.get()
         self._raise_failure()
 
+    def flush_soon(self) -> None:
+        """Have everything added so far written, and do not wait; for any thread."""
+        self._inbox.put(_Barrier(queue.SimpleQueue(), last=False))
+
     def close(self) -> None:
         """Flush and end the thread. Raises what went wrong, unless an earlier call did."""
         if not self._ended:
@@ -154,11 +158,15 @@ class PartWriter:
         if self._failure is not None:
             return
         try:
-            batch = write_part(self._parts_dir, self._next_number, results, self._origin)
-            self._next_number += 1
-            failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
-            self._done_rows.mark(batch.column("row").to_numpy(), failed)
+            self._save(results)
         except OSError as error:
             self._failure = storage_error(error, f"write a part in {self._parts_dir}", len(self._done_rows))
         except BaseException as error:  # a bug: the caller must hear of it, and still get answers
             self._failure = error
+
+    def _save(self, results: dict[int, Result]) -> None:
+        """Put rows on stable storage, and mark them as done. Raises OSError."""
+        batch = write_part(self._parts_dir, self._next_number, results, self._origin)
+        self._next_number += 1
+        failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
+        self._done_rows.mark(batch.column("row").to_numpy(), failed)

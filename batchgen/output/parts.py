@@ -40,6 +40,14 @@ def part_paths(parts_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def part_number(path: Path) -> int:
+    """Of a part file: parts are counted in the order in which they were written."""
+    found = _PART_NAME.fullmatch(path.name)
+    if found is None:
+        raise ValueError(f"{path} is no part")
+    return int(found[1])
+
+
 def next_part_number(parts_dir: Path) -> int:
     """One above every part ever kept here, damaged ones included."""
     numbers = [int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))]

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ RUN_FILES = (
     "parts/part-000000.parquet.tmp",
 )
 
+# Where several workers share a job (`--share`): there until the output is complete.
+SHARE_FOLDER = "share"
+
 
 def errors_path(output_path: Path) -> Path:
     """Where a job in OpenAI batch format puts its failed rows: `out.errors.jsonl` for `out.jsonl`."""
@@ -76,6 +80,7 @@ def open_run(
     overwrite: bool = False,
     retry_failed: bool = False,
     errors_file: bool = False,
+    shared: bool = False,
 ) -> Run:
     """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
 
@@ -85,6 +90,7 @@ def open_run(
         overwrite: drop old progress; an old output stays until the new one is whole.
         retry_failed: count failed rows as not done, so that they are run again.
         errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
+        shared: the caller is one of several workers, who has the lease for this; no lock is taken.
 
     Raises:
         InputError: where the output cannot be written or is something else's.
@@ -99,8 +105,10 @@ def open_run(
         _check_targets(targets)
         if not directory.exists() and not overwrite:
             _refuse_existing(targets)
+        if not shared:
+            _refuse_shared(directory, output_path)
         (directory / "parts").mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory / "lock", output_path)
+        lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
     run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock)
@@ -115,7 +123,7 @@ def open_run(
     return run
 
 
-def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False, shared: bool = False) -> None:
     """What `open_run` refuses whatever the job is, told without making anything.
 
     Raises:
@@ -131,8 +139,14 @@ def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False
             _refuse_existing((target,))
         if not os.access(target.absolute().parent, os.W_OK):
             raise _unwritable(directory, os.strerror(errno.EACCES))
-    elif (directory / "lock").exists():
-        os.close(_lock(directory / "lock", target))
+        return
+    if not shared:
+        _refuse_shared(directory, target)
+    if (directory / "lock").exists():
+        with (
+            contextlib.suppress(OSError) if shared else contextlib.nullcontext()
+        ):  # some network file systems have no locks
+            os.close(_lock(directory / "lock", target, shared=shared))
 
 
 class Run:
@@ -143,10 +157,15 @@ class Run:
         totals: its counts then (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
         done_rows: rows that need no work, growing as the writer flushes.
         rows_resumed: how many they were at the start.
+        rows_of_others: how many other workers have added since.
         notices: lines that a person should see.
     """
 
-    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int) -> None:
+    rows_of_others = 0
+
+    def __init__(
+        self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int | None
+    ) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
@@ -156,12 +175,16 @@ class Run:
         self.notices: list[str] = []
         self._targets = targets
         self._manifest = Manifest(fingerprint)
-        self._lock: int | None = lock
+        self._lock = lock
         self._writer: PartWriter | None = None
 
     @property
     def complete(self) -> bool:
         return self._manifest.state == "complete"
+
+    def is_done(self, total_rows: int | None) -> bool:
+        """Whether all rows of a job of so many are saved."""
+        return len(self.done_rows) == total_rows
 
     @property
     def kernels(self) -> KernelChoice | None:
@@ -200,12 +223,14 @@ class Run:
         columns: Columns = ONE_SAMPLE,
         prefix: str = "",
         format_row: FormatRow | None = None,
+        before_replacing: Callable[[], None] = lambda: None,
     ) -> dict[str, int]:
         """Join the parts into the output, put it in place atomically, and return its totals.
 
         Args:
             columns, prefix: as for output_schema().
             format_row: write JSON lines of its making instead, into the output and the errors file.
+            before_replacing: called when all is written and nothing is in place yet; what it raises is raised.
 
         Raises:
             BatchgenError: where rows are missing or the disk fails; all finished rows are kept then, and the next run
@@ -225,6 +250,7 @@ class Run:
                     )  # fmt: skip
             moves = list(zip(joined, self._targets, strict=True))
             sizes_bytes = {target.name: path.stat().st_size for path, target in moves}
+            before_replacing()
             # From here on the output may be this job's own: a crash before the last line must not make the
             # next run take it for somebody else's.
             self._write_manifest(replace(self._manifest, may_replace=True))
@@ -277,7 +303,7 @@ class Run:
         """Read what is there and leave the manifest saying what this run does."""
         for folder in (self.directory, self.parts_dir):
             for leftover in folder.glob("*.tmp"):
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)
         if overwrite:
             self._start_afresh(may_replace=True)
             return
@@ -390,7 +416,7 @@ class Run:
 
     def _delete_parts(self) -> None:
         for path in self.parts_dir.glob("part-*"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         sync_directory(self.parts_dir)
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -426,10 +452,24 @@ def _size_bytes(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
 
 
-def _lock(path: Path, output_path: Path) -> int:
-    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it."""
+def _refuse_shared(directory: Path, output_path: Path) -> None:
+    """Raises InputError where workers share the job, and have not completed it."""
+    if not (directory / SHARE_FOLDER).exists():
+        return
+    held = Manifest.read(directory / "manifest.json")
+    if held is None or held.state != "complete":
+        raise InputError(
+            f"{output_path} is worked on with --share: add --share to this command, or give another --output"
+        )
+
+
+def _lock(path: Path, output_path: Path, *, shared: bool = False) -> int:
+    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it.
+
+    shared: other processes may look for it at the same time.
+    """
     try:
-        return lock_file(path)
+        return lock_file(path, shared=shared)
     except LockHeld as error:
         raise BatchgenError(
             f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another --output"

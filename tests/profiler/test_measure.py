@@ -189,6 +189,7 @@ class TestMeasure:
         assert profile.dram_bytes_per_s == pytest.approx(per_s, rel=0.01)
         assert len(leaves(profile.cpu.decode_attention_bytes_per_s["float32"].points)) == 36
 
+    @undisturbed
     def test_more_tokens_make_better_use_of_weights(self):
         """Measured, not simulated: a layer of 12 million weights is read once for 256 tokens as for one."""
         effort = dataclasses.replace(TINY, tokens=(1, 256), pool_bytes=64 << 20, call_s=60.0)
