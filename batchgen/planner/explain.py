@@ -121,14 +121,14 @@ def _predict(
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
-        stages=_stages(candidate, at, rows_s),
+        stages=_stages(candidate, at, sweeps_s + rows_s),
     )
 
 
-def _stages(candidate: Candidate, at: Placement, rows_s: float) -> tuple[Stage, ...]:
-    """The phases of a job; `rows_s`, what rows take by themselves, is spread over them."""
+def _stages(candidate: Candidate, at: Placement, total_s: float) -> tuple[Stage, ...]:
+    """The phases of a job, stretched to the seconds that its sweeps and rows take in all."""
     own_s = [job_seconds(candidate.inputs, (phase,), at) for phase in candidate.phases]
-    longer = (candidate.seconds + rows_s) / sum(own_s)
+    longer = total_s / sum(own_s)
     return tuple(
         Stage(seconds * longer, phase.sweeps * phase.tokens)
         for seconds, phase in zip(own_s, candidate.phases, strict=True)
