@@ -220,6 +220,10 @@ def figures():  # a line or two for each of the files
     kills = read("kills")
     assert kills["mismatches"] == 0
     yield "kills", f"{sum(kills['hits'].values())} kills and interrupts"
+    share = read("share")
+    assert share["rows_that_differ"] == 0
+    yield "share", f"{share['kills']} of them killed, {share['suspensions']} suspended"
+    yield "share", f"all {share['rows']:,} rows equal"
 
 
 def test_figures_are_those_of_their_files():
