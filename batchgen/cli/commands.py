@@ -42,6 +42,9 @@ def run(**options: Any) -> None:
 
     job = _job(options)
     check_job(job)  # a mistake is told before what takes seconds to import
+    from batchgen.job.progress import Progress
+
+    Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 

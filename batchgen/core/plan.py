@@ -131,6 +131,19 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Sweeps of a job that are alike: prompts alone at first, prompts beside decoding, the last rows.
+
+    Attributes:
+        seconds: what they take.
+        tokens: those that go through the layers in them.
+    """
+
+    seconds: float
+    tokens: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a plan is expected to do.
 
@@ -145,6 +158,7 @@ class Prediction:
         block_latency_s: from a block's first prompt to its last token.
         memory_price_s: seconds one more GiB of a tier would save.
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
+        stages: of the time after startup_s, in their order; earlier versions wrote none.
     """
 
     total_s: float
@@ -161,6 +175,7 @@ class Prediction:
     memory_bytes: Mapping[str, Mapping[str, float]]
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
+    stages: tuple[Stage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

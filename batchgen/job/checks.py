@@ -92,6 +92,10 @@ def _check_share(options: JobOptions) -> None:
             raise InputError(
                 f"{flag} is for one process: leave out --share, or {flag}, which each worker would do again"
             )
+    if options.output is None or Destination.of(options) is not None:
+        raise InputError("--share needs an --output that is a file in a directory which all workers see")
+    if options.report_html is not None:
+        raise InputError("--report-html is of all rows, and a worker has some: leave it out with --share")
     if options.shard is not None:
         raise InputError("--share divides the rows among its workers: leave out --shard")
 

@@ -347,6 +347,12 @@ class JobOptions:
         RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
     )
     report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
+    report_html: str | None = _option(
+        RUN,
+        "run",
+        metavar="FILE",
+        help="Write a page: predicted beside measured, throughput, lengths, errors, sample rows.",
+    )
     trace: str | None = _option(
         RUN,
         f"{_COMMANDS} helm",
@@ -380,12 +386,18 @@ class PlanOptions:
         multiple=True,
         metavar="NAME=SIZE",
         help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
-        " (gpu-memory=48GiB), beside the current plan; may be repeated.",
+        " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated.",
+    )
+    compare: bool = _option(
+        RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
     )
     explain: bool = _option(
         RUN, "plan", default=False, type=bool, help="Placement, lanes, memory, and what more of each would buy."
     )
     frontier: bool = _option(RUN, "plan", default=False, type=bool, help="Throughput against block latency.")
+    html: str | None = _option(
+        RUN, "plan", metavar="FILE", help="Write a page: placement, a sweep's timeline, frontier, what would help."
+    )
     as_json: bool = _option(RUN, "plan", "--json", default=False, type=bool, help="The plan as JSON on stdout.")
     plan_file: str | None = _option(
         RUN, "plan", "-o", "--output", metavar="FILE", help="Write the plan, for `batchgen run --plan`."

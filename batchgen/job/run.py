@@ -6,7 +6,7 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,15 +23,18 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination
+from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
-from batchgen.job.files import check_files
+from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
+from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
@@ -81,8 +84,8 @@ _DEADLINE = "the deadline came first"
 class _Job:
     """A run that has begun.
 
-    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. destination: where the output is to go
-    from its file.
+    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
+    output is to go from its file.
     """
 
     resolved: ResolvedJob
@@ -91,7 +94,9 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
+    repeats: Repeats
     destination: Destination | None = None
+    page: RunPage | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -100,10 +105,13 @@ class _Job:
     def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
+        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
         if self.destination is not None and outcome != "stopped":
             report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
             write_report(report, self.options.report)
+        if self.page is not None and self.options.report_html:
+            write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
@@ -145,7 +153,8 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, destination)
+        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
@@ -165,9 +174,11 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
+        if job.page is not None:
+            job.page.read_rows(state.parts_dir, job.source, job.options.task)
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
-    engine = plan = None
+    engine = plan = stopped = None
     if not state.is_done(total_rows):
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
@@ -182,12 +193,14 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
-                stopped = _run_rows(job, state, engine)
-        if stopped is not None:
-            report = job.report(state, engine, plan, "stopped")
-            if stopped == _DEADLINE:
-                return report
-            raise TooManyFailed(_too_many(stopped, report), report)
+                stopped = _run_rows(job, state, engine, plan)
+    if job.page is not None:
+        job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
+    if stopped is not None:
+        report = job.report(state, engine, plan, "stopped")
+        if stopped == _DEADLINE:
+            return report
+        raise TooManyFailed(_too_many(stopped, report), report)
     job.progress.close()
     state.finish(
         job.source.dataset,
@@ -274,11 +287,11 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine) -> str | None:
+def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = 0
+    done = finished_tokens = 0
     stopped: str | None = None
 
     def should_stop() -> bool:
@@ -288,6 +301,8 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine) -> str | None:
         return stopped is not None
 
     def show(stats: EngineStats) -> None:
+        if job.page is not None:
+            job.page.after_sweep(stats)
         job.progress.update(
             Counts(
                 total_rows,
@@ -296,20 +311,29 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine) -> str | None:
                 rows.failed,
                 stats.prompt_tokens,
                 stats.generated_tokens,
+                stats.computed_tokens,
+                finished_tokens,
+                job.repeats.count,
                 state.rows_of_others,
             )
         )
 
-    job.progress.start()
+    rows_left = None if total_rows is None else total_rows - len(state.done_rows)
+    of_plan = Expected.of(plan, rows_left, None if options.plan is None else options.sampling.n)
+    job.progress.start(None if options.share else of_plan)  # nobody knows which rows a worker will have
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    # Nothing may hold rows of a worker back: it claims more as they come out.
-    requests = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
-    results = run(rows.watch(requests), should_stop=should_stop, on_sweep=show)
+    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    requests: Iterator[Any] = rows.watch(left)
+    if not options.share:  # a worker claims more rows as its own come out: nothing may hold them back
+        requests = job.repeats.firsts(requests)
+    results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in results:
+            for result in job.repeats.with_repeats(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
+                if isinstance(result, Completion):
+                    finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None:
                     _on_failed_row(job, result.row, result.error, first=rows.failed == 1)

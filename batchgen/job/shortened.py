@@ -7,14 +7,16 @@ holds for the sweeps of the whole job. No clock is looked at, so that the same p
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from batchgen.core.plan import Plan
-from batchgen.core.workload import Lengths, Workload
-from batchgen.job.simulation import SimulatedJob, SimulatedSweep
+from batchgen.core.workload import Workload
+from batchgen.job.simulation import SimulatedJob, SimulatedSweep, simulated_rows
 from batchgen.job.step_costs import StepCosts, streams_of
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import job_seconds
@@ -23,11 +25,14 @@ from batchgen.runtime.steps.graph import Sweeps
 from batchgen.runtime.steps.simulator import Simulator
 
 # Sequences that are scheduled, each counted once a sweep, and Steps that are made, for one candidate.
-_MOST_SCHEDULED = 8_000
-_MOST_STEPS = 25_000
-# Sweeps that differ by no more than this factor in what they compute are alike, and as many of them are simulated.
-_ALIKE = 1.25
-_SAMPLES = 3
+_MOST_SCHEDULED = 12_000
+_MOST_STEPS = 15_000
+# A shortened job fills the block once, and a part of it again.
+_FILLED = 1.5
+# Steps of one micro-batch in one layer, about.
+_LAYER_STEPS = 6
+
+Mix = tuple[bool, int]
 
 
 @dataclass(frozen=True)
@@ -41,94 +46,78 @@ class ShortenedRun:
 def simulate_shortened(plan: Plan, candidate: Candidate) -> ShortenedRun:
     """The time of a candidate, given as a plan too. Raises InputError where its budgets do not hold what it places."""
     s = candidate.inputs
-    workload = _shortened(s.workload, s.block_size)
-    plan = replace(plan, workload=workload)
     at = candidate.counts.placement(s)
-    ratios = _Ratios()
-    job = SimulatedJob(plan, s.model)
-    costs, sweeps = StepCosts(plan, s.model, s.hardware), Sweeps(streams_of(plan))
-    simulator = Simulator(shared_cores=s.hardware.shared_cores)
-    total_s, steps_made = 0.0, 0
-    while sweep := job.next_sweep():
-        modelled_s = job_seconds(s, [sweep.phase], at)
-        kind = _kind(sweep)
-        if ratios.samples[kind] < _SAMPLES and steps_made < _MOST_STEPS:
-            steps = list(sweeps.steps([load.flow for load in sweep.loads]))
-            steps_made += len(steps)
-            before_s = simulator.now_s
-            simulator.spend(costs.between_s(sweep.loads))
-            simulator.run(steps, costs.sweep(sweep.loads))
-            took_s = simulator.now_s - before_s
-            ratios.add(kind, sweep.phase, took_s, modelled_s)
-        else:
-            took_s = modelled_s * ratios.of(kind, sweep.phase)
-        total_s += took_s
-    if workload == s.workload:
-        return ShortenedRun(total_s, True)
+    rows = _shortened_rows(s.workload, s.block_size)
+    job, sweeps = SimulatedJob(plan, s.model, rows=rows), []
+    scheduled = 0.0
+    while scheduled < _MOST_SCHEDULED and (sweep := job.next_sweep()):
+        sweeps.append(sweep)
+        scheduled += sweep.phase.sampled
+    modelled = [job_seconds(s, [sweep.phase], at) for sweep in sweeps]
+    numbers = _sampled(sweeps, s.model.num_layers)
+    simulated = _simulate(plan, candidate, [sweeps[i] for i in numbers])
+    ratios = [took_s / modelled[i] for i, took_s in zip(numbers, simulated, strict=True)]
+    if len(rows) == s.workload.num_seqs and not job.has_work:
+        seconds = sum(each * _between(numbers, ratios, i) for i, each in enumerate(modelled))
+        return ShortenedRun(seconds, True)
+    mixes = [_mix(sweeps[i].phase, s.block_size) for i in numbers]
+    by_mix = _by_mix(mixes, simulated, [modelled[i] for i in numbers])
+    overall = sum(simulated) / sum(modelled[i] for i in numbers)
     # Each phase by itself: what prompts wait for is not what decoding waits for.
-    seconds = sum(job_seconds(s, [phase], at) * ratios.of(None, phase) for phase in candidate.phases)
+    seconds = sum(
+        job_seconds(s, [phase], at) * by_mix.get(_mix(phase, s.block_size), overall) for phase in candidate.phases
+    )
     return ShortenedRun(seconds, False)
 
 
-def _shortened(workload: Workload, block_size: int) -> Workload:
-    """Few enough rows of few enough tokens: the block is filled, and where it is not too large, once more.
-
-    What outputs lose in length prompts gain by half, so that sequences attend to as much.
-    """
-    outputs = workload.output_len
-    if workload.num_seqs * outputs.mean <= _MOST_SCHEDULED:
-        return workload
-    rows = min(workload.num_seqs, block_size * (2 if 4 * block_size <= _MOST_SCHEDULED else 1))
-    part = _MOST_SCHEDULED / (rows * outputs.mean)
-    if part >= 1:
-        return replace(workload, num_seqs=rows)
-    shorter = Lengths(tuple(min(n, max(2, round(n * part))) for n in outputs.values))
-    longer = round((outputs.mean - shorter.mean) / 2)
-    prompts = Lengths(tuple(n + longer for n in workload.prompt_len.values))
-    return replace(workload, num_seqs=rows, prompt_len=prompts, output_len=shorter)
+def _shortened_rows(workload: Workload, block_size: int) -> list[tuple[int, int]]:
+    """The rows of a small job; of a larger one so many that its block is filled, kept full for a while, and emptied."""
+    rows = workload.num_seqs
+    if rows * workload.output_len.mean > _MOST_SCHEDULED:
+        rows = min(rows, math.ceil(_FILLED * block_size))
+    return list(itertools.islice(simulated_rows(workload), rows))
 
 
-def _kind(sweep: SimulatedSweep) -> Hashable:
-    """The same for sweeps that are alike."""
-
-    def about(count: float) -> int:
-        return round(math.log1p(count) / math.log(_ALIKE))
-
-    return tuple(
-        (
-            load.flow,
-            about(load.tokens),
-            about(load.host_blocks),
-            about(load.disk_blocks),
-            *((name, about(sum(a.contexts))) for name, a in load.attended.items()),
-        )
-        for load in sweep.loads
-    )
+def _sampled(sweeps: Sequence[SimulatedSweep], num_layers: int) -> list[int]:
+    """Which sweeps are simulated: the first, the last, and evenly spread ones between them."""
+    steps = sum(len(sweep.loads) for sweep in sweeps) * num_layers * _LAYER_STEPS
+    every = max(1, -(-steps // _MOST_STEPS))
+    return sorted({*range(0, len(sweeps), every), len(sweeps) - 1})
 
 
-class _Ratios:
-    """Simulated over modelled seconds, of sweeps alike, of sweeps with as many prompts, and of all."""
-
-    def __init__(self) -> None:
-        self.samples: Counter[Hashable] = Counter()
-        self._simulated: defaultdict[Hashable, float] = defaultdict(float)
-        self._modelled: defaultdict[Hashable, float] = defaultdict(float)
-
-    def add(self, kind: Hashable, phase: Phase, simulated_s: float, modelled_s: float) -> None:
-        self.samples[kind] += 1
-        for key in (kind, _mix(phase), "all"):
-            self._simulated[key] += simulated_s
-            self._modelled[key] += modelled_s
-
-    def of(self, kind: Hashable, phase: Phase) -> float:
-        for key in (kind, _mix(phase), "all"):
-            if self._modelled.get(key):
-                return self._simulated[key] / self._modelled[key]
-        return 1.0
+def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[SimulatedSweep]) -> list[float]:
+    """Seconds of each sweep, one after the other."""
+    s = candidate.inputs
+    costs, sweeps = StepCosts(plan, s.model, s.hardware), Sweeps(streams_of(plan))
+    simulator = Simulator(shared_cores=s.hardware.shared_cores)
+    seconds = []
+    for sweep in sampled:
+        before_s = simulator.now_s
+        simulator.spend(costs.between_s(sweep.loads))
+        simulator.run(sweeps.steps([load.flow for load in sweep.loads]), costs.sweep(sweep.loads))
+        seconds.append(simulator.now_s - before_s)
+    return seconds
 
 
-def _mix(phase: Phase) -> str:
-    """Prompts, decoding, or both in one sweep."""
-    if not phase.prefill_tokens:
-        return "decoding"
-    return "both" if phase.decode_seqs > phase.prefill_seqs else "prompts"
+def _between(numbers: Sequence[int], ratios: Sequence[float], i: int) -> float:
+    """The ratio at sweep `i`: between those of its simulated neighbours."""
+    after = bisect_left(numbers, i)
+    if numbers[after] == i:
+        return ratios[after]
+    start, stop = numbers[after - 1], numbers[after]
+    part = (i - start) / (stop - start)
+    return ratios[after - 1] * (1 - part) + ratios[after] * part
+
+
+def _by_mix(mixes: Sequence[Mix], simulated: Sequence[float], modelled: Sequence[float]) -> dict[Mix, float]:
+    """Simulated over modelled seconds of sweeps of each mix."""
+    sums: defaultdict[Mix, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for mix, took_s, modelled_s in zip(mixes, simulated, modelled, strict=True):
+        sums[mix][0] += took_s
+        sums[mix][1] += modelled_s
+    return {mix: took_s / modelled_s for mix, (took_s, modelled_s) in sums.items()}
+
+
+def _mix(phase: Phase, block_size: int) -> Mix:
+    """Whether there are prompts, and how many thirds of the block decode."""
+    return phase.prefill_tokens > 0, min(2, int(3 * phase.decode_seqs / block_size))

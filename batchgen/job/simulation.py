@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,13 +156,22 @@ class SimulatedSweep:
 class SimulatedJob:
     """The engine's loop without an engine: rows in, sweeps out, each as long as its output is."""
 
-    def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None = None) -> None:
-        """Raises InputError: the budgets of the plan do not hold what it places."""
+    def __init__(
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        expected_output_len: int | None = None,
+        rows: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
+        """rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
+
+        Raises InputError: the budgets of the plan do not hold what it places.
+        """
         policy, memory = plan.policy, memory_of(plan, config)
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._windows = any(window is not None for window in config.windows)
-        self._rows = enumerate(simulated_rows(plan.workload))
+        self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier)

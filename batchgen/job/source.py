@@ -88,7 +88,7 @@ def open_source(options: JobOptions) -> RequestSource:
         options.system_prompt,
         options.chat,
     )
-    if not dataset.schema.names:
+    if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, spec)
     else:
         source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
@@ -98,7 +98,7 @@ def open_source(options: JobOptions) -> RequestSource:
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
-    """Of an empty file that would have its columns in its rows: nothing can be checked against them."""
+    """Of no rows, whose columns may have no types, or not be known: nothing is checked against them."""
     return RequestSource(dataset, lambda batch, first: iter(()), spec.identity(), False, _columns(options))
 
 

@@ -206,8 +206,8 @@ class StepCosts:
                 self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
         self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
-        sizes = {group: rows * columns for group, (rows, columns) in config.layer_matrices.items()}
-        self._pre_frac = sizes["qkv"] / sum(sizes.values())
+        rows, columns = config.layer_matrices["qkv"]
+        self._pre_frac = rows * columns / config.matmul_params_per_layer
         self._dequantize_s = dequantize_weights_s(s)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
 

@@ -21,6 +21,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import GEMMA
+from batchgen.models.store_format import is_quantized
+from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
 from batchgen.ops import cpp as kernels
 from batchgen.ops import int8
@@ -28,58 +30,6 @@ from batchgen.ops import int8
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 
-_LLAMA_NAMES = {
-    "embed": "embed_tokens",
-    "final_norm": "norm",
-    "input_norm": "layers.{}.input_layernorm",
-    "q": "layers.{}.self_attn.q_proj",
-    "k": "layers.{}.self_attn.k_proj",
-    "v": "layers.{}.self_attn.v_proj",
-    "q_norm": "layers.{}.self_attn.q_norm",
-    "k_norm": "layers.{}.self_attn.k_norm",
-    "out": "layers.{}.self_attn.o_proj",
-    "post_norm": "layers.{}.post_attention_layernorm",
-    "gate": "layers.{}.mlp.gate_proj",
-    "up": "layers.{}.mlp.up_proj",
-    "down": "layers.{}.mlp.down_proj",
-}
-_GEMMA_NAMES = _LLAMA_NAMES | {
-    "out_norm": "layers.{}.post_attention_layernorm",
-    "post_norm": "layers.{}.pre_feedforward_layernorm",
-    "down_norm": "layers.{}.post_feedforward_layernorm",
-}
-_PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
-_OPT_NAMES = {
-    "embed": "embed_tokens",
-    "positions": "embed_positions",
-    "embed_proj": "project_in",
-    "head_proj": "project_out",
-    "final_norm": "final_layer_norm",
-    "input_norm": "layers.{}.self_attn_layer_norm",
-    "q": "layers.{}.self_attn.q_proj",
-    "k": "layers.{}.self_attn.k_proj",
-    "v": "layers.{}.self_attn.v_proj",
-    "out": "layers.{}.self_attn.out_proj",
-    "post_norm": "layers.{}.final_layer_norm",
-    "up": "layers.{}.fc1",
-    "down": "layers.{}.fc2",
-}
-_GGUF_NAMES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "input_norm": "blk.{}.attn_norm",
-    "q": "blk.{}.attn_q",
-    "k": "blk.{}.attn_k",
-    "v": "blk.{}.attn_v",
-    "q_norm": "blk.{}.attn_q_norm",
-    "k_norm": "blk.{}.attn_k_norm",
-    "out": "blk.{}.attn_output",
-    "post_norm": "blk.{}.ffn_norm",
-    "gate": "blk.{}.ffn_gate",
-    "up": "blk.{}.ffn_up",
-    "down": "blk.{}.ffn_down",
-}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_VALUES = 1 << 20  # values converted at a time
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
@@ -110,11 +60,22 @@ def layer_layout(config: ModelConfig) -> Layout:
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
+    if config.num_experts:
+        return layout | _experts_layout(config)
     if config.gated_mlp:
         layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
     else:
         layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
+
+
+def _experts_layout(config: ModelConfig) -> Layout:
+    """A router, and the experts' matrices one after the other in the rows."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
+    layout = _linear("router", {"router": config.num_experts}, hidden, bias=False)
+    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
+    layout |= _linear("gate_up", gate_up, hidden, bias=False)
+    return layout | _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
 
 
 def head_layout(config: ModelConfig) -> Layout:
@@ -170,7 +131,7 @@ class Checkpoint:
 
         "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
         "q_norm" and "k_norm" [head_dim], "out", "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down", each ".weight" and, where the model has it, ".bias".
+        "up", and "down"; of experts those of all in the rows, and "router" [experts, hidden]. Each has ".weight" and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
 
@@ -179,7 +140,7 @@ class Checkpoint:
         if self.stored_int8_layer is not None:
             return self.stored_int8_layer(layer, dtype)
         tensors = self.load_layer(layer, dtype)
-        return {name: int8.quantize(t) if t.ndim == 2 else t for name, t in tensors.items()}
+        return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands after the layers, by name.
@@ -329,14 +290,13 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
     """Part -> name in the file, with {} for the layer. Checkpoints differ in the prefix they carry."""
     if files.kind == "gguf":
-        return _GGUF_NAMES
+        return GGUF_NAMES
     opt = config.family == "opt"
     prefixes = ("model.decoder.", "decoder.") if opt else ("model.", "")
     found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not found:
         raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
-    families = {"opt": _OPT_NAMES, "phi3": _PHI3_NAMES, **dict.fromkeys(GEMMA, _GEMMA_NAMES)}
-    table = families.get(config.family, _LLAMA_NAMES)
+    table = tensor_names(config)
     return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
 
 

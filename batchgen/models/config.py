@@ -16,9 +16,11 @@ from batchgen.models.hf_fields import (
     DEFAULTS,
     GEMMA,
     GGUF_ARCHITECTURES,
+    MIXTURES,
     get_or,
     read_activation,
     read_architecture,
+    read_experts,
     read_heads,
     read_query_scale,
     read_ropes,
@@ -49,6 +51,8 @@ class ModelConfig:
     output_norms: norms of what attention and MLP give, before it is added (Gemma 2). embedding_scale: multiplies embeddings.
     query_scale: of queries; None: head_dim ** -0.5. attention_softcap, logit_softcap: scores and logits x become
     cap * tanh(x / cap); 0: they stay.
+    num_experts: MLPs of intermediate_size each, of which a router chooses `experts_per_token` for each token; 0: one MLP.
+    norm_topk: the weights of those chosen add up to 1.
     """
 
     architecture: str
@@ -85,6 +89,9 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
@@ -103,6 +110,8 @@ class ModelConfig:
             raise InputError(
                 f"a gate with activation {self.activation!r} is not supported; supported: {', '.join(_GATES)}"
             )
+        if self.num_experts and not (self.gated_mlp and 1 <= self.experts_per_token <= self.num_experts):
+            raise InputError(f"{self.experts_per_token} of {self.num_experts} experts for each token: that cannot be")
         for name in ("attention_softcap", "logit_softcap"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be below 0, and is {getattr(self, name)}")
@@ -133,13 +142,15 @@ class ModelConfig:
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         ends = (generation_config or {}).get("eos_token_id"), config["eos_token_id"]
         stated_dtype = str(get_or(config, "dtype", get_or(config, "torch_dtype", "float32")))
+        _, width = MIXTURES.get(family, (0, "intermediate_size"))
+        num_experts, experts_per_token = read_experts(config, family)
         norm_first = bool(config.get("do_layer_norm_before", True)) if opt else True
         return cls(
             architecture=architecture,
             family=family,
             num_layers=layers,
             hidden_size=hidden,
-            intermediate_size=require_int(config, "ffn_dim" if opt else "intermediate_size"),
+            intermediate_size=require_int(config, "ffn_dim" if opt else width),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -152,7 +163,7 @@ class ModelConfig:
             qkv_bias={"qwen2": True, "mistral": False}.get(family, bool(all_biases)),
             out_bias={"qwen2": False, "mistral": False}.get(family, bool(all_biases)),
             mlp_bias=bool(all_biases) if opt else family == "llama" and bool(config.get("mlp_bias", False)),
-            qk_norm=family in ("qwen3", "gemma3"),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
             tied_embeddings=bool(get_or(config, "tie_word_embeddings", opt)),
             rope=rope,
             windows=read_windows(config, family, layers),
@@ -169,6 +180,9 @@ class ModelConfig:
             query_scale=read_query_scale(config) if gemma else None,
             attention_softcap=float(config.get("attn_logit_softcapping") or 0) if gemma else 0.0,
             logit_softcap=float(config.get("final_logit_softcapping") or 0) if gemma else 0.0,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            norm_topk=bool(config.get("norm_topk_prob")),
         )
 
     @classmethod
@@ -263,8 +277,16 @@ class ModelConfig:
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that take part in matrix products."""
-        return sum(rows * columns for rows, columns in self.layer_matrices.values())
+        """Weights of one layer that a token is multiplied with: of a mixture, the router's and those of the experts chosen."""
+        dense = sum(rows * columns for rows, columns in self.product_shapes.values())
+        if not self.num_experts:
+            return dense
+        return dense + self.num_experts * self.hidden_size + (self.experts_per_token - 1) * self.expert_params
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one MLP that take part in matrix products."""
+        return sum(rows * columns for name, (rows, columns) in self.product_shapes.items() if name in ("up", "down"))
 
     @property
     def layer_tensors(self) -> dict[str, int]:
@@ -274,12 +296,22 @@ class ModelConfig:
         """
         biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
         sizes = {name: rows * columns + biased[name] * rows for name, (rows, columns) in self.layer_matrices.items()}
+        sizes["up"] += self.num_experts * self.hidden_size
         sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
         return sizes
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases and norms."""
+        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases, norms and a router.
+
+        Experts stand one after the other in the rows.
+        """
+        stacked = {"up": max(1, self.num_experts), "down": max(1, self.num_experts)}
+        return {name: (rows * stacked.get(name, 1), columns) for name, (rows, columns) in self.product_shapes.items()}
+
+    @property
+    def product_shapes(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of the matrix of each product of a layer; of experts, of one of them."""
         mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
         return {
             "qkv": (self.qkv_size, self.hidden_size),
@@ -291,7 +323,7 @@ class ModelConfig:
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the matrices of a layer and of the output matrix, each once."""
-        return tuple(dict.fromkeys([*self.layer_matrices.values(), (self.vocab_size, self.embed_size)]))
+        return tuple(dict.fromkeys([*self.product_shapes.values(), (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
         """Its shapes as `KernelChoice` names them."""
@@ -355,7 +387,8 @@ class ModelConfig:
         norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv
-        activation = (3 if self.gated_mlp else 2) * self.intermediate_size
+        activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)
+        activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
 

@@ -18,10 +18,14 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
 GEMMA = ("gemma2", "gemma3")
+# Families with a mixture of experts: how many where a config.json does not say, and what it calls the width of each.
+MIXTURES = {"mixtral": (8, "intermediate_size"), "qwen3_moe": (128, "moe_intermediate_size")}
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # where model_type is not the family
 _ACTIVATIONS = {
     "silu": "silu",
@@ -56,6 +60,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
     "phi3": {"max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000, "rms_norm_eps": 1e-5},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
     "gemma3": {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "vocab_size": 262208},
 }
 
@@ -67,6 +88,12 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
         check_quantization(quantization)
     if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")
+    if family in MIXTURES and quantization:
+        raise InputError("quantised mixture-of-experts checkpoints are not supported: take one in bfloat16")
+    if config.get("mlp_only_layers") or get_or(config, "decoder_sparse_step", 1) != 1:
+        raise InputError(
+            "mixtures of experts with dense layers in between (mlp_only_layers, decoder_sparse_step) are not supported"
+        )
     if config.get("use_bidirectional_attention"):
         raise InputError("models that attend in both directions (use_bidirectional_attention) are not supported")
 
@@ -103,6 +130,16 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     if names[0] not in ARCHITECTURES:
         raise InputError(f"architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return names[0]
+
+
+def read_experts(config: Mapping[str, Any], family: str) -> tuple[int, int]:
+    """(experts, those that a token goes through)."""
+    if family not in MIXTURES:
+        return 0, 0
+    # Under either name, by the version of transformers that wrote it.
+    count = get_or(config, "num_experts", get_or(config, "num_local_experts", MIXTURES[family][0]))
+    require_positive("num_experts", count)
+    return count, require_int(config, "num_experts_per_tok")
 
 
 def read_query_scale(config: Mapping[str, Any]) -> float:
@@ -180,8 +217,10 @@ def read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     if family in ("opt", "llama"):
         return (None,) * layers
     types = config.get("layer_types")
-    if family == "phi3":
+    if family in ("phi3", "mixtral"):
         return (config.get("sliding_window"),) * layers
+    if family == "qwen3_moe":
+        return (config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,) * layers
     if family == "mistral":
         if types and set(types) != {"sliding_attention"} and set(types) != {"full_attention"}:
             raise InputError("MistralForCausalLM with layer_types that differ is not supported")

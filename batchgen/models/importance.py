@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.layers import Weights, embed, post_attention, pre_attention, rope_table, rotary_options
+from batchgen.models.experts import Weights, split_experts
+from batchgen.models.layers import embed, post_attention, pre_attention, rope_table, rotary_options
 from batchgen.ops import dispatch as ops
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
@@ -37,12 +38,13 @@ class ChannelImportance:
         self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
         self._layer = 0
 
-    def next_layer(self, weights: Weights) -> dict[str, Tensor]:
+    def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
         """Of each matrix [out, in] of the next layer, mean squares of its inputs, fp32 [in], above zero.
 
-        weights: as `Checkpoint.load_layer` gives them; all layers in turn.
+        tensors: as `Checkpoint.load_layer` gives them; all layers in turn.
         """
         config = self._config
+        weights = split_experts(config, tensors)
         seen: dict[str, Tensor] = {}
 
         def on_input(name: str, x: Tensor) -> None:

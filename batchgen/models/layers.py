@@ -7,24 +7,20 @@ configuration only. Tensor names are those of `checkpoint.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
+from batchgen.models.experts import OnInput, Weights, experts
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
-Weights = Mapping[str, ops.Weight]
 Rope = tuple[Tensor, Tensor]
-# (name of a matrix, what it is multiplied with [tokens, in])
-OnInput = Callable[[str, Tensor], None]
 
 
-# The matrix of a gate and what it is multiplied with.
-GATED = "gate_up.weight"
+# The matrix of a gate and what it is multiplied with, of each expert.
+GATED = "gate_up."
 
 
 def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
@@ -91,15 +87,19 @@ def post_attention(
     attention: Tensor,
     out: Tensor | None = None,
     on_input: OnInput | None = None,
+    *,
+    by_expert: bool = True,
 ) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
 
-    out: where it goes, `hidden` perhaps.
+    out: where it goes, `hidden` perhaps. by_expert: as of `experts`.
     """
     hidden = _added(config, weights, "out", attention, hidden, out, on_input)
     if not config.norm_first:
         hidden = norm(config, weights, "input_norm", hidden, out)
     x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
+    if config.num_experts:
+        return torch.add(hidden, experts(config, weights, x, on_input, by_expert=by_expert), out=out)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
     hidden = _added(config, weights, "down", x, hidden, out, on_input)
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)

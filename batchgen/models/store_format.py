@@ -19,13 +19,18 @@ TENSOR_ALIGNMENT = 64
 _LAYER_GROUPS = {
     "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
     "out": ("out",),
-    "up": ("gate_up", "up"),
+    "up": ("gate_up", "up", "router"),
     "down": ("down",),
 }
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", INT4: "U8", INT8: "I8"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, ...]
+
+
+def is_quantized(name: str, shape: Shape) -> bool:
+    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for a router."""
+    return len(shape) == 2 and name != "router.weight"
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def lay_out(
         begin, tensors = end, []
         for name, shape in shapes.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
-            stored_dtype = weight_format if len(shape) == 2 else dtype
+            stored_dtype = weight_format if is_quantized(name, shape) else dtype
             if stored_dtype in (INT4, INT8):
                 num_bytes = shape[0] * weight_row_bytes(shape[1], stored_dtype)
             else:

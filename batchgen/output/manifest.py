@@ -63,15 +63,19 @@ class Manifest:
                     "use that version, or start again with --overwrite"
                 )
             fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in ("kernels", "parts")}
-            kernels, parts = record.get("kernels"), int(record.get("parts", 0))  # not in those of earlier versions
-            choice = None if kernels is None else read_typed(KernelChoice, kernels, "kernels")
-            return cls(**fields, kernels=choice, parts=parts)
+            # Those of earlier versions lack these.
+            return cls(**fields, kernels=read_kernels(record.get("kernels")), parts=int(record.get("parts", 0)))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedManifest(
                 f"{path} is damaged, and its parts do not tell that they are of this job: start again with --overwrite"
             ) from error
+
+
+def read_kernels(values: Any) -> KernelChoice | None:
+    """What a manifest or a part says of kernels, which may be nothing. Raises InputError."""
+    return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
-from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes
+from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import (
     DamagedPart,
@@ -393,8 +393,7 @@ class Run:
         if not origins or any(origin.get("fingerprint") != own for origin in origins):
             raise problem
         self.notices.append(f"{path} was damaged or gone: it is made again from {len(origins)} parts of this job")
-        kernels = origins[-1]["kernels"]
-        return replace(self._manifest, kernels=None if kernels is None else KernelChoice.from_json(kernels))
+        return replace(self._manifest, kernels=read_kernels(origins[-1].get("kernels")))
 
     def _note_parts(self) -> None:
         count = next_part_number(self.parts_dir)

@@ -47,6 +47,10 @@ def activation_bytes(
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
     mlp = config.intermediate_size * (3 if config.gated_mlp else 2)
+    k = config.experts_per_token
+    if k:  # rows by expert, what they become, and that by token; then in fp32 and 8 bytes: probabilities, order, sums
+        mlp = k * (mlp + 3 * config.hidden_size)
+        mlp += (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
     per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads, mlp))
     if config.rope is not None:
         per_token += 4 * config.head_dim

@@ -438,8 +438,9 @@ class Executor:
         if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
             attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
         tensors = self.weights.layer(step.layer, step.weight_slot)
+        by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
         for part, attended in self._chunks(hidden, attention):
-            layers.post_attention(self.config, tensors, part, attended, part)
+            layers.post_attention(self.config, tensors, part, attended, part, by_expert=by_expert)
         b.hidden = hidden
 
     def _chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:

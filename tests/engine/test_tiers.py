@@ -191,7 +191,7 @@ any_policy = settings(
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(4, 60))
+@settings(any_policy, max_examples=quick_or(2, 30))
 @given(rng=st.randoms(use_true_random=True))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_policy_gives_the_tokens_of_the_in_memory_engine(family, rng, reference, stores):

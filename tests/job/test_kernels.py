@@ -12,8 +12,10 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice, Measured
 from batchgen.job import kernels as module
 from batchgen.job.kernels import kernels_here, kernels_of_rows
+from batchgen.job.planning import read_plan
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops.instruction_set import instruction_set
+from batchgen.output.manifest import Manifest
 from batchgen.planner.explain import kernel_headline, kernel_lines
 from batchgen.profiler.shipped import shipped_profile
 
@@ -123,12 +125,7 @@ def test_the_plan_says_which(model, tmp_path):
 @pytest.mark.parametrize("table", ["default", "attention"])
 def test_a_file_that_has_torch_attend_is_refused_before_the_job(table, model, tmp_path):
     """Not in its middle: torch has linear layers alone."""
-    profile = profile_of(model, tmp_path / "p.json", "scalar")
-    options = {"dtype": "bfloat16", "max_tokens": 2, "cpu_memory": "2GiB", "max_num_seqs": 2}
-    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", "b", None, "c")))
-    with pytest.raises(BatchgenError, match="row 2"):
-        batchgen.run(model, str(rows), output, hardware=profile, on_error="fail", **options)
+    profile = profile_of(model, tmp_path / "profile.json", "scalar")
     arguments = [
         "plan",
         "-m",
@@ -142,27 +139,22 @@ def test_a_file_that_has_torch_attend_is_refused_before_the_job(table, model, tm
         "--input-len",
         "20",
     ]
-    assert (
-        CliRunner().invoke(commands.cli, [*arguments, "--output-len", "4", "-o", str(tmp_path / "plan.json")]).exit_code
-        == 0
+    arguments += ["--output-len", "4", "-o", str(tmp_path / "plan.json")]
+    assert CliRunner().invoke(commands.cli, arguments).exit_code == 0
+    kernels = json.loads((tmp_path / "plan.json").read_text())["kernels"]
+    Manifest({}, kernels=KernelChoice.from_json(kernels)).write(tmp_path / "manifest.json")
+    on_torch = (
+        {"default": "torch"} if table == "default" else {table: {key: {"isa": "torch"} for key in kernels[table]}}
     )
-
-    def on_torch(path):
+    for path in tmp_path.glob("*.json"):
         values = json.loads(path.read_text())
-        kernels = values["kernels"]
-        kernels |= (
-            {"default": "torch"} if table == "default" else {table: {key: {"isa": "torch"} for key in kernels[table]}}
-        )
-        path.write_text(json.dumps(values))
-
-    on_torch(tmp_path / "p.json")
-    on_torch(tmp_path / "plan.json")
-    for given in ({"hardware": profile}, {"plan": str(tmp_path / "plan.json")}):
-        with pytest.raises(InputError, match="must name an instruction set"):
-            batchgen.run(model, str(rows), tmp_path / "other.jsonl", **given, **options)
-    on_torch(tmp_path / "out.jsonl.batchgen" / "manifest.json")
+        path.write_text(json.dumps(values | {"kernels": values["kernels"] | on_torch}))
+    refused = CliRunner().invoke(commands.cli, arguments).exception
+    assert isinstance(refused, InputError) and "must name an instruction set" in str(refused)
+    with pytest.raises(InputError, match="must name an instruction set"):
+        read_plan(str(tmp_path / "plan.json"))
     with pytest.raises(InputError, match=r"manifest\.json is damaged: start again with --overwrite"):
-        batchgen.run(model, str(rows), output, on_error="fail", **options)
+        Manifest.read(tmp_path / "manifest.json")
 
 
 def test_an_instruction_set_that_cannot_be_used_is_told_once(model, tmp_path, monkeypatch, capsys):

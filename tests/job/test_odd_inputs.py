@@ -53,6 +53,9 @@ def test_an_input_without_rows_gives_an_output_without_rows(model, tmp_path, giv
             assert (code, stderr) == (0, ""), stderr
             assert "0 rows ok, 0 failed" in stdout
         assert columns_of(output) in (None, own + GENERATED)
+    if given == ".parquet":  # as pandas writes columns without values
+        pq.write_table(pa.table({"prompt": pa.nulls(0)}), source)
+        assert run(model, source, tmp_path / "untyped.parquet")[0] == 0
     score = tmp_path / "score.parquet"
     assert invoke("run", "-m", model, "-i", source, "-o", score, "--task", "score", "--progress", "none")[0] == 0
     assert columns_of(score) == [*own, "logprob", "num_tokens", "perplexity", "prompt_tokens", "error"]

@@ -72,9 +72,12 @@ def test_ranges_are_read_in_any_order(job):
         ({"retry_failed": True}, "--retry-failed is for one process"),
         ({"resume": False}, "--no-resume is for one process"),
         ({"shard": "0/2"}, "leave out --shard"),
+        ({"report_html": "page.html"}, "leave it out with --share"),
+        ({"output": "-"}, "a file in a directory which all workers see"),
+        ({"output": "s3://bucket/out.parquet"}, "a file in a directory which all workers see"),
         ({"share_lease": "0s"}, "--share-lease must be above 0"),
     ],
 )
 def test_what_workers_cannot_do_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        check_options(JobOptions("demo", "in.parquet", "out.parquet", share=True, **options))
+        check_options(JobOptions("demo", "in.parquet", **{"output": "out.parquet", "share": True, **options}))

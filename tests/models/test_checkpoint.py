@@ -67,12 +67,17 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             else:
                 tensors |= params(layer.post_attention_layernorm, "post_norm")
             tensors |= params(attention.o_proj, "out")
-            if family == "phi3":
+            if family in ("mixtral", "qwen3_moe"):
+                tensors |= params(layer.mlp.gate, "router")
+                stacked = {"gate_up": layer.mlp.experts.gate_up_proj, "down": layer.mlp.experts.down_proj}
+                tensors |= {f"{name}.weight": value.detach().flatten(0, 1) for name, value in stacked.items()}
+            elif family == "phi3":
                 tensors |= params(layer.mlp.gate_up_proj, "gate_up")
             else:
                 tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
-            tensors |= params(layer.mlp.down_proj, "down")
-        if family in ("qwen3", "gemma3_text"):
+            if family not in ("mixtral", "qwen3_moe"):
+                tensors |= params(layer.mlp.down_proj, "down")
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
         layers.append(tensors)
     if opt:

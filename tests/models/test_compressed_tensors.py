@@ -12,6 +12,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.hf_fields import MIXTURES
 from batchgen.models.weight_store import open_store
 from batchgen.ops import int8
 
@@ -56,7 +57,7 @@ def state(path, quantization):
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
 def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     stored = make_quantized(family, tmp_path / "model", scale_dtype)
     files = resolve_model(str(tmp_path / "model"))
@@ -80,6 +81,13 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     kept = open_checkpoint(resolve_model(str(store.path))).load_int8_layer(1, torch.float32)
     again = checkpoint.load_int8_layer(1, torch.float32)
     assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_refused(tmp_path, family):
+    make_quantized(family, tmp_path / "model")
+    with pytest.raises(InputError, match="mixture-of-experts"):
+        open_checkpoint(resolve_model(str(tmp_path / "model")))
 
 
 def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):

@@ -109,6 +109,8 @@ def test_flops_are_those_torch_counts(family, tmp_path):
     model = make_tiny_model(family, tmp_path)
     model.set_attn_implementation("eager")
     config = config_of(model)
+    if config.num_experts:
+        model.set_experts_implementation("eager")  # the counter does not know the others
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
@@ -275,10 +277,14 @@ def test_windows_are_those_of_transformers(family, overrides):
     assert config_of(model).windows == expected
 
 
+MIXTRAL, QWEN_MOE = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mixtral", "Qwen3Moe"))
 GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
-    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", *ARCHITECTURES]),
+    ({"architectures": ["GptOssForCausalLM"]}, ["GptOssForCausalLM", *ARCHITECTURES]),
+    (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
+    (QWEN_MOE | {"mlp_only_layers": [1]}, ["mlp_only_layers"]),
+    (QWEN_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
     ({"architectures": [], "model_type": "gemma3"}, ["gemma3"]),
     ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),

@@ -52,6 +52,10 @@ class TestChoose:
     def test_what_was_given_up_on_is_not_chosen(self):
         assert choose({"amx": {"16": 1.0, "512": 1.0}, "scalar": {"16": 2.0}}, {}) == "amx"
 
+    def test_beside_one_that_is_refused_those_that_were_given_up_on_are_left(self):
+        rates = {"amx": {"16": 1.0}, "scalar": {"16": 2.0}, TORCH: {"16": 9.0, "512": 9.0}}
+        assert choose(rates, {TORCH: "refused"}) == "scalar"
+
 
 @pytest.mark.parametrize("fastest", SETS)
 def test_each_candidate_is_chosen_where_it_is_the_fastest(fastest):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
 # reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -28,6 +28,12 @@ MODELS = {
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
+    "mixtral, one of 16, windows": ("mixtral", {
+        "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
+    }),
+    "qwen3_moe, 8 of 64, shares as they are": ("qwen3_moe", {
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
+    }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
 VOCAB_SIZE = 512
@@ -63,7 +69,7 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT"}.get(family, family.capitalize())
+    prefix = {"opt": "OPT", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
     text = "Text" if family == "gemma3" else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
@@ -95,6 +101,16 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields["sliding_window"] = None
     if family in ("gemma2", "gemma3"):
         fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+    if family == "mixtral":
+        fields |= {"num_local_experts": 4}
+    if family == "qwen3_moe":
+        fields |= {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        }
     if family == "gemma2":  # small caps, so that they change the tokens; only "eager" knows them
         fields |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
     config_class, model_class = classes_of(family)

@@ -20,8 +20,9 @@ from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.models.config import ModelConfig
+from batchgen.models.experts import split_experts
 from batchgen.models.layers import GATED
-from batchgen.models.store_format import layer_groups
+from batchgen.models.store_format import is_quantized, layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.residency import WeightResidency
@@ -123,7 +124,8 @@ class Weights:
             tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
             if self._dequantized:
                 tensors |= self._dequantized[layer % len(self._dequantized)]
-            self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in tensors.items()}
+            split = split_experts(self.config, tensors)
+            self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in split.items()}
         return self._layers[layer, slot]
 
     def read(self, layer: int, slot: int) -> None:
@@ -214,7 +216,7 @@ class Weights:
             return {name: (shape, self.dtype) for name, shape in shapes.items()}
         return {
             name: ((shape[0], weight_row_bytes(shape[1], stored_format)), packed)
-            if len(shape) == 2
+            if is_quantized(name, shape)
             else (shape, self.dtype)
             for name, shape in shapes.items()
         }
@@ -272,7 +274,7 @@ class Weights:
     def _dequantized_buffers(self) -> Tensors:
         shapes = tensor_shapes(layer_layout(self.config))
         arena = self.arenas[self._compute_tier]
-        return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if len(s) == 2}
+        return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if is_quantized(n, s)}
 
     def _load_ends(self) -> tuple[Tensors, Tensors]:
         """Embeddings and head; the head's slots where it comes over in chunks."""
@@ -334,8 +336,12 @@ class Weights:
 
     def _packed(self, tensors: Tensors) -> Tensors:
         """With matrices as products read them fastest; 4-bit ones are left as they are."""
+        if self.residency.weight_format != INT4:  # which are dequantized first
+            tensors = split_experts(self.config, tensors)
         return {
-            name: ops.pack_weight(t, gated=name == GATED, isa=self._isa(t.shape, t.dtype)) if _is_matrix(t) else t
+            name: ops.pack_weight(t, gated=name.startswith(GATED), isa=self._isa(t.shape, t.dtype))
+            if _is_matrix(t)
+            else t
             for name, t in tensors.items()
         }
 

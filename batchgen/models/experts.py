@@ -1,0 +1,97 @@
+"""A mixture of experts: which MLPs each token goes through, and their products.
+
+Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A token's
+results are added in the order in which its experts were chosen, so a row's result does not depend on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from batchgen.models.config import ModelConfig
+from batchgen.ops import dispatch as ops
+
+Weights = Mapping[str, ops.Weight]
+# (name of a matrix, what it is multiplied with [tokens, in])
+OnInput = Callable[[str, Tensor], None]
+
+STACKED = ("gate_up.weight", "down.weight")
+
+
+def split_experts(config: ModelConfig, tensors: Weights) -> dict[str, ops.Weight]:
+    """With the matrices of all experts, which stand one after the other in the rows, as one tensor for each: "down.3.weight"."""
+    if not config.num_experts:
+        return dict(tensors)
+    split: dict[str, ops.Weight] = {}
+    for name, tensor in tensors.items():
+        if name in STACKED and isinstance(tensor, Tensor):
+            stem = name.removesuffix(".weight")
+            split |= {f"{stem}.{e}.weight": part for e, part in enumerate(tensor.chunk(config.num_experts))}
+        else:
+            split[name] = tensor
+    return split
+
+
+def route(config: ModelConfig, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of each token, the most probable first.
+
+    Args:
+        config: The model's.
+        weights: With "router.weight" [experts, hidden].
+        x: [tokens, hidden].
+
+    Returns:
+        Weights of their results, fp32, and their numbers, int64: [tokens, experts_per_token].
+    """
+    probs = ops.linear(x, weights["router.weight"], out_dtype=torch.float32).softmax(-1)
+    shares, chosen = probs.topk(config.experts_per_token)
+    return (shares / shares.sum(-1, keepdim=True) if config.norm_topk else shares), chosen
+
+
+def experts(
+    config: ModelConfig, weights: Weights, x: Tensor, on_input: OnInput | None = None, *, by_expert: bool = True
+) -> Tensor:
+    """What the chosen experts make of x [tokens, hidden], weighted and added: [tokens, hidden].
+
+    weights: as `split_experts` has them. by_expert: False: every expert multiplies all tokens. That takes experts /
+    experts_per_token times the work, but nothing depends on what the router chooses: for devices that the host must not wait for.
+    """
+    shares, chosen = route(config, weights, x)
+    if not by_expert:
+        return _all_experts(config, weights, x, shares, chosen)
+    tokens, k = chosen.shape
+    order = chosen.view(-1).argsort(stable=True)  # of (token, choice), by expert
+    counts = chosen.view(-1).bincount(minlength=config.num_experts).tolist()
+    rows = x.index_select(0, order // k)
+    inner, made = x.new_empty(len(order), config.intermediate_size), torch.empty_like(rows)
+    start = 0
+    for e, count in enumerate(counts):
+        if count:
+            _expert(config, weights, e, rows[start : start + count], made[start : start + count], inner[start:][:count])
+        start += count
+    if on_input:
+        on_input("gate_up.weight", rows)
+        on_input("down.weight", inner)
+    by_choice = torch.empty_like(made).index_copy_(0, order, made).view(tokens, k, x.shape[1])
+    total = by_choice[:, 0] * shares[:, :1]
+    for j in range(1, k):
+        total += by_choice[:, j] * shares[:, j : j + 1]
+    return total.to(x.dtype)
+
+
+def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tensor, inner: Tensor) -> None:
+    ops.linear(x, weights[f"gate_up.{e}.weight"], activation=config.mlp_activation, out=inner)
+    ops.linear(inner, weights[f"down.{e}.weight"], out=out)
+
+
+def _all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    inner, made = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)
+    for e in range(config.num_experts):
+        _expert(config, weights, e, x, made, inner)
+        total += made * of_each[:, e : e + 1]
+    return total.to(x.dtype)

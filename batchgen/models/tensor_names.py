@@ -1,0 +1,81 @@
+"""What the parts of a model's tensors are called in its files, family by family; {} stands for the layer."""
+
+from __future__ import annotations
+
+from batchgen.models.config import ModelConfig
+from batchgen.models.hf_fields import GEMMA
+
+_LLAMA_NAMES = {
+    "embed": "embed_tokens",
+    "final_norm": "norm",
+    "input_norm": "layers.{}.input_layernorm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "q_norm": "layers.{}.self_attn.q_norm",
+    "k_norm": "layers.{}.self_attn.k_norm",
+    "out": "layers.{}.self_attn.o_proj",
+    "post_norm": "layers.{}.post_attention_layernorm",
+    "gate": "layers.{}.mlp.gate_proj",
+    "up": "layers.{}.mlp.up_proj",
+    "down": "layers.{}.mlp.down_proj",
+}
+_GEMMA_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
+    "post_norm": "layers.{}.pre_feedforward_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
+_OPT_NAMES = {
+    "embed": "embed_tokens",
+    "positions": "embed_positions",
+    "embed_proj": "project_in",
+    "head_proj": "project_out",
+    "final_norm": "final_layer_norm",
+    "input_norm": "layers.{}.self_attn_layer_norm",
+    "q": "layers.{}.self_attn.q_proj",
+    "k": "layers.{}.self_attn.k_proj",
+    "v": "layers.{}.self_attn.v_proj",
+    "out": "layers.{}.self_attn.out_proj",
+    "post_norm": "layers.{}.final_layer_norm",
+    "up": "layers.{}.fc1",
+    "down": "layers.{}.fc2",
+}
+GGUF_NAMES = {
+    "embed": "token_embd",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+    "input_norm": "blk.{}.attn_norm",
+    "q": "blk.{}.attn_q",
+    "k": "blk.{}.attn_k",
+    "v": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "out": "blk.{}.attn_output",
+    "post_norm": "blk.{}.ffn_norm",
+    "gate": "blk.{}.ffn_gate",
+    "up": "blk.{}.ffn_up",
+    "down": "blk.{}.ffn_down",
+}
+
+
+def tensor_names(config: ModelConfig) -> dict[str, str]:
+    """Part -> name in safetensors, without the prefix that all names of a checkpoint carry."""
+    families = {
+        **_mixture_names(config.num_experts),
+        "opt": _OPT_NAMES,
+        "phi3": _PHI3_NAMES,
+        **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+    }
+    return families.get(config.family, _LLAMA_NAMES)
+
+
+def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
+    """Of each family with a mixture of experts."""
+    mixtral, qwen3 = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
+    mixtral["router"], qwen3["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
+    for e in range(num_experts):
+        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            mixtral[f"experts.{e}.{part}"] = f"layers.{{}}.block_sparse_moe.experts.{e}.{name}"
+            qwen3[f"experts.{e}.{part}"] = f"layers.{{}}.mlp.experts.{e}.{part}_proj"
+    return {"mixtral": mixtral, "qwen3_moe": qwen3}

@@ -1,0 +1,111 @@
+"""A mixture of experts against float64, one token at a time."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from batchgen.models.config import ModelConfig
+from batchgen.models.experts import experts, route, split_experts
+
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 24,
+    "vocab_size": 8,
+}
+
+
+def mixture(num_experts, k, norm_topk=True, seed=0):
+    config = ModelConfig.from_hf(
+        QWEN | {"num_experts": num_experts, "num_experts_per_tok": k, "norm_topk_prob": norm_topk}
+    )
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {
+        "router": (num_experts, hidden),
+        "gate_up": (num_experts * 2 * inner, hidden),
+        "down": (num_experts * hidden, inner),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    return config, tensors
+
+
+def one_by_one(config, tensors, x):
+    """In float64."""
+    gate_up, down = (
+        tensors[f"{name}.weight"].double().unflatten(0, (config.num_experts, -1)) for name in ("gate_up", "down")
+    )
+    out = []
+    for token in x.double():
+        probs = (tensors["router.weight"].double() @ token).softmax(-1)
+        shares, chosen = probs.topk(config.experts_per_token)
+        shares = shares / shares.sum() if config.norm_topk else shares
+        made = []
+        for e in chosen.tolist():
+            gate, up = (gate_up[e] @ token).chunk(2)
+            made.append(down[e] @ (F.silu(gate) * up))
+        out.append(shares @ torch.stack(made))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(4, 1), (4, 4), (8, 2), (64, 8), (128, 8)])
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_tokens_go_through_their_experts(num_experts, k, by_expert):
+    config, tensors = mixture(num_experts, k, norm_topk=k != 4)
+    weights = split_experts(config, tensors)
+    for tokens in (1, 3, 64):
+        x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
+        got = experts(config, weights, x, by_expert=by_expert)
+        torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_those_beside_it():
+    config, tensors = mixture(8, 3)
+    weights = split_experts(config, tensors)
+    x = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(7))
+    together = experts(config, weights, x)
+    for rows in (slice(0, 1), slice(17, 18), slice(3, 40)):
+        assert torch.equal(experts(config, weights, x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("favourite", [0, 3])
+def test_one_expert_may_get_all_tokens_and_the_others_none(favourite):
+    config, tensors = mixture(4, 1)
+    tensors["router.weight"].zero_()
+    tensors["router.weight"][favourite] = 1.0
+    x = torch.rand(9, config.hidden_size, generator=torch.Generator().manual_seed(1)) + 0.1
+    weights = split_experts(config, tensors)
+    assert (route(config, weights, x)[1] == favourite).all()
+    torch.testing.assert_close(
+        experts(config, weights, x).double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_no_tokens_are_no_work():
+    config, tensors = mixture(4, 2)
+    x = torch.empty(0, config.hidden_size)
+    assert experts(config, split_experts(config, tensors), x).shape == x.shape
+
+
+def test_inputs_of_all_experts_are_shown():
+    config, tensors = mixture(4, 2)
+    seen = {}
+    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    experts(config, split_experts(config, tensors), x, seen.__setitem__)
+    assert {name: tuple(rows.shape) for name, rows in seen.items()} == {
+        "gate_up.weight": (10, 40),
+        "down.weight": (10, 24),
+    }
+
+
+def test_bytes_follow_all_experts_and_flops_those_chosen():
+    config = mixture(8, 2)[0]
+    one = dataclasses.replace(config, num_experts=1, experts_per_token=1)
+    more = config.params_per_layer - one.params_per_layer
+    assert more == 7 * (config.expert_params + config.hidden_size)
+    assert config.matmul_params_per_layer - one.matmul_params_per_layer == config.expert_params + 7 * config.hidden_size
+    assert set(config.linear_shapes) >= {(48, 40), (40, 24)}
