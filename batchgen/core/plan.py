@@ -12,8 +12,8 @@ from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
-# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's
-# result is collected one sweep later) is named here; no runtime carries it out yet, so no plan uses it.
+# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's result is collected
+# in a later sweep) is for plan files: the planner does not choose it yet.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8

@@ -87,15 +87,16 @@ def _check_share(options: JobOptions) -> None:
         "--overwrite": options.overwrite,
         "--retry-failed": options.retry_failed,
         "--no-resume": not options.resume,
+        "--report-html": options.report_html is not None,
     }.items():
         if given:
             raise InputError(
                 f"{flag} is for one process: leave out --share, or {flag}, which each worker would do again"
             )
-    if options.output is None or Destination.of(options) is not None:
-        raise InputError("--share needs an --output that is a file in a directory which all workers see")
-    if options.report_html is not None:
-        raise InputError("--report-html is of all rows, and a worker has some: leave it out with --share")
+    if options.input == "-":
+        raise InputError("--share needs an input that all workers see: write it to a file, and give that")
+    if options.output is not None and Destination.of(options) is not None:
+        raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")
     if options.shard is not None:
         raise InputError("--share divides the rows among its workers: leave out --shard")
 

@@ -10,7 +10,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, ScoreRequest
 
 _FIRST_ROWS = 100
-R = TypeVar("R", Request, ScoreRequest)
+R = TypeVar("R", bound=Request | ScoreRequest)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,7 +174,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
-        if job.page is not None:
+        if job.page is not None and isinstance(state, Run):
             job.page.read_rows(state.parts_dir, job.source, job.options.task)
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
@@ -194,7 +194,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
                 stopped = _run_rows(job, state, engine, plan)
-    if job.page is not None:
+    if job.page is not None and isinstance(state, Run):
         job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
     if stopped is not None:
         report = job.report(state, engine, plan, "stopped")
@@ -319,12 +319,11 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         )
 
     rows_left = None if total_rows is None else total_rows - len(state.done_rows)
-    of_plan = Expected.of(plan, rows_left, None if options.plan is None else options.sampling.n)
-    job.progress.start(None if options.share else of_plan)  # nobody knows which rows a worker will have
+    samples = None if options.plan is None else options.sampling.n
+    job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
-    requests: Iterator[Any] = rows.watch(left)
-    if not options.share:  # a worker claims more rows as its own come out: nothing may hold them back
+    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
+    if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
         requests = job.repeats.firsts(requests)
     results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:

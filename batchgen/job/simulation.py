@@ -24,6 +24,7 @@ from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator, Timeline
 from batchgen.runtime.steps.trace import TraceWriter
@@ -85,10 +86,13 @@ def simulate_job(
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
+    cohorts = Cohorts()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
-        simulator.run(sweeps.steps([load.flow for load in loads]), costs.sweep(loads))
+        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended)
+        simulator.run(steps, costs.sweep(loads))
+        job.end_sweep(cohorts)
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
     timeline = simulator.timeline()
     (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
@@ -173,6 +177,8 @@ class SimulatedJob:
         self._windows = any(window is not None for window in config.windows)
         self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
+        self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
+        self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier)
         expected = expected_output_len
@@ -185,11 +191,16 @@ class SimulatedJob:
         return self._scheduler.has_work
 
     def next_sweep(self) -> SimulatedSweep | None:
-        """The next sweep, which has run when this returns; None when all rows are done."""
+        """The next sweep; None when all rows are done.
+
+        It is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only such, its one
+        micro-batch is empty.
+        """
         if not self.has_work:
             return None
         sweep = self._scheduler.schedule()
-        batches = self._split(sweep)
+        batches = self._split(sweep) or [[]]
+        self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
         if self._compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
@@ -210,6 +221,17 @@ class SimulatedJob:
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
         self._scheduler.commit(sweep)
+        self._sample(sampled)
+
+    def end_sweep(self, cohorts: Cohorts) -> None:
+        """Sequences whose token has come through all layers have their next one."""
+        for cohort in cohorts.waiting:
+            if cohort.number not in self._cohorts:
+                self._cohorts[cohort.number] = self._begun[cohort.batch]
+        for cohort in cohorts.ended:
+            self._sample(self._cohorts.pop(cohort.number))
+
+    def _sample(self, sampled: list[Sequence]) -> None:
         for sequence in sampled:
             sequence.tokens.append(0)
             if sequence.num_generated >= self._output_len[sequence]:

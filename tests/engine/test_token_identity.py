@@ -53,6 +53,7 @@ TIERS = {
     "memory and disk": (CPU, lambda path: {"weight_layers": layers(path, 2, 1), "kv_seqs": {"cpu": 3, "disk": 3}}),
     "streamed": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"streamed": SEQUENCES}}),
     "delegated": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"cpu": SEQUENCES}}),
+    "deferred": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"gpu": 2, "deferred": 4}}),
     "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
     "mixed": (EMULATED, lambda path: moving_fields(path)),
 }  # fmt: skip
@@ -63,7 +64,7 @@ def moving_fields(path):
     return {
         "weight_layers": mixed_layers(path),
         "head_tier": policy.head_tier,
-        "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1},
+        "kv_seqs": {"gpu": 1, "cpu": 1, "streamed": 2, "disk": 1, "deferred": 1},
         "activations on the host": 1,
     }
 
