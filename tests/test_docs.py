@@ -228,6 +228,10 @@ def figures():  # a line or two for each of the files
     fuzz = read("fuzz")
     assert fuzz["failed"] == []
     yield "fuzz", f"{sum(end - begin for begin, end in fuzz['seeds'].values())} jobs"
+    share = read("share")
+    assert share["rows_that_differ"] == 0
+    yield "share", f"{share['kills']} of them killed, {share['suspensions']} suspended"
+    yield "share", f"all {share['rows']:,} rows equal"
 
 
 def test_figures_are_those_of_their_files():

@@ -119,6 +119,11 @@ class SharedRun:
         """Whether the output is there and nothing is to be done."""
         return self.totals is not None
 
+    @property
+    def parts_dir(self) -> Path:
+        """Where a plain run has its parts: those of workers are there once they are joined."""
+        return self.directory / "parts"
+
     def is_done(self, total_rows: int | None) -> bool:
         """Whether all rows are saved, by whomever."""
         return self.complete or self.worker.all_done
@@ -146,7 +151,7 @@ class SharedRun:
 
     def writer(self, *, flush_interval_s: float = 5.0) -> SharedPartWriter:
         """A part writer for this worker's results."""
-        self._writer = SharedPartWriter(self, self.directory / "parts", self._before, flush_interval_s=flush_interval_s)
+        self._writer = SharedPartWriter(self, self.parts_dir, self._before, flush_interval_s=flush_interval_s)
         return self._writer
 
     def save(self) -> int:
@@ -224,7 +229,7 @@ class SharedRun:
     def error_kinds(self) -> list[ErrorKind]:
         """As of `Run`."""
         with contextlib.suppress(DamagedPart, OSError):
-            return error_kinds(self.directory / "parts")
+            return error_kinds(self.parts_dir)
         return []
 
     def close(self) -> None:
@@ -290,7 +295,7 @@ class SharedRun:
 
     def _take_part(self, job: SharedJob) -> None:
         self._job = job
-        for path in part_paths(self.directory / "parts"):
+        for path in part_paths(self.parts_dir):
             if part_number(path) < job.first_part:
                 for group in scan_part(path):
                     self._before.mark(group.rows, group.failed)
@@ -326,7 +331,7 @@ class SharedRun:
                 raise _LeaseLost("another worker joins the parts")
 
         check()
-        link_parts(self._parts, done, self.directory / "parts", self._job.first_part)
+        link_parts(self._parts, done, self.parts_dir, self._job.first_part)
         with self._open_plain() as plain:
             if plain.complete:
                 totals = plain.totals or {}
