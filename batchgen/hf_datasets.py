@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, JobStopped, RowError, one_line
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
+from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
 from batchgen.models.files import model_identity, resolve_model
 from batchgen.output.columns import SampleColumns
@@ -56,6 +57,8 @@ def run_dataset(
 
     if output is not None and Path(output).suffix.lower() != ".arrow":
         raise InputError(f"output must end in .arrow, which datasets can map into memory, not {Path(output).name!r}")
+    if is_url(output):
+        raise InputError(f"output must be a file on this machine, which datasets can map into memory, not {output}")
     if options.get("dry_run"):
         raise InputError("a dry run has no rows to return: use batchgen.run")
     report = run(model, dataset, output, **options)

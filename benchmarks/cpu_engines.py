@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cpu_kind import machine, slug
 from peers.bfloat16_files import write_directory, write_gguf
 from peers.environments import python_of
 from peers.machine_rates import gemm_rates
 from peers.workloads import WORKLOADS, Workload, random_rows, work
 
-from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name
+from batchgen.core.machine import available_cores, available_memory_bytes
 from batchgen.core.units import parse_bytes
 from batchgen.job.report import versions
 from batchgen.models.config import ModelConfig
@@ -42,7 +43,6 @@ BATCHGEN = "batchgen"
 _GEMM_TOKENS = [64, 128, 256, 512, 1024, 2048]
 _WARM_UP = [(64, 8), (128, 8), (256, 8), (512, 8)]  # prompt and output tokens
 _RUN_LIMIT_S = 3600
-_ISA = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _PLACES = ("work_dir", "output")  # names of this machine's files stay out of the results
 
 
@@ -196,17 +196,6 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "it said nothing"
 
 
-def _machine() -> dict[str, Any]:
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = set(text.split())
-    return {
-        "cores": available_cores(),
-        "cpu": cpu_name(),
-        "isa": [flag for flag in _ISA if flag in flags],
-        "available_memory_bytes": available_memory_bytes(),
-    }
-
-
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return text.split(",")
@@ -228,7 +217,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-batch-tokens", type=int, default=512)
     parser.add_argument("--transformers-batch", type=int, default=16)
     parser.add_argument("--work-dir", type=Path, default=cache, help="for the peers' environments and models")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_engines.json")
+    parser.add_argument("--output", type=Path, help="[default: benchmarks/results/cpu_engines-CPU.json]")
     args = parser.parse_args(argv)
     known = list(setups(args))
     args.engines = args.engines or known
@@ -239,7 +228,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:  # a benchmark from top to bottom
-    args = _parse()
+    args, on = _parse(), machine()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     files = resolve_model("demo")
     config = read_config(files)
@@ -286,7 +275,8 @@ def main() -> None:  # a benchmark from top to bottom
         "benchmark": "cpu_engines",
         "command": "python benchmarks/cpu_engines.py",
         "arguments": {k: v for k, v in vars(args).items() if k not in _PLACES},
-        "machine": _machine() | {"rates": rates},
+        "machine": on
+        | {"cores": available_cores(), "available_memory_bytes": available_memory_bytes(), "rates": rates},
         "workloads": found,
         "settings": {
             job: {name: done[-1]["settings"] for name, done in by_engine.items()} for job, by_engine in runs.items()
@@ -294,7 +284,8 @@ def main() -> None:  # a benchmark from top to bottom
         "skipped": skipped,
         "versions": versions() | {"engines": {name: run["versions"] for name, run in last.items()}},
     }
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    output = args.output or HERE / "results" / f"cpu_engines-{slug(on)}.json"
+    output.write_text(json.dumps(result, indent=2) + "\n")
     for name, summary in found.items():
         ratios = ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in summary.get("batchgen_over", {}).items())
         share = f"; {summary['bound']['share_of_wall']:.0%} of the bound" if "bound" in summary else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kernel_rates import machine, slug
+from cpu_kind import machine, slug
 
 from batchgen.core.machine import keep_freed_memory
 from batchgen.job.report import versions

@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from cpu_kind import machine, slug
 from int4_perplexity import DTYPE, measure, real_text
-from kernel_rates import machine, slug
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import INT8

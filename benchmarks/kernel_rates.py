@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cpu_kind import machine, slug
 
 from batchgen.core import dtypes as formats
 from batchgen.core.kernel_choice import PROCESS_SET
@@ -33,7 +33,6 @@ from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch, quant
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
-from batchgen.ops.instruction_set import unavailable
 from batchgen.profiler.kernel_choice import Kernels, Shapes, measure_kernels
 from batchgen.runtime.memory.transfers import untouched
 
@@ -269,32 +268,6 @@ def expansion(measured: Measured, at_least_s: float) -> None:
     time.sleep(0.02)
     ours = moved / seconds(lambda: kernels.dequantize(packed, 8192, out), at_least_s)
     measured.add("int4 to bf16 weights", ratio=ours / copy, gb_per_s=ours / 1e9, copy_gb_per_s=copy / 1e9)
-
-
-def machine() -> dict:
-    """What was measured on."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-
-    def field(name: str) -> str:
-        found = re.search(rf"^{name}\s*: (.*)$", text, re.MULTILINE)
-        return found[1].strip() if found else "unknown"
-
-    return {
-        "cpu": field("model name") if "model name" in text else platform.machine(),
-        "family": field("cpu family"),
-        "model": field("model"),
-        "threads": kernels.num_threads(),
-        "clock": "of the thread" if kernels.num_threads() == 1 else "of the wall",
-        "instruction_sets": kernels.instruction_sets(),
-        "unavailable": unavailable(),
-    }
-
-
-def slug(machine: dict) -> str:
-    """A kind of CPU as part of a file's name: what it is called and its best instruction set."""
-    name = re.sub(r"\(.*?\)|@.*", " ", f"{machine['cpu']}").lower() + " " + machine["instruction_sets"][0]
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:

@@ -43,7 +43,7 @@ from batchgen.runtime.steps.threads import Lanes
 HERE = Path(__file__).parent
 PRODUCTS = ("linear", "attention")
 WARM_UP_TOKENS, WARM_UP_OUTPUT = 16, 2
-# FLOP/s of two cores: of linear layers at hundreds of tokens, of prefill attention. Sources: results/kernels-amd-epyc-avx512-bf16.json
+# FLOP/s of two cores: of linear layers at hundreds of tokens, of prefill attention. Sources: results/kernels-amd-epyc-25-17-avx512-bf16.json
 # (median over the demo model's shapes at 256 and 1,024 tokens); torch's linear on AMX, two times 1 TFLOP/s, with attention at
 # the part of linear's rate that it has on Zen 4.
 RATES = {

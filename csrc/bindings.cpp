@@ -158,6 +158,14 @@ void run_linear(const Kernels& kernels, const Linear& args) {
 PYBIND11_MODULE(_kernels, m) {
     m.doc() = "Compute kernels on the CPU. Use batchgen.ops.cpp.";
 
+    py::register_local_exception_translator([](std::exception_ptr thrown) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const WrongEnvironment& error) {
+            PyErr_SetString(py::module_::import("batchgen.core.errors").attr("InputError").ptr(), error.what());
+        }
+    });
+
     m.def("built", &built_kernels);
     m.def("instruction_sets", [] {
         std::vector<std::string> names;

@@ -239,7 +239,11 @@ const Kernels& active_kernels() {
         const char* name = std::getenv("BATCHGEN_ISA");
         const std::vector<const Kernels*> usable = usable_kernels();
         if (usable.empty()) throw std::runtime_error("the kernels were built for no instruction set of this machine");
-        kernels = name && *name ? &named(name, "BATCHGEN_ISA=") : usable.front();
+        try {
+            kernels = name && *name ? &named(name, "BATCHGEN_ISA=") : usable.front();
+        } catch (const std::invalid_argument& error) {
+            throw WrongEnvironment(std::string(error.what()) + ": name one of these, or none");
+        }
         active.store(kernels, std::memory_order_release);
     }
     return *kernels;

@@ -1,12 +1,18 @@
 // Which kernels this machine runs.
 #pragma once
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
 
 namespace batchgen {
+
+// A variable of the environment that cannot be followed; Python's InputError.
+struct WrongEnvironment : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
 
 // The names of all that the library was built with (CMake's BATCHGEN_TARGETS).
 std::vector<std::string> built_kernels();
@@ -20,7 +26,7 @@ std::vector<const Kernels*> plain_twins();
 // Those whose instructions the CPU has but which are not usable, by name, and why.
 std::map<std::string, std::string> unavailable_kernels();
 
-// The one that BATCHGEN_ISA names, else the fastest. Throws std::invalid_argument for a name that is not among them.
+// The one that BATCHGEN_ISA names, else the fastest. Throws WrongEnvironment for a name that is not among them.
 const Kernels& active_kernels();
 
 // The one of this name, a plain twin perhaps; "": the active one. Throws std::invalid_argument for one that is not there.

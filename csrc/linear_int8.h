@@ -44,36 +44,52 @@ struct CodedRows {
 
 constexpr int kRotated = 64;  // values that are rotated together
 
+constexpr int kRotatedVectors = kRotated / W;
+
+// Signs of the second of two numbers that are added: less where the lane's number has the bit Apart.
+template <int Apart>
+struct Signs {
+    float of[W];
+    constexpr Signs() : of() {
+        for (int i = 0; i < W; i++) of[i] = i & Apart ? -1 : 1;
+    }
+};
+template <int Apart>
+constexpr Signs<Apart> kSigns;
+
+// A stage of Hadamard's matrix: of two numbers that are Apart from each other their sum and their difference.
+template <int Apart>
+inline void hadamard_stage(vf (&block)[kRotatedVectors]) {
+    constexpr int kVectors = Apart / W;
+    for (int i = 0; i < kRotatedVectors; i++) {
+        if constexpr (Apart < W) {
+            block[i] = fma(block[i], load(kSigns<Apart>.of), swap_lanes<Apart>(block[i]));
+        } else if (!(i & kVectors)) {
+            const vf a = block[i], b = block[i + kVectors];
+            block[i] = add(a, b), block[i + kVectors] = sub(a, b);
+        }
+    }
+}
+
 // Numbers of a row as codes are made of them: as they are, zeros beyond its end, or with whole blocks of 64 rotated by
-// Hadamard's matrix. Read a vector at a time, in order.
+// Hadamard's matrix.
 template <class T>
 struct RowValues {
     const T* x;
     int64_t n;
     bool rotated;
-    float block[kRotated];
 
-    vf at(int64_t i) {
-        if (rotated && i / kRotated < n / kRotated) {
-            if (i % kRotated == 0) rotate(i);
-            return load(block + i % kRotated);
+    // The 64 numbers from `from` on, a multiple of 64.
+    void block(int64_t from, vf (&out)[kRotatedVectors]) const {
+        const bool whole = from + kRotated <= n;
+        for (int i = 0; i < kRotatedVectors; i++) {
+            const int64_t at = from + i * W;
+            out[i] = whole ? load(x + at) : at < n ? load_part(x + at, int(smaller(W, n - at))) : zero();
         }
-        return i < n ? load_part(x + i, int(smaller(W, n - i))) : zero();
-    }
-
-  private:
-    void rotate(int64_t first) {
-        for (int i = 0; i < kRotated; i += W) store(block + i, load(x + first + i));
-        stage<1>(), stage<2>(), stage<4>(), stage<8>(), stage<16>(), stage<32>();
-        for (int i = 0; i < kRotated; i += W) store(block + i, mul(load(block + i), set1(1.0f / 8)));
-    }
-    template <int Apart>
-    void stage() {
-        for (int i = 0; i < kRotated; i += 2 * Apart)
-            for (int j = i; j < i + Apart; j++) {
-                const float a = block[j], b = block[j + Apart];
-                block[j] = a + b, block[j + Apart] = a - b;
-            }
+        if (!whole || !rotated) return;
+        hadamard_stage<1>(out), hadamard_stage<2>(out), hadamard_stage<4>(out);
+        hadamard_stage<8>(out), hadamard_stage<16>(out), hadamard_stage<32>(out);
+        for (vf& some : out) some = mul(some, set1(1.0f / 8));
     }
 };
 
@@ -81,10 +97,13 @@ struct RowValues {
 struct RowScale {
     float scale, steps;
     template <class T>
-    explicit RowScale(RowValues<T> x) {
+    explicit RowScale(const RowValues<T>& x) {
         constexpr float kLeast = 0x1p-100f;  // what is smaller counts as zero
-        vf largest = zero();
-        for (int64_t i = 0; i < x.n; i += W) largest = max_or_nan(largest, x.at(i));
+        vf largest = zero(), block[kRotatedVectors];
+        for (int64_t i = 0; i < x.n; i += kRotated) {
+            x.block(i, block);
+            for (const vf some : block) largest = max_or_nan(largest, some);
+        }
         uint32_t all[W], most = 0;
         store_int(all, as_int(largest));
         for (int i = 0; i < W; i++) most = all[i] > most ? all[i] : most;
@@ -96,17 +115,21 @@ struct RowScale {
     }
 };
 
-// Codes of the numbers [from, to), `from` a multiple of 64; returns their sum.
+// Codes of `count` numbers from `from` on, a multiple of 64, at most as many; returns sums with theirs.
 template <class T>
-inline int32_t put_codes(RowValues<T>& x, int64_t from, int64_t to, float steps, uint8_t* out) {
-    int32_t sum = 0;
-    for (int64_t i = from; i < to; i += W, out += W * sizeof(Code)) {
-        Code codes[W];
-        store_codes(codes, round_even(mul(x.at(i), set1(steps))));
-        memcpy(out, codes, smaller(W, to - i) * sizeof(Code));
-        for (int j = 0; j < W; j++) sum += codes[j];
+inline vi put_codes(const RowValues<T>& x, int64_t from, int64_t count, float steps, uint8_t* out, vi sums) {
+    vf block[kRotatedVectors];
+    Code codes[kRotated];
+    x.block(from, block);
+    for (int i = 0; i < kRotatedVectors; i++) store_codes(codes + i * W, round_even(mul(block[i], set1(steps))));
+    memcpy(out, codes, count * sizeof(Code));
+    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
+    for (int i = 0; kWeightOffset && i < kRotated / Bytes::kPair; i += W) {
+        uint32_t words[W];
+        memcpy(words, (const uint8_t*)codes + 4 * i, sizeof words);
+        sums = dot_codes(load_int(words), set1_int(kOnes), sums);
     }
-    return sum;
+    return sums;
 }
 
 // Whether w's rows were rotated before they became codes: their scales are negative then.
@@ -126,17 +149,20 @@ inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void
     for (int64_t r = tile * kRowTile; r < smaller(stop * kRowTile, args.rows); r++) {
         const int64_t first = r / kRowTile * kRowTile, count = smaller(kRowTile, args.rows - first);
         uint32_t* to = (uint32_t*)coded.codes + first * depth + r - first;
-        RowValues<T> x{(const T*)args.x + r * args.x_stride, args.depth, rotated, {}};
+        const RowValues<T> x{(const T*)args.x + r * args.x_stride, args.depth, rotated};
         const RowScale row(x);
-        int32_t sum = 0;
+        vi sums = set1_int(0);
         for (int64_t d = 0; d < depth; d += kRotated / Bytes::kPair) {
             const int64_t units = smaller(kRotated / Bytes::kPair, depth - d);
             uint32_t codes[kRotated / Bytes::kPair];
-            sum += put_codes(x, d * Bytes::kPair, (d + units) * Bytes::kPair, row.steps, (uint8_t*)codes);
+            sums = put_codes(x, d * Bytes::kPair, units * Bytes::kPair, row.steps, (uint8_t*)codes, sums);
             for (int64_t i = 0; i < units; i++) to[(d + i) * count] = codes[i];
         }
+        uint32_t all[W], sum = 0;
+        store_int(all, sums);
+        for (const uint32_t some : all) sum += some;
         coded.scales[r] = row.scale;
-        coded.excess[r] = kWeightOffset * sum;
+        coded.excess[r] = kWeightOffset * int32_t(sum);
     }
 }
 

@@ -57,7 +57,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
     uint8_t* registers = packed_registers<M>(args, out);
     for (int64_t r = group * kStep; r < smaller(stop * kStep, args.rows); r++) {
         const T* x = (const T*)args.x + r * args.x_stride;
-        RowValues<T> values{x, args.depth, kCoded<M> && is_rotated(args), {}};
+        const RowValues<T> values{x, args.depth, kCoded<M> && is_rotated(args)};
         float steps_of_row = 0;
         if constexpr (kCoded<M>) {
             const RowScale row(values);
@@ -69,7 +69,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
             uint8_t* to = registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
             const int64_t first = step * kStepValues<M>;
             if constexpr (kCoded<M>) {
-                put_codes(values, first, first + kStepValues<M>, steps_of_row, to);
+                put_codes(values, first, kStepValues<M>, steps_of_row, to, set1_int(0));
             } else {
                 const int64_t bytes = smaller(64, (args.depth - first) * 2);
                 if (bytes < 64) memset(to, 0, 64);

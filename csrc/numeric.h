@@ -23,6 +23,26 @@ inline vi load_bytes_part(const uint8_t* p, int n) {
     return load_bytes(part);
 }
 
+// Lanes whose numbers differ in the bit X, below W, change places. The width is a parameter, so that the others are not
+// compiled.
+template <int X, class V = vf, int kWidth = W>
+inline V swap_lanes(V a) {
+#if __has_builtin(__builtin_shufflevector)
+    if constexpr (kWidth == 4) {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X);
+    } else if constexpr (kWidth == 8) {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X);
+    } else {
+        return __builtin_shufflevector(a, a, X, 1 ^ X, 2 ^ X, 3 ^ X, 4 ^ X, 5 ^ X, 6 ^ X, 7 ^ X, 8 ^ X, 9 ^ X, 10 ^ X, 11 ^ X,
+                                       12 ^ X, 13 ^ X, 14 ^ X, 15 ^ X);
+    }
+#else  // GCC 11
+    int order __attribute__((vector_size(4 * W)));
+    for (int i = 0; i < W; i++) order[i] = i ^ X;
+    return __builtin_shuffle(a, order);
+#endif
+}
+
 template <class T>
 inline float value_of(const T* p) {
     float all[W];

@@ -10,6 +10,7 @@
 #include <deque>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -21,6 +22,8 @@ namespace {
 // How long a thread looks for work, or for others to be done, before it sleeps: longer than what is between two kernels of
 // a sweep, as waking up takes tens of microseconds.
 constexpr std::chrono::microseconds kAwake(200);
+
+constexpr int kMostThreads = 8192;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -43,13 +46,27 @@ bool look_for(F there_is) {
     return false;
 }
 
+// A set of so many CPUs: cpu_set_t by itself has room for 1,024.
+class CpuSet {
+  public:
+    explicit CpuSet(int cpus) : words_(CPU_ALLOC_SIZE(cpus) / sizeof(unsigned long)) {}
+    size_t bytes() const { return words_.size() * sizeof(unsigned long); }
+    cpu_set_t* get() { return reinterpret_cast<cpu_set_t*>(words_.data()); }
+
+  private:
+    std::vector<unsigned long> words_;
+};
+
+// The CPUs that this process may use. The system refuses a set that is smaller than its own.
 std::vector<int> own_cpus() {
+    constexpr int kMostCpus = 1 << 20;
     std::vector<int> cpus;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
-            if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    for (int most = CPU_SETSIZE; most <= kMostCpus && cpus.empty(); most *= 2) {
+        CpuSet set(most);
+        if (sched_getaffinity(0, set.bytes(), set.get()) != 0) continue;
+        for (int cpu = 0; cpu < most; cpu++)
+            if (CPU_ISSET_S(cpu, set.bytes(), set.get())) cpus.push_back(cpu);
+    }
     if (cpus.empty()) cpus.push_back(0);
     return cpus;
 }
@@ -62,6 +79,7 @@ class Pool {
 
     void grow(int workers) {
         std::lock_guard lock(mutex_);
+        workers_.reserve(workers);
         while (int(workers_.size()) < workers) {
             std::thread thread(&Pool::work, this);
             workers_.push_back({thread.native_handle(), -1});
@@ -124,10 +142,9 @@ class Pool {
     };
 
     static void pin(Worker& worker, int cpu) {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(cpu, &set);
-        pthread_setaffinity_np(worker.thread, sizeof set, &set);
+        CpuSet set(std::max(CPU_SETSIZE, cpu + 1));
+        CPU_SET_S(cpu, set.bytes(), set.get());
+        pthread_setaffinity_np(worker.thread, set.bytes(), set.get());
         worker.cpu = cpu;
     }
 
@@ -158,11 +175,20 @@ class Pool {
     std::atomic<int> caller_cpu_{-1};
 };
 
+// What the environment says, else a thread for each CPU. OMP_NUM_THREADS is for others too: what is no number there is theirs.
 int default_threads() {
-    for (const char* name : {"BATCHGEN_NUM_THREADS", "OMP_NUM_THREADS"})
-        if (const char* text = std::getenv(name))
-            if (int count = std::atoi(text); count > 0) return count;
-    return int(own_cpus().size());
+    const char *own = std::getenv("BATCHGEN_NUM_THREADS"), *shared = std::getenv("OMP_NUM_THREADS");
+    if (own && *own) {
+        char* end;
+        const long count = std::strtol(own, &end, 10);
+        if (*end || count < 1 || count > kMostThreads)
+            throw WrongEnvironment("BATCHGEN_NUM_THREADS=" + std::string(own) +
+                                   " is no number of threads: give one from 1 to " + std::to_string(kMostThreads) +
+                                   ", or take it out");
+        return int(count);
+    }
+    const int count = shared ? std::atoi(shared) : 0;
+    return count > 0 ? count : int(own_cpus().size());
 }
 
 std::atomic<Pool*> the_pool{nullptr};
@@ -189,8 +215,12 @@ void Loop::help() {
         if (i >= count) return;
         if (i >= first_phase)
             while (done.load(std::memory_order_acquire) < first_phase) pause();
-        item(i);
-        done.fetch_add(1, std::memory_order_acq_rel);
+        try {
+            if (!failed.load(std::memory_order_relaxed)) item(i);
+        } catch (...) {
+            if (!failed.exchange(true, std::memory_order_relaxed)) error = std::current_exception();
+        }
+        done.fetch_add(1, std::memory_order_acq_rel);  // after an error, too: others wait for the first phase
     }
 }
 
@@ -217,6 +247,7 @@ void run(int64_t count, const std::function<void(int64_t)>& item, int64_t first_
     shared.add(&loop);
     loop.help();
     shared.take_back(&loop);
+    if (loop.error) std::rethrow_exception(loop.error);
 }
 
 void* scratch(int64_t bytes, int which) {

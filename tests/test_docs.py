@@ -158,15 +158,16 @@ def figures():  # a line or two for each of the files
         shown = [f"{ratio:.{d}f}" for ratio, d in zip(ratios, digits, strict=True)]
         return f"{', '.join(shown[:-1])} and {shown[-1]} times"
 
-    for work in read("cpu_engines")["workloads"].values():
+    engines = "cpu_engines-amd-epyc-25-17-avx512-bf16"
+    for work in read(engines)["workloads"].values():
         rate, share = work["total_tokens_per_s"]["batchgen"], work["bound"]["share_of_wall"]
         if work["rows"] == 64:
             yield (
-                "cpu_engines",
+                engines,
                 f"{statistics.mean(work['wall_s']['batchgen']):.1f} s, {rate:,.0f} tokens/s; {share:.0%} of",
             )
         over = [work["batchgen_over"][name] for name in ("openvino", "vllm", "llama.cpp", "transformers")]
-        yield "cpu_engines", times(over, (2, 2, 1, 1))
+        yield engines, times(over, (2, 2, 1, 1))
     against = read("azure_vs_transformers")
     rates = against["total_tokens_per_s"]
     yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"
@@ -202,14 +203,14 @@ def figures():  # a line or two for each of the files
     structured = read("structured_output")
     yield "structured_output", f"{structured['rows_valid']} of {structured['rows']} valid"
     yield "structured_output", f"{structured['ratio']:.0%} of the throughput"
-    kernels = "kernels-amd-epyc-avx512-bf16"
+    kernels = "kernels-amd-epyc-25-17-avx512-bf16"
     yield kernels, f"{read(kernels)['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate"
-    yield "int8-amd-epyc-avx2", f"{100 * (read('int8-amd-epyc-avx2')['ratio_to_fp32'] - 1):.1f} % more"
-    rates = {name: row["ratio"] for name, row in read("int8-amd-epyc-avx2")["gflop_per_s"].items()}
+    yield "int8-amd-epyc-25-1-avx2", f"{100 * (read('int8-amd-epyc-25-1-avx2')['ratio_to_fp32'] - 1):.1f} % more"
+    rates = {name: row["ratio"] for name, row in read("int8-amd-epyc-25-1-avx2")["gflop_per_s"].items()}
     few = [ratio for name, ratio in rates.items() if name.endswith((", 1 tokens", ", 4 tokens"))]
     many = [ratio for name, ratio in rates.items() if not name.endswith((", 1 tokens", ", 4 tokens"))]
     yield (
-        "int8-amd-epyc-avx2",
+        "int8-amd-epyc-25-1-avx2",
         f"{min(few):.1f} to {max(few):.1f} and {min(many):.1f} to {max(many):.1f} times as fast",
     )
     shares = [100 * result["host_share"] for result in read("host_share")["results"]]
@@ -232,7 +233,7 @@ def test_the_import_graph_is_as_the_architecture_page_says():
     graph = load(ROOT / "benchmarks" / "import_graph.py")
     now = graph.count()
     assert now["cycles"] == [] and now["cycles_inside"] == {} and now["against_the_order"] == []
-    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 18
+    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 20
     table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
     numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
     counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]

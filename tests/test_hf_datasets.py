@@ -136,9 +136,18 @@ def test_stopped_and_gone_on_with(model, table, cache, expected):
     assert batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS)["text"][:] == expected
 
 
+def test_a_dataset_without_rows(model, table, cache):
+    for empty in (table.select([]), datasets.Dataset.from_dict({"q": []})):
+        answers = batchgen.run_dataset(model, empty, prompt_column="q", **OPTIONS)
+        assert len(answers) == 0 and answers.column_names[: len(empty.column_names)] == empty.column_names
+        assert "text" in answers.column_names
+
+
 def test_refusals_of_run_dataset(model, table, tmp_path):
     with pytest.raises(InputError, match=r"\.arrow"):
         batchgen.run_dataset(model, table, output=tmp_path / "o.parquet", prompt_column="q")
+    with pytest.raises(InputError, match="on this machine"):
+        batchgen.run_dataset(model, table, output="memory://o.arrow", prompt_column="q")
     with pytest.raises(InputError, match="dry run"):
         batchgen.run_dataset(model, table, prompt_column="q", dry_run=True)
     with pytest.raises(InputError, match="a column named text already"):

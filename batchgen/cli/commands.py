@@ -42,6 +42,9 @@ def run(**options: Any) -> None:
 
     job = _job(options)
     check_job(job)  # a mistake is told before what takes seconds to import
+    from batchgen.job.progress import Progress
+
+    Progress(job.progress).say(f"batchgen {__version__}: {job.model} over {job.input}")
     from batchgen.job.report import summary
     from batchgen.job.run import run_job
 
@@ -56,7 +59,7 @@ def run(**options: Any) -> None:
         click.echo(json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2))
     else:
         for line in summary(report):
-            click.echo(line)
+            click.echo(line, err=options["output"] == "-")  # stdout may be the output's
     if failure is not None:
         raise failure
     if report["state"] == "stopped":
@@ -112,6 +115,22 @@ def convert(**options: Any) -> None:
     click.echo(run_convert(ConvertOptions(**options)))
 
 
+@click.command()
+@click.argument("output")
+@click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
+def status(output: str, as_json: bool) -> None:
+    """Say how far the job of an output is, and who works on it.
+
+    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it will be done; that takes
+    as long as an eighth of the lease time, in which every worker gives a sign.
+    """
+    from batchgen.share.status import describe_status, output_status
+
+    found = output_status(output)
+    for line in [json.dumps(found, indent=2)] if as_json else describe_status(found):
+        click.echo(line)
+
+
 def _before_rows(output: str) -> str:
     """What is true of a job that has not looked into its run directory yet."""
     begun = os.path.exists(os.path.realpath(output) + ".batchgen/manifest.json")
@@ -145,7 +164,7 @@ def _read_schema(path: str) -> str:
         raise InputError(f"--json-schema {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-for _command in (run, plan, bench, profile, convert):
+for _command in (run, status, plan, bench, profile, convert):
     cli.add_command(_command)
 
 

@@ -16,8 +16,12 @@ class LockHeld(Exception):
         self.holder = holder
 
 
-def lock_file(path: Path) -> int:
+def lock_file(path: Path, *, shared: bool = False) -> int:
     """Take the lock (flock) of a file, which is made where there is none, and note in it who has it.
+
+    Args:
+        path: The file.
+        shared: Take it together with others who do so, and note nothing.
 
     Returns:
         A file descriptor; closing it releases the lock.
@@ -28,9 +32,10 @@ def lock_file(path: Path) -> int:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        if not shared:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except BlockingIOError:
         holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "a process"
         os.close(descriptor)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.typed_json import read_typed
 
 TORCH = "torch"  # torch's own linear, a candidate beside the instruction sets
 
@@ -35,11 +36,21 @@ class KernelChoice:
         linear: by `linear_key`.
         attention: by `attention_key`; prefill and decode alike.
         default: the instruction set of shapes that are not named; "": the process's (BATCHGEN_ISA, or the machine's first).
+
+    Raises:
+        ValueError: TORCH is to attend, or is the default. It has linear layers alone.
     """
 
     linear: Mapping[str, Measured] = field(default_factory=dict)
     attention: Mapping[str, Measured] = field(default_factory=dict)
     default: str = ""
+
+    def __post_init__(self) -> None:
+        on_torch = [key for key, measured in self.attention.items() if measured.isa == TORCH]
+        if self.default == TORCH:
+            on_torch.append("default")
+        if on_torch:
+            raise ValueError(f"{on_torch[0]!r} must name an instruction set: {TORCH!r} is for linear layers alone")
 
     def linear_isa(self, columns: int, depth: int, dtype: str) -> str:
         """What multiplies weights [columns, depth] of this dtype; "": the process's instruction set."""
@@ -72,12 +83,9 @@ class KernelChoice:
     def from_json(cls, values: Any) -> KernelChoice:
         """Read what `to_json` gives. Raises InputError."""
         try:
-            tables = {n: {k: Measured(**m) for k, m in values[n].items()} for n in ("linear", "attention")}
-            made = cls(**tables, default=values["default"])
-            if not all(isinstance(name, str) for name in (made.default, *made.names().values())):
-                raise TypeError("a name that is no text")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"not a choice of kernels: {error}") from error
+            made: KernelChoice = read_typed(cls, values, "kernels")
+        except ValueError as error:
+            raise InputError(f"not a choice of kernels ({error}): take `kernels` out, or measure anew") from error
         return made
 
 

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 # Of malloc.h. Blocks of more than 32 MiB always come straight from the kernel.
@@ -16,6 +17,13 @@ _KEPT_BLOCK_BYTES, _KEPT_FREE_BYTES = 32 << 20, 256 << 20
 _HEAP_STEP_BYTES = 64 << 20
 
 _CGROUP = Path("/sys/fs/cgroup")
+_most_resident_bytes: int | None = None
+
+
+def keep_within(most_bytes: int) -> None:
+    """From now on `available_memory_bytes` leaves this process no more than so much resident memory."""
+    global _most_resident_bytes
+    _most_resident_bytes = most_bytes
 
 
 def available_memory_bytes() -> int:
@@ -23,7 +31,8 @@ def available_memory_bytes() -> int:
     available = _meminfo().get("MemAvailable")
     if available is None:  # not Linux
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min([available, *_cgroup_headroom()])
+    own = [] if _most_resident_bytes is None else [max(0, _most_resident_bytes - resident_bytes())]
+    return min([available, *own, *_cgroup_headroom()])
 
 
 def resident_bytes() -> int:
@@ -107,6 +116,39 @@ def _cgroup_headroom() -> list[int]:
 def available_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """Seconds of the cores that this process may run on, since they were started.
+
+    Attributes:
+        total_s: of all these cores, idle or not.
+        others_s: in which they ran other processes than this one.
+        stolen_s: in which the host of this virtual machine had other uses for them.
+    """
+
+    total_s: float
+    others_s: float
+    stolen_s: float
+
+    @classmethod
+    def now(cls) -> CpuTime | None:
+        """As the kernel counts them; None where it does not."""
+        try:
+            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+            cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        except (AttributeError, OSError):
+            return None
+        # user, nice, system, idle, waiting for I/O, interrupts (2), stolen
+        times = [[int(ticks) for ticks in line[1:9]] for line in lines if line and line[0] in cores]
+        if not times or any(len(ticks) < 8 for ticks in times):
+            return None
+        tick_s, own = 1 / os.sysconf("SC_CLK_TCK"), os.times()
+        total_s = tick_s * sum(map(sum, times))
+        idle_s = tick_s * sum(ticks[3] + ticks[4] for ticks in times)
+        stolen_s = tick_s * sum(ticks[7] for ticks in times)
+        return cls(total_s, total_s - idle_s - stolen_s - own.user - own.system, stolen_s)
 
 
 def cpu_name() -> str:

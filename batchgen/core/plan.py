@@ -12,8 +12,8 @@ from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
-# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's
-# result is collected one sweep later) is named here; no runtime carries it out yet, so no plan uses it.
+# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's result is collected
+# in a later sweep) is for plan files: the planner does not choose it yet.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
@@ -131,6 +131,19 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Sweeps of a job that are alike: prompts alone at first, prompts beside decoding, the last rows.
+
+    Attributes:
+        seconds: what they take.
+        tokens: those that go through the layers in them.
+    """
+
+    seconds: float
+    tokens: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a plan is expected to do.
 
@@ -145,6 +158,7 @@ class Prediction:
         block_latency_s: from a block's first prompt to its last token.
         memory_price_s: seconds one more GiB of a tier would save.
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
+        stages: of the time after startup_s, in their order; earlier versions wrote none.
     """
 
     total_s: float
@@ -161,6 +175,7 @@ class Prediction:
     memory_bytes: Mapping[str, Mapping[str, float]]
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
+    stages: tuple[Stage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

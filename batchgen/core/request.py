@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from batchgen.core.errors import InputError
@@ -23,6 +23,10 @@ class SamplingParams:
             tokens (0 is off), those at least `min_p` times as likely as the most likely one (0 is off).
         repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied (if
             negative) by it; 1 is off.
+        presence_penalty, frequency_penalty: taken off the logits of tokens that the output has, once, and once for each
+            time; -2 to 2, 0 is off.
+        logit_bias: added to the logits of these tokens, before any penalty, -100 to 100: a mapping of token ids to
+            numbers, or pairs of both.
         n: samples per request.
         seed: with row id, sample and step it decides every draw.
         stop: strings that end a sample; the text ends before them.
@@ -33,6 +37,7 @@ class SamplingParams:
         json_schema, regex: what the text must follow from its first character to its last, as text (a schema may be
             given as a mapping). Of JSON on one line, unless the schema's "x-guidance" has another whitespace_pattern. A
             sample ends where its grammar does; one that `max_tokens` or a stop string ends earlier is not whole.
+        compact_json: with a json_schema, no spaces between the parts of the JSON, instead of at most one.
     """
 
     max_tokens: int = 256
@@ -49,10 +54,15 @@ class SamplingParams:
     logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    compact_json: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         if self.top_k == -1:  # vLLM's other way to say "off"
             object.__setattr__(self, "top_k", 0)
         if isinstance(self.json_schema, Mapping):
@@ -64,6 +74,8 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("n", self.n >= 1, "at least 1"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
@@ -83,13 +95,37 @@ class SamplingParams:
         """Whether the text must follow a grammar."""
         return self.json_schema is not None or self.regex is not None
 
+    @property
+    def penalizes_output(self) -> bool:
+        """Whether the next token depends on those that were generated before, beside the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits of some tokens are changed before one is chosen."""
+        return self.penalizes_output or bool(self.logit_bias)
+
     def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
+
+
+def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, bias), by token id. Raises InputError."""
+    rule = f"logit_bias must map token ids to numbers between -100 and 100, not {given!r}"
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given
+        biases = {int(token_id): float(bias) for token_id, bias in pairs}
+    except (TypeError, ValueError) as error:
+        raise InputError(rule) from error
+    if not all(token_id >= 0 and -100.0 <= bias <= 100.0 for token_id, bias in biases.items()):
+        raise InputError(rule)
+    return tuple(sorted(biases.items()))
 
 
 @dataclass(frozen=True)
@@ -103,6 +139,7 @@ class Request:
         id: decides the row's random draws, with seed, sample and step; None takes the row's position.
         error: the row could not be made into a prompt; it comes back as a failed Completion with this text.
         row: the number of its row in a dataset, which comes back in the Completion and decides nothing.
+        more_prompts: further ones, whose samples come after those of `prompt`, `n` of each.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, Any]]
@@ -110,6 +147,14 @@ class Request:
     id: str | int | None = None
     error: str | None = None
     row: int | None = None
+    more_prompts: tuple[str | Sequence[int], ...] = ()
+
+    @property
+    def each_prompt(self) -> tuple[Request, ...]:
+        """A request for each of the prompts."""
+        if not self.more_prompts:
+            return (self,)
+        return tuple(replace(self, prompt=p, more_prompts=()) for p in (self.prompt, *self.more_prompts))
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:
@@ -186,7 +231,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one request: `samples` (one per `n`), or `error` and no samples.
+    """The result of one request: `samples` (`n` of each prompt), or `error` and no samples.
 
     Attributes:
         index: the request's position in the iterable given to the engine, from 0. Completions come in the order in

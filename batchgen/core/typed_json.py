@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -54,7 +53,7 @@ def _short(value: Any) -> str:
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is float:
-        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e300:
+        if type(value) not in (int, float) or not abs(value) <= 1e300:  # of NaN, too
             raise ValueError(f"{where} must be a number, not {_short(value)}")
         return float(value)
     called = {int: "a whole number", str: "a text", bool: "true or false"}[kind]

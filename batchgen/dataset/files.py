@@ -5,47 +5,62 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+from collections.abc import Iterator
 
 from batchgen.core.errors import InputError
+from batchgen.dataset.partitions import Partitions, is_partition
 from batchgen.dataset.source import FORMATS, naming
+from batchgen.dataset.storage import entries, is_file, is_folder, is_url, matches
 
 EXTENSIONS = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
+_COMPRESSED = (".gz", ".zst")
 
 
-def find_files(name: str, input_format: str | None) -> list[str]:
-    """The files that a path, directory or glob stands for, by name."""
-    if "://" in name:
-        raise InputError(f"{name} is a URL: download it and give the local file")
-    if os.path.isfile(name):
-        return [name]
-    if os.path.isdir(name):
-        wanted = {"jsonl" if input_format == "openai" else input_format} if input_format else set(FORMATS)
-        with naming(name):
-            entries = sorted(e for e in os.listdir(name) if not e.startswith((".", "_")))
-        found = [p for p in (os.path.join(name, e) for e in entries) if os.path.isfile(p)]
-        found = [p for p in found if format_of(p) in wanted]
-        if not found:
-            what = "Parquet, JSON lines or CSV" if input_format is None else input_format
-            raise InputError(f"no {what} files directly in {name}: give a glob, such as {name}/**/*.parquet")
-        return found
-    if glob.has_magic(name):
-        found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
-        if not found:
+def find_files(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
+    """The files that a path, URL, directory or glob stands for, by name, and the columns of a directory's partitions."""
+    with naming(name):
+        if is_file(name):
+            return [name], Partitions()
+        if is_folder(name):
+            return _in_folder(name, input_format)
+        if glob.has_magic(name):
+            if found := matches(name):
+                return found, Partitions()
             raise InputError(f"no file matches {name}{suggestion(name)}")
-        return found
     if os.path.exists(name):
         raise InputError(f"{name} is not a regular file: save it as one, it is read more than once")
     raise InputError(f"{name}: no such file or directory{suggestion(name)}")
 
 
+def _in_folder(name: str, input_format: str | None) -> tuple[list[str], Partitions]:
+    wanted = {"jsonl" if input_format == "openai" else input_format} if input_format else set(FORMATS)
+    found = [path for path in _walk(name) if format_of(path) in wanted]
+    if not found:
+        what = "Parquet, JSON lines or CSV" if input_format is None else input_format
+        raise InputError(f"no {what} files directly in {name}: give a glob, such as {name}/**/*.parquet")
+    return found, Partitions.of(found, name)
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """The files in a directory and in those that are its partitions, by name."""
+    for entry in entries(folder):
+        path = os.path.join(folder, entry)
+        if entry.startswith((".", "_")):
+            continue
+        if is_partition(entry) and is_folder(path):
+            yield from _walk(path)
+        elif is_file(path):
+            yield path
+
+
 def format_of(path: str) -> str | None:
     """The format that a file name's extension stands for."""
     stem, extension = os.path.splitext(path.lower())
-    if extension == ".gz":
+    if extension in _COMPRESSED:
         text_format = EXTENSIONS.get(os.path.splitext(stem)[1])
         return None if text_format == "parquet" else text_format
     return EXTENSIONS.get(extension)
@@ -54,7 +69,7 @@ def format_of(path: str) -> str | None:
 def suggestion(name: str) -> str:
     """ "; did you mean ...?" with names in the same directory, or which directory is missing."""
     parent, base = os.path.split(name)
-    if glob.has_magic(parent):
+    if glob.has_magic(parent) or is_url(name):
         return ""
     if not os.path.isdir(parent or "."):
         return f" (there is no directory {parent})"

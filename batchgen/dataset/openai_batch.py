@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams
+from batchgen.dataset.bad_lines import bad_lines
 from batchgen.dataset.messages import normalize_messages
 
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -32,9 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -67,19 +65,23 @@ def rows_to_requests(
             (temperature 1).
         duplicate_rows: rows that fail because an earlier one has their custom_id.
     """
+    bad = bad_lines(batch)
     for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
         row_id = index if row["custom_id"] is None else row["custom_id"]
+        if index in bad:
+            yield Request("", sampling, row_id, error=bad[index])
+            continue
         try:
             if index in duplicate_rows:
                 raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")
-            prompt, own_sampling = parse_row(row, sampling)
-            yield Request(prompt, own_sampling, row_id)
+            (prompt, *more), own_sampling = parse_row(row, sampling)
+            yield Request(prompt, own_sampling, row_id, more_prompts=tuple(more))
         except RowError as error:
             yield Request("", sampling, row_id, error=one_line(error))
 
 
-def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[Any, SamplingParams]:
-    """(prompt, sampling) of a row of `COLUMNS`. Raises RowError, naming the field."""
+def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
+    """(prompts, sampling) of a row of `COLUMNS`. Raises RowError, naming the field."""
     if not row["custom_id"]:
         raise RowError("custom_id is missing or not a string")
     if row["method"] != "POST":
@@ -94,8 +96,8 @@ def parse_row(row: dict[str, str | None], sampling: SamplingParams) -> tuple[Any
     return parse_body(row["url"], body, sampling)
 
 
-def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[Any, SamplingParams]:
-    """(prompt, sampling) of a request body; the prompt is text, token ids or chat messages.
+def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
+    """(prompts, sampling) of a request body; a prompt is text, token ids or chat messages, of which there is one.
 
     `max_tokens` and `seed` come from `sampling` where the body has none. Raises RowError, naming the field.
     """
@@ -105,12 +107,12 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         _take(fields, "prompt", lambda _: False, "absent: this url takes messages")
         if "messages" not in fields:
             raise RowError("messages is missing")
-        prompt: Any = normalize_messages(fields.pop("messages"))
+        prompts: list[Any] = [normalize_messages(fields.pop("messages"))]
     else:
         _take(fields, "messages", lambda _: False, "absent: this url takes a prompt")
         if "prompt" not in fields:
             raise RowError("prompt is missing")
-        prompt = _completion_prompt(fields.pop("prompt"))
+        prompts = _completion_prompts(fields.pop("prompt"))
     max_tokens = _take(fields, "max_tokens", _is_int, "an integer", sampling.max_tokens)
     if chat:
         max_tokens = _take(fields, "max_completion_tokens", _is_int, "an integer", max_tokens)
@@ -125,6 +127,9 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         "top_k": _take(fields, "top_k", _is_int, "an integer", 0),
         "min_p": _take(fields, "min_p", _is_number, "a number", 0.0),
         "repetition_penalty": _take(fields, "repetition_penalty", _is_number, "a number", 1.0),
+        "presence_penalty": _take(fields, "presence_penalty", _is_number, "a number", 0.0),
+        "frequency_penalty": _take(fields, "frequency_penalty", _is_number, "a number", 0.0),
+        "logit_bias": _take(fields, "logit_bias", _is_bias, "an object of token ids and numbers", {}),
         "stop": stop,
         "stop_token_ids": _take(fields, "stop_token_ids", _is_token_ids, "a list of token ids", []),
         "ignore_eos": _take(fields, "ignore_eos", _is_bool, "true or false", False),
@@ -134,7 +139,7 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
     }
     _refuse_others(fields)
     try:
-        return prompt, SamplingParams(**values)
+        return prompts, SamplingParams(**values)
     except InputError as error:
         raise RowError(str(error)) from error
 
@@ -169,18 +174,20 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(_is_int(v) and v >= 0 for v in value)
 
 
-def _completion_prompt(prompt: Any) -> str | list[int]:
-    """Text or token ids. A list of one of these is that one; a list of several is several requests."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise RowError(f"prompt holds {len(prompt)} prompts: write one a line")
-        (prompt,) = prompt
-    if not isinstance(prompt, str) and not _is_token_ids(prompt):
-        raise RowError("prompt must be a string or a list of token ids")
-    if not prompt:
-        raise RowError("the prompt is empty")
-    checked: str | list[int] = prompt
-    return checked
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(k.isdecimal() and _is_number(v) for k, v in value.items())
+
+
+def _completion_prompts(given: Any) -> list[str | list[int]]:
+    """Texts or token ids, of one prompt or a list of them."""
+    several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    prompts: list[Any] = given if several else [given]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_token_ids(prompt):
+            raise RowError("prompt must be a string or a list of token ids, or a list of these")
+        if not prompt:
+            raise RowError("the prompt is empty")
+    return prompts
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> int | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.dataset.bad_lines import ON_BAD_LINE
 from batchgen.dataset.dataset import Dataset
 from batchgen.dataset.files import EXTENSIONS, find_files, format_of
 from batchgen.dataset.readers.csv import csv_source
@@ -23,21 +25,26 @@ def open_dataset(
     split: str | None = None,
     limit: int | None = None,
     shard: tuple[int, int] | None = None,
+    on_bad_line: str = "fail",
 ) -> Dataset:
     """Open an input and check all of it that can be checked without keeping it in memory.
 
+    An input may have no rows; where its format has the columns in its rows, it then has no columns either.
+
     Args:
         source: a file, a glob or a directory of Parquet (.parquet, .pq), JSON lines (.jsonl, .ndjson, .json) or CSV
-            (.csv, .tsv) files, the last two also with .gz; a directory written by `datasets.save_to_disk`; a hub
+            (.csv, .tsv) files, the last two also with .gz or .zst, here or at a URL of fsspec's (s3://, hf://, ...);
+            directories called `column=value` in a directory give their files such a column; a directory written by `datasets.save_to_disk`; a hub
             dataset id; or a `datasets` object. The files of one input are read in the order of their names and must
             have the same columns.
         input_format: one of `FORMATS`, where the name does not tell.
         split: of a `datasets` dataset.
         limit: only the first so many rows.
         shard: (i, n), the i-th of n contiguous parts of what `limit` leaves.
+        on_bad_line: "skip" makes rows that fail (`bad_lines`) of lines that are no JSON objects.
 
     Raises:
-        InputError: nothing found, nothing in it, not readable, or not what its name says.
+        InputError: nothing found, not readable, or not what its name says.
     """
     if input_format is not None and input_format not in FORMATS:
         raise InputError(f"--input-format {input_format!r} is not one of {', '.join(FORMATS)}")
@@ -45,20 +52,22 @@ def open_dataset(
         raise InputError(f"--limit must be at least 1, not {limit}")
     if shard is not None and not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]}/{shard[1]} does not exist: count from 0 to {shard[1] - 1}")
+    if on_bad_line not in ON_BAD_LINE:
+        raise InputError(f"--on-bad-line must be {' or '.join(ON_BAD_LINE)}, not {on_bad_line!r}")
     if isinstance(source, (str, os.PathLike)):
         name = os.path.expanduser(os.fspath(source))
-        opened = _open_path(name, input_format, split, limit)
+        opened = _open_path(name, input_format, split, limit, on_bad_line)
     else:
         name = f"the {type(source).__name__} given"
         opened = datasets_source(source, name, split, limit)
-    if opened.total_rows == 0 or (opened.total_rows is None and next(opened.read(0, 1), None) is None):
-        raise InputError(f"{name} has no rows: nothing to generate")
-    if not opened.schema.names:
+    if opened.total_rows is None and next(opened.read(0, 1), None) is None:
+        opened = replace(opened, total_rows=0)
+    if not opened.schema.names and opened.total_rows != 0:
         raise InputError(f"{name} has no columns: nothing to make a prompt of")
     return Dataset(opened, limit, shard)
 
 
-def _open_path(name: str, input_format: str | None, split: str | None, limit: int | None) -> Source:
+def _open_path(name: str, input_format: str | None, split: str | None, limit: int | None, on_bad_line: str) -> Source:
     saved = any(os.path.exists(os.path.join(name, f)) for f in ("dataset_dict.json", "state.json"))
     if saved and input_format in (None, "datasets"):
         return saved_source(name, split, limit)
@@ -68,22 +77,26 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
         raise InputError(f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets")
     if split is not None:
         raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
-    paths = find_files(name, input_format)
+    paths, partitions = find_files(name, input_format)
     formats = dict.fromkeys(found for path in paths if (found := input_format or format_of(path)) is not None)
     if unknown := [path for path in paths if (input_format or format_of(path)) is None]:
         known = " ".join(EXTENSIONS)
         raise InputError(
-            f"{unknown[-1]}: cannot tell its format from the name (known: {known}, text also as .gz): "
+            f"{unknown[-1]}: cannot tell its format from the name (known: {known}, text also as .gz or .zst): "
             f"give --input-format, one of {', '.join(FORMATS)}"
         )
     if len(formats) > 1:
         raise InputError(f"{name} has files of several formats: give --input-format {' or '.join(formats)}")
     (file_format,) = formats
-    if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0]):
+    if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0], on_bad_line):
         file_format = "openai"
     if file_format == "parquet":
-        return parquet_source(paths)
-    return {"jsonl": json_source, "csv": csv_source, "openai": openai_source}[file_format](paths, limit)
+        return parquet_source(paths, partitions)
+    if file_format == "csv":
+        return csv_source(paths, limit, partitions)
+    if file_format == "openai":
+        return openai_source(paths, limit, on_bad_line)
+    return json_source(paths, limit, on_bad_line, partitions)
 
 
 def _may_be_on_hub(name: str, input_format: str | None) -> bool:

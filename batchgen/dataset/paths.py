@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.dataset.readers.datasets import files_behind
+from batchgen.dataset.storage import is_url
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class InputPaths:
         """Of an input as `open_dataset` takes it. An input that is not on disk, or not there, has none."""
         if not isinstance(source, (str, os.PathLike)):
             return cls(tuple(files_behind(source)))
+        if is_url(source):
+            return cls()
         name = os.path.expanduser(os.fspath(source))
         if os.path.isdir(name):
             return cls(folder=name)

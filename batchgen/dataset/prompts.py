@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
-from batchgen.dataset.column_types import closest, is_list, is_message_list, is_text, is_token_list, value_type
+from batchgen.dataset.bad_lines import bad_lines
+from batchgen.dataset.column_types import is_list, is_message_list, is_text, is_token_list, value_type
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.sampling_column import SamplingColumn
@@ -92,7 +93,7 @@ def compile_prompts(
     `{{ row["Zip Code"] }}`. A null is printed as nothing. One newline at the end of the template is dropped, because
     editors add it and a prompt that ends in one makes models answer differently. `tojson` writes plain JSON, not the
     kind escaped for HTML. All else is as Jinja has it. Templates are sandboxed, and anything undefined is an error of
-    the row.
+    the row, as is more time or text than `TemplateLimits` has.
 
     Args:
         may_be_empty: of prompts, that is no error.
@@ -105,7 +106,9 @@ def compile_prompts(
         if not (is_text(id_type) or pa.types.is_integer(id_type)):
             raise InputError(f"--id-column {id_column!r} holds {id_type}: ids must be text or integers")
     if spec.template is not None:
-        columns, render = _compile_template(spec.template, schema)
+        from batchgen.dataset.templates import compile_template
+
+        columns, render = compile_template(spec.template, schema)
         return CompiledPrompts(columns, _text_prompts(render, spec, may_be_empty), spec.makes_chat)
     column, holds_messages = _source_column(spec, schema)
     if holds_messages:
@@ -168,9 +171,12 @@ def _rows(
     batch: pa.RecordBatch, first_row: int, compiled: CompiledPrompts, more: tuple[str, ...], id_column: str | None
 ) -> Iterator[tuple[str | int, dict[str, Any], Prompt, RowError | None]]:
     """(id, columns, prompt, what is wrong) of each row; `more` columns than the prompt needs."""
+    bad = bad_lines(batch)
     for index in range(batch.num_rows):
         row_id: str | int = first_row + index
         try:
+            if row_id in bad:
+                raise RowError(bad[row_id])
             if id_column is not None:
                 own = _value(batch, id_column, index)
                 row_id = row_id if own is None else own
@@ -217,43 +223,6 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
         fix = "--messages-column" if is_list(column_type) else "--prompt-template '{{ row[\"" + column + "\"] }}'"
         raise InputError(f"{flag} {column!r} holds {column_type}, not text: give {fix}")
     return column, messages
-
-
-def _compile_template(text: str, schema: pa.Schema) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]:
-    """(columns used, {column: value} -> text)."""
-    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def print_null_as_nothing(value: Any) -> Any:
-        return "" if value is None else value
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
-
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=print_null_as_nothing)
-    environment.filters["tojson"] = to_json
-    for name in set(schema.names) & set(environment.globals):  # a column named "range" is that column
-        del environment.globals[name]
-    try:
-        tree = environment.parse(text)
-        template = environment.from_string(text)
-    except TemplateSyntaxError as error:
-        raise InputError(f"--prompt-template, line {error.lineno}: {one_line(error.message)}") from error
-    if any(True for _ in meta.find_referenced_templates(tree)):
-        raise InputError("--prompt-template cannot include, import or extend other templates: put all in one")
-    variables = meta.find_undeclared_variables(tree)
-    for name in sorted(variables - set(schema.names) - {"row"}):
-        raise InputError(f"--prompt-template: {name!r} is not a column{closest(name, schema)}")
-    whole_row = "row" in variables and "row" not in schema.names
-    columns = tuple(name for name in schema.names if whole_row or name in variables)
-
-    def render(row: dict[str, Any]) -> str:
-        try:
-            return template.render({"row": row, **row} if whole_row else row)
-        except Exception as error:  # whatever the expressions of a template can raise, on this row
-            raise RowError(f"prompt template: {type(error).__name__}: {one_line(error)}") from error
-
-    return columns, render
 
 
 def _text_prompts(

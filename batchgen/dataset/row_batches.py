@@ -10,13 +10,14 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.dataset.bad_lines import BadLine, with_bad_lines
 from batchgen.dataset.source import ReadRows
 
 
 def row_reader(
     rows_from: Callable[[int], Iterator[dict[str, Any]]], schema: pa.Schema, total_rows: int, name: str
 ) -> ReadRows:
-    """A `Source.read` over rows as dicts; keys that a row does not have are null.
+    """A `Source.read` over rows as dicts; keys that a row does not have are null, and all of a `BadLine`.
 
     It stops after `total_rows`: the rows beyond may be anything, they were not seen by the first pass.
     """
@@ -30,7 +31,8 @@ def row_reader(
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 reason = one_line(error)
                 raise InputError(f"{name} changed while it was being read ({reason}): start again") from error
-            yield start_row, pa.RecordBatch.from_arrays(arrays, schema=schema)
+            errors = {start_row + i: row.error for i, row in enumerate(chunk) if isinstance(row, BadLine)}
+            yield start_row, with_bad_lines(pa.RecordBatch.from_arrays(arrays, schema=schema), errors)
             start_row += len(chunk)
 
     return read

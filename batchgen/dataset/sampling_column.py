@@ -80,6 +80,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, str) or (isinstance(v, list | tuple) and all(isinstance(s, str) for s in v)),
         "a text or a list of texts",
     ),
+    "tuple[tuple[int, float], ...]": (
+        lambda v: isinstance(v, dict | list | tuple),  # what is in it is checked where it is used
+        "an object of token ids and numbers",
+    ),
     "tuple[int, ...]": (
         lambda v: isinstance(v, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in v),
         "a list of token ids",

@@ -5,16 +5,16 @@ And what the readers share: files opened and errors named in the same way, colum
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import InputError, one_line
+from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.dataset.storage import is_url
 
 FORMATS = ("parquet", "jsonl", "csv", "datasets", "openai")
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException)
@@ -43,9 +43,13 @@ class Source:
 @contextmanager
 def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
     """Turn what a reader raises about `path` into one line that names it."""
+    # File systems behind URLs have errors of their own.
+    errors = (Exception,) if is_url(path) else (*_READ_ERRORS, *more_errors)
     try:
         yield
-    except (*_READ_ERRORS, *more_errors) as error:
+    except BatchgenError:
+        raise
+    except errors as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"cannot read {path} ({error.strerror}): check its permissions and its disk") from error
         if isinstance(error, UnicodeError):
@@ -54,13 +58,6 @@ def naming(path: str, *more_errors: type[Exception]) -> Iterator[None]:
             f"cannot read {path} ({one_line(error)}): it is damaged, incomplete or of another "
             "format, so write or copy it again"
         ) from error
-
-
-def open_bytes(path: str) -> BinaryIO:
-    """The file's bytes, decompressed if it is gzip, which its first bytes tell."""
-    with open(path, "rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path)) if zipped else open(path, "rb")
 
 
 def check_same_columns(columns: Mapping[str, Iterable[str]]) -> None:

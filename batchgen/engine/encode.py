@@ -6,8 +6,8 @@ Texts of many requests are tokenized together: first all texts are collected and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, ScoreRequest
@@ -15,8 +15,28 @@ from batchgen.core.request import Request, ScoreRequest
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
 
-ENCODE_CHUNK = 64  # requests tokenized together
+_CHUNK = 64  # requests tokenized together
+R = TypeVar("R")
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
+
+
+def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
+    """Requests with their numbers, some at a time, to be tokenized together.
+
+    Args:
+        requests: None among them says that it may take a while until there are more: those before it do not wait for these.
+    """
+    chunk: list[tuple[int, R]] = []
+    number = 0
+    for request in requests:
+        if request is not None:
+            chunk.append((number, request))
+            number += 1
+        if chunk and (request is None or len(chunk) == _CHUNK):
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def encode_texts(tokenizer: Tokenizer, requests: Iterable[Request]) -> Texts:

@@ -33,6 +33,7 @@ from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, TokenSlots
 from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.steps.cohorts import Cohorts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,13 +83,19 @@ class _Sweep:
 
 @dataclass
 class _Call:
-    """One call of `generate` or `score`. under_way: sweeps that were launched, whose results have not been taken."""
+    """One call of `generate` or `score`.
+
+    under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
+    drop: as `SweepRunner.drop`.
+    """
 
     handler: RequestHandler
     scheduler: Scheduler
     source: Prefetch
+    drop: Callable[[Cohorts], None]
     adaptation: Adaptation | None = None
     under_way: deque[_Sweep] = field(default_factory=deque)
+    cohorts: Cohorts = field(default_factory=Cohorts)
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +120,8 @@ class _Call:
             with contextlib.suppress(Exception):  # the next sweep would raise it again
                 if sweep.wait is not None:
                     sweep.wait()
+        with contextlib.suppress(Exception):
+            self.drop(self.cohorts)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
 
@@ -244,6 +253,7 @@ class Engine:
         # Outlives a call: later rows find the prefixes of earlier ones.
         self._pools = kv_pools(policy, parts.memory)
         self._token_slots = TokenSlots()  # calls may take turns: one may begin while a sweep of another is under way
+        self._exchange_slots = TokenSlots(policy.kv_seqs.get("deferred", 0))
 
     @property
     def policy(self) -> Policy:
@@ -268,7 +278,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str],
+        requests: Iterable[Request | str | None],
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -277,7 +287,7 @@ class Engine:
 
         Args:
             requests: Read lazily, in a thread of its own, so that millions of rows need no memory; a plain string is a Request
-                with that prompt. What the iterable itself raises is raised here.
+                with that prompt, and None says that more may take a while. What the iterable itself raises is raised here.
             should_stop: Asked before each sweep; once true, unfinished rows are dropped.
             on_sweep: Called after each sweep with the running totals.
 
@@ -298,7 +308,7 @@ class Engine:
 
     def score(
         self,
-        requests: Iterable[ScoreRequest],
+        requests: Iterable[ScoreRequest | None],
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
@@ -316,7 +326,7 @@ class Engine:
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
         limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_tier)
-        return Scheduler(self._pools, limits, expected_output_len, self._token_slots)
+        return Scheduler(self._pools, limits, expected_output_len, self._token_slots, self._exchange_slots)
 
     def _run_all(
         self,
@@ -328,7 +338,7 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        call = _Call(handler, scheduler, source, adaptation)
+        call = _Call(handler, scheduler, source, self.parts.executor.drop, adaptation)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
@@ -343,7 +353,7 @@ class Engine:
         """One sweep: schedule it, run it, take its results. Yields those of requests that have ended."""
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
-        launched = self._run(call, scheduled, started_s) if scheduled else None
+        launched = self._run(call, scheduled, started_s) if scheduled or call.cohorts.waiting else None
         for sweep in call.due(launched):
             for sequence in self._take(call, sweep):
                 result = call.handler.finish(sequence)
@@ -384,7 +394,7 @@ class Engine:
             sampling_s += time.perf_counter() - began
             return chosen
 
-        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks)
+        wait = parts.executor.run(batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, cohorts=call.cohorts)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1

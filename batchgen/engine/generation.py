@@ -18,7 +18,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_prompt, encode_texts
+from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -39,12 +39,13 @@ class _InFlight:
     row: int | None
     prompt_tokens: int
     samples: list[Sample | None]
-    cached_tokens: int = 0
+    cached_tokens: list[int]  # of each prompt
     error: str | None = None
 
     def add(self, sequence: Sequence, sample: Sample) -> None:
         self.samples[sequence.sample_index] = sample
-        self.cached_tokens = max(self.cached_tokens, sequence.num_cached)
+        prompt = sequence.sample_index // sequence.sampling.n
+        self.cached_tokens[prompt] = max(self.cached_tokens[prompt], sequence.num_cached)
 
     @property
     def done(self) -> bool:
@@ -58,7 +59,7 @@ class _InFlight:
             self.row_id,
             self.prompt_tokens,
             tuple(self.samples),
-            cached_tokens=self.cached_tokens,
+            cached_tokens=sum(self.cached_tokens),
             row=self.row,
         )
 
@@ -98,14 +99,20 @@ class _Chosen:
 
 def _chosen_alone(sequence: Sequence) -> bool:
     """Whether the next token of a sequence can be chosen before the host knows the last one."""
-    return sequence.constraint is None and sequence.sampling.repetition_penalty == 1.0
+    return sequence.constraint is None and not sequence.sampling.penalizes_output
 
 
 @dataclass(frozen=True)
 class _Prepared:
+    """A request that may start.
+
+    Attributes:
+        prompts: the tokens of each prompt, four bytes a token as many of these wait, and how it is sampled.
+    """
+
     index: int
     request: Request
-    token_ids: array  # four bytes a token: many of these wait
+    prompts: tuple[tuple[array, SamplingParams], ...]
     error: str | None
     grammar: Grammar | None = None
 
@@ -122,23 +129,24 @@ class Generation:
         self._finishes: dict[Sequence, _Finish] = {}
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
-    def prepare(self, requests: Iterable[Request | str]) -> Iterator[_Prepared]:
+    def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        numbered = enumerate(r if isinstance(r, Request) else Request(r) for r in requests)
-        while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
-            texts = encode_texts(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
+        for chunk in chunks(r if r is None or isinstance(r, Request) else Request(r) for r in requests):
+            fine = [request for _, request in chunk if request.error is None]
+            texts = encode_texts(self._parts.tokenizer, [each for request in fine for each in request.each_prompt])
             for index, request in chunk:
-                token_ids: list[int] = []
+                prompts: list[tuple[array, SamplingParams]] = []
                 grammar, error = None, request.error
                 if error is None:
                     try:
-                        token_ids = self._encode(request, texts)
-                        request, token_ids = self._fit(request, token_ids)
-                        if request.sampling.constrained:
-                            grammar = self._parts.grammars.compile(request.sampling)
+                        for each in request.each_prompt:
+                            sampling, token_ids = self._fit(each, self._encode(each, texts))
+                            prompts.append((array("i", token_ids), sampling))
+                        if sampling.constrained:
+                            grammar = self._parts.grammars.compile(sampling)
                     except (RowError, InputError) as problem:
                         error = str(problem)
-                yield _Prepared(index, request, array("i", token_ids), error, grammar)
+                yield _Prepared(index, request, tuple(prompts), error, grammar)
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
         token_ids = encode_prompt(self._parts.tokenizer, request, texts)
@@ -147,9 +155,12 @@ class Generation:
         check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
         return token_ids
 
-    def _fit(self, request: Request, token_ids: list[int]) -> tuple[Request, list[int]]:
-        """The request with prompt and max_tokens within the context and the KV there is, or RowError."""
+    def _fit(self, request: Request, token_ids: list[int]) -> tuple[SamplingParams, list[int]]:
+        """The request's sampling and prompt, with max_tokens within the context and the KV there is, or RowError."""
         sampling = request.sampling or self._sampling
+        if sampling.logit_bias:
+            ids = [token_id for token_id, _ in sampling.logit_bias]
+            check_vocabulary(ids, self._parts.config.vocab_size, "logit_bias")
         policy = self._parts.policy
         context = policy.max_model_len
         token_ids = cut_overlong(token_ids, sampling.max_tokens, context, self._on_overlong)
@@ -163,22 +174,35 @@ class Generation:
                 f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
                 " that fit the memory budget"
             )
-        return replace(request, sampling=sampling), token_ids
+        return sampling, token_ids
 
     def start(self, prepared: _Prepared) -> list[Sequence] | Completion:
         """The sequences of a request, or its Completion if it failed before it ran."""
         request, index = prepared.request, prepared.index
         row_id = index if request.id is None else request.id
+        prompt_tokens = sum(len(token_ids) for token_ids, _ in prepared.prompts)
         if prepared.error is not None:
-            return Completion(index, row_id, len(prepared.token_ids), error=prepared.error, row=request.row)
-        samples: list[Sample | None] = [None] * request.sampling.n
-        self._in_flight[index] = _InFlight(index, row_id, request.row, len(prepared.token_ids), samples)
-        started = []
-        for k in range(request.sampling.n):
-            sequence = Sequence(index, row_id, k, list(prepared.token_ids), request.sampling)
+            return Completion(index, row_id, prompt_tokens, error=prepared.error, row=request.row)
+        started = [
+            sequence
+            for number, (token_ids, sampling) in enumerate(prepared.prompts)
+            for sequence in self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
+        ]
+        samples: list[Sample | None] = [None] * len(started)
+        cached_tokens = [0] * len(prepared.prompts)
+        self._in_flight[index] = _InFlight(index, row_id, request.row, prompt_tokens, samples, cached_tokens)
+        return started
+
+    def _samples_of(
+        self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
+    ) -> list[Sequence]:
+        """The sequences of one prompt. first: the number of its first sample among those of the request."""
+        started: list[Sequence] = []
+        for k in range(sampling.n):
+            sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
             sequence.constraint = prepared.grammar and prepared.grammar.start()
-            if request.sampling.stop:
-                self._detectors[sequence] = self._parts.tokenizer.stop_detector(request.sampling.stop)
+            if sampling.stop:
+                self._detectors[sequence] = self._parts.tokenizer.stop_detector(sampling.stop)
             if started:  # the prompt is computed by the first
                 sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
@@ -208,7 +232,7 @@ class Generation:
         generated = 0
         for sequence, token, known in chosen.tokens():
             generated += 1
-            if known == 1 and sequence.sample_index == 0:
+            if known == 1 and sequence.sample_index % sequence.sampling.n == 0:
                 stats.prompt_tokens += sequence.num_prompt
                 stats.cached_prompt_tokens += sequence.num_cached
             if sequence.sampling.logprobs is not None:

@@ -31,7 +31,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import QUANTIZATIONS, store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
-from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set
+from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
@@ -293,7 +293,7 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
 
     started = time.perf_counter()
     _refuse_in_fork()
-    instruction_set()  # refuses a wrong BATCHGEN_ISA
+    instruction_set(), num_threads()  # refuse a wrong BATCHGEN_ISA and BATCHGEN_NUM_THREADS
     config, policy = request.config, request.policy
     memory = _plan_memory(request)
     loaded_tokenizer = tokenizer()
@@ -415,6 +415,7 @@ def _make_executor(
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.gpu_batch_size if accelerated and policy.kv_seqs.get("cpu") else 0,
+        deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,

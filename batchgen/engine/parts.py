@@ -10,6 +10,7 @@ from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
+from batchgen.runtime.steps.cohorts import Cohorts
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -24,6 +25,9 @@ class SweepRunner(Protocol):
 
     Where `run` returns a function, the sweep is under way: the function returns when it has run. Another sweep may be run
     before, with PENDING for tokens that this one samples.
+
+    `cohorts`: sequences of the job whose attention is deferred, which `drop` forgets; while some are waiting, `run` may be called
+    without a batch.
     """
 
     bytes_moved: dict[str, int]  # by lane
@@ -31,7 +35,9 @@ class SweepRunner(Protocol):
     stalled_s: dict[str, float]  # of compute, by the lane it waited for
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
 
-    def run(self, batches, on_logits, *, vocabulary_chunks: bool) -> Callable[[], None] | None: ...
+    def run(self, batches, on_logits, *, vocabulary_chunks: bool, cohorts: Cohorts) -> Callable[[], None] | None: ...
+
+    def drop(self, cohorts: Cohorts) -> None: ...
 
     def close(self) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from batchgen.core.request import (
     TokenLogprob,
     cut_overlong,
 )
-from batchgen.engine.encode import ENCODE_CHUNK, Texts, check_vocabulary, encode_all, encode_pairs
+from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_all, encode_pairs
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.token_tree import Node, Path, paths_of, windows_of
 from batchgen.runtime.scheduling.from_policy import longest_sequence
@@ -78,10 +77,9 @@ class Scoring:
         self._in_flight: dict[int, _InFlight] = {}
         self._scorer = parts.scorer()  # of the sweep under way
 
-    def prepare(self, requests: Iterable[ScoreRequest]) -> Iterator[_Prepared]:
+    def prepare(self, requests: Iterable[ScoreRequest | None]) -> Iterator[_Prepared]:
         """Tokenizes requests, some at a time; runs in the input thread."""
-        numbered = enumerate(requests)
-        while chunk := list(itertools.islice(numbered, ENCODE_CHUNK)):
+        for chunk in chunks(requests):
             texts = encode_all(self._parts.tokenizer, [request for _, request in chunk if request.error is None])
             for index, request in chunk:
                 row_id = index if request.id is None else request.id

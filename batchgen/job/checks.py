@@ -8,6 +8,7 @@ from pathlib import Path
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
+from batchgen.job.destination import Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files
 from batchgen.job.options import JobOptions, flag_of, options_of, seconds
@@ -26,6 +27,10 @@ def check_job(options: JobOptions) -> None:
             is too small for any model.
     """
     check_options(options)
+    if (destination := Destination.of(options)) is not None:
+        if not options.dry_run:
+            destination.check(options)
+        options = destination.local(options)
     check_files(options)
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(
@@ -33,7 +38,7 @@ def check_job(options: JobOptions) -> None:
             f" {format_bytes(_LEAST_MEMORY_BYTES)}; give what the machine has, or leave it out"
         )
     if options.output is not None and not options.dry_run:
-        check_output(options.output, overwrite=options.overwrite)
+        check_output(options.output, overwrite=options.overwrite, shared=options.share)
 
 
 def check_options(options: JobOptions) -> None:
@@ -62,6 +67,7 @@ def check_options(options: JobOptions) -> None:
         )
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
+    _check_share(options)
     check_grammar(options.sampling)
     _check_path("--report", options.report)
     _check_path("--trace", options.trace)
@@ -70,6 +76,29 @@ def check_options(options: JobOptions) -> None:
         seconds(options.max_time)
     if seconds(options.flush_interval) <= 0:
         raise InputError(f"--flush-interval must be above 0, not {options.flush_interval!r}")
+
+
+def _check_share(options: JobOptions) -> None:
+    if seconds(options.share_lease) <= 0:
+        raise InputError(f"--share-lease must be above 0, not {options.share_lease!r}")
+    if not options.share:
+        return
+    for flag, given in {
+        "--overwrite": options.overwrite,
+        "--retry-failed": options.retry_failed,
+        "--no-resume": not options.resume,
+        "--report-html": options.report_html is not None,
+    }.items():
+        if given:
+            raise InputError(
+                f"{flag} is for one process: leave out --share, or {flag}, which each worker would do again"
+            )
+    if options.input == "-":
+        raise InputError("--share needs an input that all workers see: write it to a file, and give that")
+    if options.output is not None and Destination.of(options) is not None:
+        raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")
+    if options.shard is not None:
+        raise InputError("--share divides the rows among its workers: leave out --shard")
 
 
 def _check_task(options: JobOptions) -> None:

@@ -10,7 +10,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, ScoreRequest
 
 _FIRST_ROWS = 100
-R = TypeVar("R", Request, ScoreRequest)
+R = TypeVar("R", bound=Request | ScoreRequest)
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class FailedRows:
         self._first: list[int] = []
         self._first_failed: set[int] | None = set() if limit == FailureLimit() else None
 
-    def watch(self, requests: Iterable[R]) -> Iterator[R]:
-        """The same requests, of which the first ones are remembered."""
+    def watch(self, requests: Iterable[R | None]) -> Iterator[R | None]:
+        """The same requests, of which the first ones are remembered; None as of `Engine.generate`."""
         for request in requests:
-            if len(self._first) < _FIRST_ROWS and request.row is not None:
+            if request is not None and len(self._first) < _FIRST_ROWS and request.row is not None:
                 self._first.append(request.row)
             yield request
 

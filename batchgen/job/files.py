@@ -22,12 +22,15 @@ _MODEL_FILES = re.compile(
 )
 
 
-def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: bool = False) -> None:
+def check_files(
+    job: JobOptions, *, plan_file: str | None = None, plan_page: str | None = None, errors_file: bool = False
+) -> None:
     """Check that nothing which a command writes is read by it, and that nothing is written twice.
 
     Args:
         job: The job's options.
         plan_file: Where `batchgen plan` puts its plan.
+        plan_page: Where it puts the page of its plan.
         errors_file: Whether the output has a second file (`errors_path`).
 
     Raises:
@@ -37,8 +40,12 @@ def check_files(job: JobOptions, *, plan_file: str | None = None, errors_file: b
         raise InputError(f"cannot write {job.output!r}: --output must end in {', '.join(FORMATS)}")
     if job.trace == "-":
         raise InputError("--trace - is no file: a timeline needs one, such as --trace trace.json")
+    for flag, page in (("--report-html", job.report_html), ("--html", plan_page)):
+        if page == "-":
+            raise InputError(f"{flag} - is no file: a page needs one, such as {flag} page.html")
     inputs = InputPaths.of(job.input)
-    written = [(flag, path) for flag, path in _written(job, plan_file, errors_file) if not path.is_char_device()]
+    texts = {"--report": job.report, "-o": plan_file, "--report-html": job.report_html, "--html": plan_page}
+    written = [(flag, path) for flag, path in _written(job, texts, errors_file) if not path.is_char_device()]
     for i, (flag, path) in enumerate(written):
         if reason := inputs.includes(path):
             raise InputError(f"{flag} {path} {reason}: give a file elsewhere, which no run reads or replaces")
@@ -90,13 +97,13 @@ def _check_run_directory(job: JobOptions, output: Path, inputs: InputPaths, writ
             )
 
 
-def _written(job: JobOptions, plan_file: str | None, errors_file: bool) -> Iterator[tuple[str, Path]]:
-    """(flag, file) of each; the disk tier and the cache have files of names of their own."""
+def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -> Iterator[tuple[str, Path]]:
+    """(flag, file) of each, `texts` being those of `write_text`; the disk tier and the cache have files of names of their own."""
     if job.output is not None:
         yield "--output", Path(job.output)
         if errors_file:
             yield "--output's errors", errors_path(target_path(Path(job.output)))
-    for flag, path in (("--report", job.report), ("-o", plan_file)):
+    for flag, path in texts.items():
         if path and path != "-":
             yield flag, Path(path)
             yield f"{flag}'s", Path(f"{path}.tmp")  # which it is until it is whole

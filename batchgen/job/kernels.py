@@ -9,6 +9,7 @@ from batchgen.core.kernel_choice import TORCH, KernelChoice
 from batchgen.ops.instruction_set import (
     forced_instruction_set,
     instruction_set,
+    num_threads,
     unavailable,
     usable_instruction_sets,
 )
@@ -17,8 +18,10 @@ from batchgen.ops.instruction_set import (
 def kernels_here(planned: KernelChoice, notify: Callable[[str], None]) -> KernelChoice:
     """A choice as far as this machine has what it names, with nothing left open; BATCHGEN_ISA stands above it.
 
-    notify: told of what is missing, once, in a line. Raises InputError for a BATCHGEN_ISA that is not there.
+    notify: told of what is missing, once, in a line. Raises InputError for a BATCHGEN_ISA that is not there, and for a
+    BATCHGEN_NUM_THREADS that is no number of threads.
     """
+    num_threads()
     if forced := forced_instruction_set():
         return KernelChoice(default=forced)
     usable = (*usable_instruction_sets(), TORCH)

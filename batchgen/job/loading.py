@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
-from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
+from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.models.convert import find_or_convert
 from batchgen.runtime.steps.trace import TraceWriter
 

@@ -72,7 +72,10 @@ _QUANTIZATIONS = ("none", "int4", "int8")
 _KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
-_INPUT_HELP = "Parquet, JSONL or CSV file, glob or directory; saved or hub dataset; OpenAI batch JSONL."
+_INPUT_HELP = (
+    "Parquet, JSONL or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset; OpenAI batch JSONL;"
+    " - is stdin."
+)
 _QUANTIZATION_HELP = (
     "int4: the layers' matrices in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
@@ -101,7 +104,13 @@ class JobOptions:
     )
     input: Any = _option(INPUT, _ROWS, "-i", "--input", required=True, metavar="PATH", reads=FILE, help=_INPUT_HELP)
     output: str | Path | None = _option(
-        RUN, "run", "-o", "--output", required=True, metavar="FILE", help="A .parquet, .jsonl, .csv or .arrow file."
+        RUN,
+        "run",
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="A .parquet, .jsonl, .csv or .arrow file, here or at a URL (s3://...); - is stdout, in JSON lines.",
     )
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
@@ -171,6 +180,13 @@ class JobOptions:
         choices=("error", "truncate-left", "truncate-right"),
         help="A prompt that does not fit the context.",
     )
+    special_tokens: str = _option(
+        INPUT,
+        _ROWS,
+        default="parse",
+        choices=("parse", "text"),
+        help="What prompts and messages have of the model's special tokens, such as <|im_start|>: tokens, or plain text.",
+    )
     shard: str | None = _option(
         INPUT, _ROWS, metavar="I/N", help="Only the I-th of N equal parts of the input, I from 0."
     )
@@ -181,6 +197,13 @@ class JobOptions:
         f"{_ROWS} map",
         metavar="NAME",
         help="Column whose value, rather than the row number, seeds a row's draws.",
+    )
+    on_bad_line: str = _option(
+        INPUT,
+        _ROWS,
+        default="fail",
+        choices=("fail", "skip"),
+        help="A line that is no JSON object: stop before the first row, or note it as a row that failed and go on.",
     )
     input_format: str | None = _option(INPUT, _ROWS, choices=("parquet", "jsonl", "csv", "datasets", "openai"))
 
@@ -197,7 +220,7 @@ class JobOptions:
         f"{_COMMANDS} lm_eval helm engine",
         default="auto",
         metavar="DEVICE",
-        help="cpu, or an accelerator that is emulated on it, with memory and links of its own:"
+        help="cpu; cuda; or an accelerator that is emulated on the CPU, with memory and links of its own:"
         " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s.",
     )
     gpu_memory: str | int | None = _option(
@@ -293,6 +316,20 @@ class JobOptions:
         metavar="TIME",
         help="How often finished rows are saved: what a crash can cost.",
     )
+    share: bool = _option(
+        RUN,
+        "run",
+        default=False,
+        type=bool,
+        help="Be one of any number of workers on this output, each started with this command, on machines that share the directory.",
+    )
+    share_lease: str | float = _option(
+        RUN,
+        "run",
+        default="60s",
+        metavar="TIME",
+        help="With --share: a worker that gives no sign for so long is dead to the others, who take over its rows.",
+    )
     on_error: str = _option(
         RUN,
         "run helm",
@@ -310,6 +347,12 @@ class JobOptions:
         RUN, "run map", default="", metavar="TEXT", help="Put before the names of the output columns."
     )
     report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
+    report_html: str | None = _option(
+        RUN,
+        "run",
+        metavar="FILE",
+        help="Write a page: predicted beside measured, throughput, lengths, errors, sample rows.",
+    )
     trace: str | None = _option(
         RUN,
         f"{_COMMANDS} helm",
@@ -343,12 +386,18 @@ class PlanOptions:
         multiple=True,
         metavar="NAME=SIZE",
         help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
-        " (gpu-memory=48GiB), beside the current plan; may be repeated.",
+        " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated.",
+    )
+    compare: bool = _option(
+        RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
     )
     explain: bool = _option(
         RUN, "plan", default=False, type=bool, help="Placement, lanes, memory, and what more of each would buy."
     )
     frontier: bool = _option(RUN, "plan", default=False, type=bool, help="Throughput against block latency.")
+    html: str | None = _option(
+        RUN, "plan", metavar="FILE", help="Write a page: placement, a sweep's timeline, frontier, what would help."
+    )
     as_json: bool = _option(RUN, "plan", "--json", default=False, type=bool, help="The plan as JSON on stdout.")
     plan_file: str | None = _option(
         RUN, "plan", "-o", "--output", metavar="FILE", help="Write the plan, for `batchgen run --plan`."
@@ -439,6 +488,12 @@ def _sampling(takers: str, name: str, type: Callable[[str], Any], help: str | No
     return _named(name, default, {**declared, **more})
 
 
+def _bias(text: str) -> tuple[int, float]:
+    """Of "50256=-100". Raises ValueError."""
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
+
+
 SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
@@ -446,6 +501,10 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "top_k", int, "0 is off."),
     _sampling(f"{_COMMANDS} map", "min_p", float),
     _sampling(f"{_COMMANDS} map", "repetition_penalty", float),
+    _sampling(f"{_ROWS} map", "presence_penalty", float, "Taken off the logits of tokens that the output has."),
+    _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
+    _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
+              metavar="ID=BIAS"),
     _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n",)),
     _sampling(f"{_COMMANDS} map helm", "seed", int),
     _sampling(f"{_ROWS} map", "stop", str, r"Stop string, may be repeated; \n and \t are understood.", multiple=True,
@@ -455,6 +514,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
               metavar="FILE", reads=FILE),
+    _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
 )  # fmt: skip
 

@@ -18,11 +18,13 @@ from batchgen.engine.loader import resolve_context, store_bytes
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
-from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of, what_if
+from batchgen.job.plan_page import plan_page
+from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
 from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
+from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
@@ -38,11 +40,13 @@ def run_plan(options: PlanOptions) -> list[str]:
     started_s = time.monotonic()
     job = options.job
     check_options(job)
-    check_files(job, plan_file=options.plan_file)
-    if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier):
+    check_files(job, plan_file=options.plan_file, plan_page=options.html)
+    if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
         raise InputError(
-            "--json and -o - give the plan alone: leave out --what-if and --frontier, or plan for each case by itself"
+            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case by itself"
         )
+    if options.compare and not job.hardware:
+        raise InputError("--compare puts another machine beside this one: give --hardware too")
     if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     progress = Progress(job.progress)
@@ -59,14 +63,19 @@ def run_plan(options: PlanOptions) -> list[str]:
         write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
-    if options.as_json or options.plan_file == "-":
-        return [json.dumps(plan.to_json(), indent=2)]
-    lines = explain(plan) if options.explain else headline(plan)
+    others = []
     if options.what_if:
         hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
         other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
-        lines += ["", *compare([("now", plan), (", ".join(options.what_if), other)])]
-    elif job.hardware and options.explain:
+        others = [(", ".join(options.what_if), other)]
+    if options.html:
+        write_text(plan_page(plan, problem, config, case.hardware, others), options.html, "--html")
+    if options.as_json or options.plan_file == "-":
+        return [json.dumps(plan.to_json(), indent=2)]
+    lines = explain(plan) if options.explain else headline(plan)
+    if others:
+        lines += ["", *compare([("now", plan), *others])]
+    if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
@@ -90,7 +99,8 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
     from batchgen.models.tokenizer import load_tokenizer
 
     source = open_source(job)
-    return measure_workload(source, load_tokenizer(files), job, context, rows_left=source.dataset.num_rows)
+    tokenizer = load_tokenizer(files, job.special_tokens)
+    return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 
 def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> Case:
@@ -123,6 +133,8 @@ def _changes(given: tuple[str, ...]) -> dict[str, str]:
         name, equals, value = change.partition("=")
         if not equals or not value:
             raise InputError(f"--what-if {change!r} is not NAME=SIZE, as in gpu-memory=48GiB")
+        if name.strip() in changes:
+            raise InputError(f"--what-if {name.strip()} is given twice: give it once")
         changes[name.strip()] = value.strip()
     return changes
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, Plan
-from batchgen.core.units import format_bytes, parse_bytes
+from batchgen.core.plan import TIERS, Plan
+from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import (
     TYPICAL_PROCESS_BYTES,
@@ -24,6 +24,8 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.job.choice import choose, simulate_candidates
+from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.workload import EstimatedWorkload
@@ -32,13 +34,12 @@ from batchgen.models.files import cache_dir
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
-from batchgen.profiler.cache import Wanted, load_or_measure
+from batchgen.profiler.apart import recall_or_measure
+from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
-# KV pools against the longest sequences they are for.
-_KV_HEADROOM = 1.25
 _GGUF_WEIGHT_BYTES = 0.6  # of a quantised weight in its file: 4.5 to 5 bits are usual
 # Layers beyond this are planned with the curves for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
@@ -46,15 +47,6 @@ _LARGE_LAYER_PARAMS = 1 << 28
 _MEMORY_FRAC_WITHOUT_DISK = 0.5
 # Of the disk space that is free, this much is left alone.
 _DISK_MARGIN_FRAC = 0.1
-_SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
-_RATES = {
-    "h2d": "h2d_bytes_per_s",
-    "d2h": "d2h_bytes_per_s",
-    "disk-read": "disk_read_bytes_per_s",
-    "disk-write": "disk_write_bytes_per_s",
-    "dram": "dram_bytes_per_s",
-}
-_TIERS = {"gpu-memory": "gpu", "cpu-memory": "cpu", "disk-memory": "disk"}
 
 
 @dataclass(frozen=True)
@@ -170,6 +162,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple(name for name in KV_CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
+        memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
     if profile.gpu is not None and device.kind != "cuda":
@@ -208,6 +201,7 @@ def find_hardware(
     formats: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
+    memory_bytes: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
@@ -221,6 +215,7 @@ def find_hardware(
         formats: Further ones that weights or KV may be stored in: "int4", "int8".
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
+        memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
         notify: Told what is measured.
 
     Raises:
@@ -239,7 +234,14 @@ def find_hardware(
     wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
-    profile = load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh, notify=notify)
+    profile = recall_or_measure(
+        wanted,
+        cache_dir=cache_dir(),
+        offload_dir=offload_dir,
+        refresh=refresh,
+        memory_bytes=memory_bytes,
+        notify=notify,
+    )
     return corrected_by_probe(profile, dtype)
 
 
@@ -351,30 +353,6 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
     return plan
 
 
-def longest_tokens(plan: Plan) -> int:
-    """The longest prompt and output of the sample."""
-    return plan.workload.prompt_len.max + plan.workload.max_output_len
-
-
-def most_kv_tokens(plan: Plan) -> int:
-    """Tokens of KV a job makes use of.
-
-    They are those of every sequence in flight at the longest length seen, and some for prefixes that later rows may share.
-    Memory beyond that would only be touched for the first time, which is slow.
-    """
-    return _most_kv_tokens(plan.workload, plan.policy.max_num_seqs)
-
-
-def process_share(plan: Plan) -> int:
-    """Bytes of the host's memory that the plan leaves to the process for itself."""
-    return int(plan.prediction.memory_bytes.get("cpu", {}).get("process", 0))
-
-
-def _most_kv_tokens(workload: Workload, max_num_seqs: int) -> int:
-    blocks = -(-(workload.prompt_len.max + workload.max_output_len) // DEFAULT_KV_BLOCK_SIZE)
-    return int(_KV_HEADROOM * max_num_seqs * blocks * DEFAULT_KV_BLOCK_SIZE)
-
-
 def _first_touch_s(best: Candidate) -> float:
     """Seconds for the host's KV pages to be provided by the kernel, as they are first used."""
     s, at = best.inputs, best.counts.placement(best.inputs)
@@ -382,7 +360,7 @@ def _first_touch_s(best: Candidate) -> float:
         return 0.0
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
-    tokens = min(tokens, _most_kv_tokens(workload, s.block_size))
+    tokens = min(tokens, kv_tokens_used(workload, s.block_size))
     on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
@@ -390,7 +368,7 @@ def _first_touch_s(best: Candidate) -> float:
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
-    """Search for the fastest plan.
+    """Search for the fastest plan, by simulation of the best candidates.
 
     Args:
         problem: Of `problem_of`.
@@ -402,19 +380,31 @@ def plan_job(
     Raises:
         InputError: No plan fits.
     """
-    try:
-        best = search(problem)
-    except InputError as error:
-        raise InputError(f"{error}{_store_hint(problem, request)}") from error
-    return explain.make_plan(
-        problem,
-        best,
-        model_name=request.model_name,
-        max_model_len=request.max_model_len,
-        share_prefixes=request.share_prefixes,
-        startup_s=startup_s + _loading_s(best, loading_s, request) + _first_touch_s(best),
-        output_len_known=output_len_known,
-    )
+
+    def plan_of(candidate: Candidate, simulated_s: float | None = None) -> Plan:
+        return explain.make_plan(
+            problem,
+            candidate,
+            model_name=request.model_name,
+            max_model_len=request.max_model_len,
+            share_prefixes=request.share_prefixes,
+            startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
+            output_len_known=output_len_known,
+            simulated_s=simulated_s,
+        )
+
+    limited = problem
+    while True:
+        try:
+            found = simulate_candidates(limited, plan_of)
+        except InputError as error:
+            raise InputError(f"{error}{_store_hint(problem, request)}") from error
+        chosen = choose(found, problem.max_block_latency_s)
+        if chosen is not None:
+            return plan_of(chosen.candidate, chosen.seconds)
+        # Blocks take longer than the cost model says: it is asked for shorter ones.
+        assert limited.max_block_latency_s is not None
+        limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / max(1.05, found[0].slower))
 
 
 def _store_hint(problem: Problem, request: PlanRequest) -> str:
@@ -426,30 +416,6 @@ def _store_hint(problem: Problem, request: PlanRequest) -> str:
     except InputError:
         return ""
     return f"; or --disk-memory {format_bytes(request.store_bytes * 1.001)}, for weights on disk"
-
-
-def what_if(
-    hardware: HardwareProfile, request: PlanRequest, changes: Mapping[str, str]
-) -> tuple[HardwareProfile, PlanRequest]:
-    """The machine and the request with some sizes or rates changed: {"gpu-memory": "48GiB", "disk-read": "7GB"}.
-
-    A changed size is the machine's and the budget alike. Raises InputError.
-    """
-    for name, text in changes.items():
-        if name not in _SIZES | _RATES:
-            raise InputError(f"--what-if {name}: give one of {', '.join(_SIZES | _RATES)}, as in gpu-memory=48GiB")
-        value = parse_bytes(text.removesuffix("/s"))
-        if value <= 0:
-            raise InputError(f"--what-if {name}={text} must be above 0")
-        field = (_SIZES | _RATES)[name]
-        if getattr(hardware, field) is None:
-            raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
-        changed: dict[str, Any] = {field: value}
-        hardware = replace(hardware, **changed)
-        if name in _TIERS:
-            budget: dict[str, Any] = {f"{_TIERS[name]}_memory": value}
-            request = replace(request, **budget)
-    return hardware, request
 
 
 def read_plan(path: str) -> Plan:

@@ -12,17 +12,28 @@ from typing import Any, TextIO
 
 from batchgen.core.errors import InputError
 from batchgen.core.units import format_seconds
+from batchgen.job.eta import Expected, Seen, progress_of, remaining_s
 
 STYLES = ("auto", "plain", "none")
 _RATE_WINDOW_S = 20.0  # tokens/s is that of this long a past
 _PLAIN_EVERY_S = 10.0
 _BAR_EVERY_S = 0.2
 _LAYERS_EVERY_S = 2.0
+_FIRST_FRAC = 0.03  # of the work is through when the first estimate is noted
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows and tokens so far. done: rows this run finished, failed ones among them; total_rows: None if unknown."""
+    """Rows and tokens so far.
+
+    Attributes:
+        total_rows: None if unknown.
+        done: rows this run finished, failed ones among them.
+        computed_tokens: those that went through the layers.
+        finished_tokens: generated for rows that are done.
+        repeated: rows of those done that took over another row's result.
+        others: rows that other workers finished meanwhile.
+    """
 
     total_rows: int | None
     resumed: int = 0
@@ -30,20 +41,26 @@ class Counts:
     failed: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    computed_tokens: int = 0
+    finished_tokens: int = 0
+    repeated: int = 0
+    others: int = 0
 
 
 class TokenClock:
     """Token rates over the recent past, and the time left.
 
-    The time left is told from tokens rather than rows: long rows tend to end last, so rows alone promise too little.
+    The time left follows the stages of the plan, where there is one. Else it is told from tokens rather than rows: long rows
+    tend to end last, so rows alone promise too little.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.restart()
 
-    def restart(self) -> None:
-        """Count from now on: what came before was loading."""
+    def restart(self, expected: Expected | None = None) -> None:
+        """Count from now on: what came before was loading. expected: by the plan."""
+        self._expected = expected
         self._started_s = self._now()
         self._past: deque[tuple[float, int, int]] = deque([(self._started_s, 0, 0)])
 
@@ -62,15 +79,29 @@ class TokenClock:
     def remaining_s(self, counts: Counts) -> float | None:
         """Seconds to go; None where nobody knows.
 
-        The rows that are left take as many tokens as those that are finished, at the rate of the whole run: a sweep may
-        take seconds, so the rate of the recent past jumps too much for a promise.
+        Without a plan the rows that are left take as many tokens as those that are finished, at the rate of the whole run: a
+        sweep may take seconds, so the rate of the recent past jumps too much for a promise.
         """
+        if self._expected is not None and counts.computed_tokens:
+            return remaining_s(self._expected, self._seen(counts))
         tokens = counts.prompt_tokens + counts.generated_tokens
         rate = tokens / max(self._past[-1][0] - self._started_s, 1e-9)
         if counts.total_rows is None or counts.done == 0 or rate <= 0:
             return None
-        expected = tokens / counts.done * (counts.total_rows - counts.resumed)
-        return max(0.0, expected - tokens) / rate
+        expected = tokens / counts.done * (counts.total_rows - counts.resumed - counts.others)
+        return max(0.0, expected - tokens) / rate * counts.done / (counts.done + counts.others)
+
+    def done_frac(self, counts: Counts) -> float:
+        """The part of the work that is done, by the plan's seconds; 0 where there is no plan."""
+        if self._expected is None:
+            return 0.0
+        done_s, left_s = progress_of(self._expected, self._seen(counts))
+        return done_s / (done_s + left_s) if done_s else 0.0
+
+    def _seen(self, counts: Counts) -> Seen:
+        elapsed_s = self._past[-1][0] - self._started_s
+        tokens = counts.computed_tokens, counts.generated_tokens, counts.finished_tokens
+        return Seen(elapsed_s, counts.done, *tokens, counts.repeated)
 
 
 def describe(counts: Counts, clock: TokenClock) -> str:
@@ -80,6 +111,7 @@ def describe(counts: Counts, clock: TokenClock) -> str:
     parts = [f"{prompt_rate:,.0f} prompt{made} tokens/s"]
     parts += [f"{counts.failed:,} failed"] if counts.failed else []
     parts += [f"{counts.resumed:,} resumed"] if counts.resumed else []
+    parts += [f"{counts.others:,} by other workers"] if counts.others else []
     left = clock.remaining_s(counts)
     if left is not None:
         parts.append(f"{format_seconds(left)} left")
@@ -87,7 +119,11 @@ def describe(counts: Counts, clock: TokenClock) -> str:
 
 
 class Progress:
-    """Shows `Counts` as they come in; also usable as a context manager. Writes to stderr, never to stdout."""
+    """Shows `Counts` as they come in; also usable as a context manager. Writes to stderr, never to stdout.
+
+    Attributes:
+        estimated_s: what the whole job was estimated to take when 3 % of it were through; None before, or without a plan.
+    """
 
     def __init__(
         self, style: str = "auto", stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
@@ -100,11 +136,12 @@ class Progress:
         self._bar: Any = None  # tqdm's
         self._now = now
         self._clock = TokenClock(now)
-        self._shown_s = now()
+        self._made_s = self._shown_s = now()
+        self.estimated_s: float | None = None
 
-    def start(self) -> None:
-        """Rates and time left count from here."""
-        self._clock.restart()
+    def start(self, expected: Expected | None = None) -> None:
+        """Rates and time left count from here. expected: by the plan."""
+        self._clock.restart(expected)
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar if there is one."""
@@ -119,6 +156,9 @@ class Progress:
         """Call as often as you like: it shows at most a few times a second (plain: every ten seconds)."""
         self._clock.update(counts.prompt_tokens, counts.generated_tokens)
         now = self._now()
+        if self.estimated_s is None and self._clock.done_frac(counts) >= _FIRST_FRAC:
+            left_s = self._clock.remaining_s(counts)
+            self.estimated_s = None if left_s is None else now - self._made_s + left_s
         if self._silent or now - self._shown_s < (_BAR_EVERY_S if self._terminal else _PLAIN_EVERY_S):
             return
         self._shown_s = now
@@ -149,7 +189,7 @@ class Progress:
         yield say
 
     def _show(self, counts: Counts) -> None:
-        rows = counts.resumed + counts.done
+        rows = counts.resumed + counts.done + counts.others
         if not self._terminal:
             of = f" of {counts.total_rows:,} ({rows / counts.total_rows:.0%})" if counts.total_rows else ""
             self.say(f"{rows:,}{of} rows: {describe(counts, self._clock)}")

@@ -18,6 +18,7 @@ from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.output.run_directory import Run, errors_path
+from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
@@ -44,7 +45,7 @@ def write_report(report: dict[str, Any], path: str) -> None:
 def make_report(
     options: JobOptions,
     source: RequestSource,
-    state: Run,
+    state: Run | SharedRun,
     engine: Engine | None,
     plan: Plan | None,
     started_s: float,
@@ -142,8 +143,10 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"stopped: {rows}, {left:,} left; the same command goes on from here")
     else:
         predicted = report["predicted_wall_s"]
-        said = f" (predicted {format_seconds(predicted)})" if predicted else ""
+        said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
+    if repeated := report.get("rows_repeated"):
+        lines.append(f"{repeated:,} rows repeat others and were not computed again")
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         shared = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
@@ -164,3 +167,9 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")
         )
     return lines
+
+
+def _at_first(report: dict[str, Any]) -> str:
+    """What the job itself has said of its time, beside the plan."""
+    estimated_s = report.get("estimated_wall_s")
+    return "" if estimated_s is None else f", {format_seconds(estimated_s)} when 3% were through"

@@ -22,23 +22,29 @@ from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_job
+from batchgen.job.destination import Destination
+from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
-from batchgen.job.files import check_files
+from batchgen.job.files import check_files, write_text
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
 from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
+from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.run_page import RunPage
+from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
-from batchgen.output.run_directory import Run, open_run
+from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline, kernel_headline
+from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
@@ -76,7 +82,11 @@ _DEADLINE = "the deadline came first"
 
 @dataclass(frozen=True)
 class _Job:
-    """A run that has begun. tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic."""
+    """A run that has begun.
+
+    tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
+    output is to go from its file.
+    """
 
     resolved: ResolvedJob
     source: RequestSource
@@ -84,19 +94,27 @@ class _Job:
     progress: Progress
     started_s: float
     deadline_s: float | None
+    repeats: Repeats
+    destination: Destination | None = None
+    page: RunPage | None = None
 
     @property
     def options(self) -> JobOptions:
         return self.resolved.options
 
-    def report(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
+        report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
+        if self.destination is not None and outcome != "stopped":
+            report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
         if self.options.report:
             write_report(report, self.options.report)
+        if self.page is not None and self.options.report_html:
+            write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
         return report
 
-    def ended(self, state: Run, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
+    def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """The report of a job that has all its rows. Raises TooManyFailed."""
         report = self.report(state, engine, plan, outcome)
         limit = FailureLimit.parse(self.options.max_failed)
@@ -121,6 +139,9 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     check_job(options)
+    destination = Destination.of(options)
+    if destination is not None:
+        options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
@@ -128,57 +149,58 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         if source.is_openai:
             check_files(options, errors_file=True)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
-        tokenizer = background.submit(_load_tokenizer, resolved.files)  # most of it is importing transformers
+        # Most of it is importing transformers.
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s)
+        page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
+        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page)
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
         output = options.output
         if output is None:
-            output = _cached_output(fingerprint)
+            output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=options))
-        with open_run(
-            output,
-            fingerprint,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            retry_failed=options.retry_failed,
-            errors_file=source.is_openai,
-        ) as state:
+        with open_output(options, output, fingerprint, source) as state:
             return _carry_on(job, state)
 
 
-def _carry_on(job: _Job, state: Run) -> dict[str, Any]:
+def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     """Runs the rows that are left and puts the output together; returns the report."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
+        if job.page is not None and isinstance(state, Run):
+            job.page.read_rows(state.parts_dir, job.source, job.options.task)
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
-    engine = plan = None
-    if total_rows is None or len(state.done_rows) < total_rows:
+    engine = plan = stopped = None
+    if not state.is_done(total_rows):
         if state.rows_resumed:
             job.progress.say(f"resuming: {state.rows_resumed:,} rows are done already")
         plan = _plan(job, state)
         if state.rows_resumed:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         state.record_kernels(plan.kernels)
+        if state.kernels != plan.kernels:  # those of the worker that was first
+            plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         for line in (*headline(plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
             with engine:
-                stopped = _run_rows(job, state, engine)
-        if stopped is not None:
-            report = job.report(state, engine, plan, "stopped")
-            if stopped == _DEADLINE:
-                return report
-            raise TooManyFailed(_too_many(stopped, report), report)
+                stopped = _run_rows(job, state, engine, plan)
+    if job.page is not None and isinstance(state, Run):
+        job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
+    if stopped is not None:
+        report = job.report(state, engine, plan, "stopped")
+        if stopped == _DEADLINE:
+            return report
+        raise TooManyFailed(_too_many(stopped, report), report)
     job.progress.close()
     state.finish(
         job.source.dataset,
@@ -219,7 +241,7 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
     return fingerprint
 
 
-def _kept(state: Run) -> str:
+def _kept(state: Run | SharedRun) -> str:
     """Saves the rows that are finished; says how many these are."""
     rows, name = state.save(), state.output_path.name
     if not rows:
@@ -228,27 +250,27 @@ def _kept(state: Run) -> str:
     return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
-def _cached_output(fingerprint: dict[str, Any]) -> Path:
-    """The file of a job that was not told any: named after all that decides its rows."""
+def _cached_output(fingerprint: dict[str, Any], suffix: str) -> Path:
+    """The file of a job that has none of its own: named after all that decides its rows."""
     if "head_sha256" in fingerprint["input"]:
         raise InputError("the input is a stream, of which only the first rows tell it from others: give an output")
     folder = cache_dir() / "outputs"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{json_sha256(fingerprint)[:32]}.arrow"
+    return folder / f"{json_sha256(fingerprint)[:32]}{suffix}"
 
 
-def _load_tokenizer(files: ModelFiles) -> Tokenizer:
+def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
     from batchgen.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(files)
+    return load_tokenizer(files, special_tokens)
 
 
-def _plan(job: _Job, state: Run | None) -> Plan:
+def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
 
 
-def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
+def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
     """That of the rows that are left."""
     options, context = job.options, job.resolved.context
     total_rows = job.source.dataset.num_rows
@@ -265,11 +287,11 @@ def _workload(job: _Job, state: Run | None) -> EstimatedWorkload:
         return EstimatedWorkload(Workload.uniform(rows_left or UNKNOWN_ROWS, 1, longest), False)
 
 
-def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
+def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> str | None:
     """Run the rows that are left into parts. None if all are done, else why not: the deadline, or too many that failed."""
     options, total_rows = job.options, job.source.dataset.num_rows
     rows = FailedRows(FailureLimit.parse(options.max_failed), state.done_rows.failed, total_rows)
-    done = 0
+    done = finished_tokens = 0
     stopped: str | None = None
 
     def should_stop() -> bool:
@@ -279,18 +301,38 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
         return stopped is not None
 
     def show(stats: EngineStats) -> None:
+        if job.page is not None:
+            job.page.after_sweep(stats)
         job.progress.update(
-            Counts(total_rows, state.rows_resumed, done, rows.failed, stats.prompt_tokens, stats.generated_tokens)
+            Counts(
+                total_rows,
+                state.rows_resumed,
+                done,
+                rows.failed,
+                stats.prompt_tokens,
+                stats.generated_tokens,
+                stats.computed_tokens,
+                finished_tokens,
+                job.repeats.count,
+                state.rows_of_others,
+            )
         )
 
-    job.progress.start()
+    rows_left = None if total_rows is None else total_rows - len(state.done_rows)
+    samples = None if options.plan is None else options.sampling.n
+    job.progress.start(None if options.share else Expected.of(plan, rows_left, samples))
     run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    results = run(rows.watch(job.source.requests(state.done_rows)), should_stop=should_stop, on_sweep=show)
+    requests = rows.watch(requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop))
+    if not options.share:  # nothing may hold rows of a worker back: it claims more as they come out
+        requests = job.repeats.firsts(requests)
+    results = run(requests, should_stop=should_stop, on_sweep=show)
     with state.writer(flush_interval_s=seconds(options.flush_interval)) as writer:
         try:
-            for result in results:
+            for result in job.repeats.with_repeats(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 done += 1
+                if isinstance(result, Completion):
+                    finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None:
                     _on_failed_row(job, result.row, result.error, first=rows.failed == 1)
@@ -299,7 +341,7 @@ def _run_rows(job: _Job, state: Run, engine: Engine) -> str | None:
                     break
         finally:
             results.close()
-    return None if len(state.done_rows) == total_rows else stopped
+    return None if state.is_done(total_rows) else stopped
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
@@ -328,8 +370,8 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     """Shows what a run would do with the first row, without reading weights or writing anything."""
     name, say = job.resolved.files.name, job.progress.say
-    first, batch = next(job.source.dataset.batches(0, 1))
-    request = next(job.source.requests_of(batch, first))
+    first, batch = next(job.source.dataset.batches(0, 1), (0, None))
+    request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     if request.error is not None:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):

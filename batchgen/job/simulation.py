@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,15 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Lengths, Workload
-from batchgen.job.planning import longest_tokens, most_kv_tokens, process_share
+from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
+from batchgen.planner.flow import Phase
 from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator, Timeline
 from batchgen.runtime.steps.trace import TraceWriter
@@ -80,13 +82,17 @@ def simulate_job(
     Raises:
         InputError: The budgets of the plan do not hold what it places.
     """
-    job = _Job(plan, config, expected_output_len)
+    job = SimulatedJob(plan, config, expected_output_len)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
-    while len(done) - 1 != max_sweeps and (loads := job.next_sweep()):
+    cohorts = Cohorts()
+    while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
+        loads = sweep.loads
         simulator.spend(costs.between_s(loads))
-        simulator.run(sweeps.steps([load.flow for load in loads]), costs.sweep(loads))
+        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended)
+        simulator.run(steps, costs.sweep(loads))
+        job.end_sweep(cohorts)
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
     timeline = simulator.timeline()
     (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
@@ -143,16 +149,36 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
     )
 
 
-class _Job:
+@dataclass(frozen=True)
+class SimulatedSweep:
+    """loads: of its micro-batches. phase: the same sweep as the cost model counts it."""
+
+    loads: list[BatchLoad]
+    phase: Phase
+
+
+class SimulatedJob:
     """The engine's loop without an engine: rows in, sweeps out, each as long as its output is."""
 
-    def __init__(self, plan: Plan, config: ModelConfig, expected_output_len: int | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        expected_output_len: int | None = None,
+        rows: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
+        """rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
+
+        Raises InputError: the budgets of the plan do not hold what it places.
+        """
         policy, memory = plan.policy, memory_of(plan, config)
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._windows = any(window is not None for window in config.windows)
-        self._rows = enumerate(simulated_rows(plan.workload))
+        self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
+        self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
+        self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier)
         expected = expected_output_len
@@ -164,12 +190,17 @@ class _Job:
         self._take_rows()
         return self._scheduler.has_work
 
-    def next_sweep(self) -> list[BatchLoad]:
-        """The micro-batches of the next sweep, which has run when this returns; none when all rows are done."""
+    def next_sweep(self) -> SimulatedSweep | None:
+        """The next sweep; None when all rows are done.
+
+        It is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only such, its one
+        micro-batch is empty.
+        """
         if not self.has_work:
-            return []
+            return None
         sweep = self._scheduler.schedule()
-        batches = self._split(sweep)
+        batches = self._split(sweep) or [[]]
+        self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
         if self._compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
@@ -183,12 +214,24 @@ class _Job:
             )
             for k, batch in enumerate(batches)
         ]
+        phase = _phase_of(sweep, self._plan.workload)
         self._commit(sweep)
-        return loads
+        return SimulatedSweep(loads, phase)
 
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
         self._scheduler.commit(sweep)
+        self._sample(sampled)
+
+    def end_sweep(self, cohorts: Cohorts) -> None:
+        """Sequences whose token has come through all layers have their next one."""
+        for cohort in cohorts.waiting:
+            if cohort.number not in self._cohorts:
+                self._cohorts[cohort.number] = self._begun[cohort.batch]
+        for cohort in cohorts.ended:
+            self._sample(self._cohorts.pop(cohort.number))
+
+    def _sample(self, sampled: list[Sequence]) -> None:
         for sequence in sampled:
             sequence.tokens.append(0)
             if sequence.num_generated >= self._output_len[sequence]:
@@ -211,3 +254,16 @@ class _Job:
             sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most), targets=((0,),) * scored)
             self._output_len[sequence] = min(output, most)
             self._scheduler.add(sequence)
+
+
+def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
+    prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
+    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt]
+    return Phase(
+        sweeps=1,
+        prefill_tokens=sum(s.num_tokens for s in prompts),
+        prefill_seqs=sum(s.samples for s in prompts),
+        decode_seqs=len(contexts),
+        context=sum(contexts) / len(contexts) if contexts else workload.prompt_len.mean,
+        logits_rows_per_prompt=workload.scored_len or 1.0,
+    )

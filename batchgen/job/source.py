@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
+from batchgen.dataset.continuations import ContinuationSpec
+from batchgen.job.standard_input import STANDARD_INPUT, StandardInput
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
@@ -62,15 +65,17 @@ class RequestSource:
 
 def open_source(options: JobOptions) -> RequestSource:
     """Open a job's input, and check what can be checked of it, its prompts and the columns of the output. Raises InputError."""
+    given = StandardInput(options.input_format) if options.input == STANDARD_INPUT else None
     dataset = open_dataset(
-        options.input,
+        given.path if given else options.input,
         input_format=options.input_format,
         split=options.split,
         limit=options.limit,
         shard=parse_shard(options.shard) if options.shard else None,
+        on_bad_line=options.on_bad_line,
     )
-    if dataset.num_rows == 0:
-        raise InputError(f"shard {options.shard} has no rows: the input has fewer rows than shards")
+    if given is not None:
+        weakref.finalize(dataset, given.close)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
 
@@ -83,10 +88,27 @@ def open_source(options: JobOptions) -> RequestSource:
         options.system_prompt,
         options.chat,
     )
-    source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
+    if dataset.num_rows == 0:
+        source = _source_without_rows(options, dataset, spec)
+    else:
+        source = (_score_source if options.task == "score" else _generate_source)(options, dataset, spec)
     if options.output is not None:
         check_writable(Path(options.output), output_schema(dataset.schema, source.columns, options.output_prefix))
     return source
+
+
+def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
+    """Of no rows, whose columns may have no types, or not be known: nothing is checked against them."""
+    return RequestSource(dataset, lambda batch, first: iter(()), spec.identity(), False, _columns(options))
+
+
+def _columns(options: JobOptions) -> Columns:
+    """What the output adds to the input's columns."""
+    logprobs = options.sampling.logprobs is not None
+    if options.task == "generate":
+        return SampleColumns(options.sampling.n, logprobs)
+    wanted = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
+    return ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs)
 
 
 def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
@@ -105,12 +127,12 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
         ),
         identity,
         compiled.uses_chat,
-        SampleColumns(options.sampling.n, options.sampling.logprobs is not None),
+        _columns(options),
     )
 
 
 def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
-    from batchgen.dataset.continuations import ContinuationSpec, compile_continuations
+    from batchgen.dataset.continuations import compile_continuations
     from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
 
     wanted = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
@@ -124,7 +146,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
         lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
         spec.identity() | {"continuations": wanted.identity()},
         compiled.uses_chat,
-        ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs is not None),
+        _columns(options),
         scores_prompts=wanted.whole,
     )
 

@@ -55,8 +55,9 @@ class Attended:
 class BatchLoad:
     """What one micro-batch of a sweep computes and moves, in each layer.
 
+    tokens: those of sequences that only begin a token in the sweep (`deferred`) included.
     attended: by residency (`micro_batches.residency_of`); in layers with a sliding window, where no prefix is shared, `windowed`.
-    sampled: sequences that reach their last token; logits_rows: rows of logits. host_blocks: KV blocks that come from the host's
+    sampled: sequences that reach their last token, in this sweep or a later one; logits_rows: rows of logits. host_blocks: KV blocks that come from the host's
     pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
     """
@@ -83,9 +84,18 @@ class BatchLoad:
             disk_read=self.disk_reads[0] > 0,
             disk_write=self.disk_writes[0] > 0,
             delegated="delegated" in self.attended,
+            deferred="deferred" in self.attended,
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
         )
+
+    @property
+    def deferred(self) -> int:
+        """Sequences that begin a token in the sweep, and leave it in the first layer."""
+        return len(self.contexts_of("deferred"))
+
+    def contexts_of(self, residency: str) -> tuple[int, ...]:
+        return self.attended[residency].contexts if residency in self.attended else ()
 
 
 def load_of(
@@ -118,7 +128,7 @@ def load_of(
         blocks += used
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
-        sampled=sum(s.samples for s in batch),
+        sampled=sum(s.samples or s.defers for s in batch),
         logits_rows=sum(len(s.logits_positions) for s in batch),
         attended=attended,
         windowed=windowed,
@@ -210,6 +220,7 @@ class StepCosts:
         self._pre_frac = rows * columns / config.matmul_params_per_layer
         self._dequantize_s = dequantize_weights_s(s)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
+        self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
 
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
         """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
@@ -219,17 +230,27 @@ class StepCosts:
         """
         hardware = self.hardware
         computing = [self._computing(load) for load in loads]
+        joined = [0] * len(loads)  # rows of cohorts that are with the micro-batch
         owed_s = 0.0
 
         def seconds(step: Step) -> float:
             nonlocal owed_s
             load, batch = loads[step.batch], computing[step.batch]
+            if step.cohort is not None:
+                load = self._begun.setdefault(step.cohort, load)
             if step.lane == "compute":
-                if step.kind in ("embed", "load_attention"):  # copies that compute makes itself
+                if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
+                    joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
                     h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
                     return self._link_bytes(step, load) / h2d if h2d else 0.0
-                own_s, also_s, owed_s = batch.seconds(step), owed_s, 0.0
+                own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
+                if step.kind == "pre":
+                    joined[step.batch] = 0
                 return own_s + also_s
+            if step.kind == "attend_deferred":
+                window = self.config.windows[step.layer]
+                attended = (load.attended if window is None else load.windowed)["deferred"]
+                return self.attention_s(attended, window, hardware.cpu)
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
             if step.lane == "disk_read" and step.kind == "read_weight":
@@ -265,13 +286,34 @@ class StepCosts:
             total += self._chunks_s[key]
         return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
 
+    def _matrices_s(self, tokens: int) -> float:
+        phase = Phase(1, tokens, 0, 0, 0)
+        return float(linear_s(self._inputs, phase) + elementwise_s(self._inputs, phase))
+
+    def _head_s(self, rows: int) -> float:
+        """Logits, or those of one chunk of the vocabulary."""
+        if not rows:
+            return 0.0
+        lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), _NOTHING_PLACED)
+        return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
+
+    def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
+        """Seconds of a computation in which cohorts take part: rows that have joined, and those that leave in the first layer."""
+        if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
+            return batch.seconds(step)
+        if step.kind == "head":
+            return self._head_s(load.logits_rows + joined)
+        rows = load.tokens - (0 if step.kind == "pre" and step.layer == 0 else load.deferred)
+        if step.kind == "post" and step.layer == self.config.num_layers - 1:
+            rows = load.logits_rows
+        if not rows + joined:
+            return 0.0
+        if step.kind == "pre":
+            return self._matrices_s(rows + joined) * self._pre_frac + self._inputs.rates.step_overhead_s
+        return self._matrices_s(rows + joined) * (1 - self._pre_frac)
+
     def _computing(self, load: BatchLoad) -> _Computing:
         s = self._inputs
-
-        def matrices_s(tokens: int) -> float:
-            phase = Phase(1, tokens, 0, 0, 0)
-            return linear_s(s, phase) + elementwise_s(s, phase)
-
         on_device, on_cpu = {}, {}
         requests_s = 0.0
         if s.shares_cores:
@@ -279,19 +321,17 @@ class StepCosts:
         for window in self._by_window:
             attended = dict(load.attended if window is None else load.windowed)
             delegated = attended.pop("delegated", Attended())
+            attended.pop("deferred", None)  # in Steps of its own
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
-        layer_s = matrices_s(load.tokens)
-        head_s = (
-            head_lanes(s, Phase(1, 0, load.logits_rows, 0, 0), _NOTHING_PLACED)["compute"] if load.logits_rows else 0.0
-        )
+        layer_s = self._matrices_s(load.tokens) if load.tokens else 0.0
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
             post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=matrices_s(load.logits_rows) * (1 - self._pre_frac) if load.logits_rows else 0.0,
+            last_post_s=self._matrices_s(load.logits_rows) * (1 - self._pre_frac) if load.logits_rows else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
-            head_s=head_s / max(1, self._vocabulary_chunks),
+            head_s=self._head_s(load.logits_rows),
             dequantize_s=self._dequantize_s,
         )
 
@@ -309,14 +349,16 @@ class StepCosts:
             rows = max(0, min(chunk, s.model.vocab_size - step.layer * chunk))
             return rows * s.model.embed_size * s.element_bytes
         if kind in ("embed", "load_hidden", "store_hidden"):
-            return 0.0 if kind == "embed" and load.hidden_on_host else load.tokens * s.hidden_bytes
+            rows = load.tokens - (0 if kind == "embed" or step.layer == 0 else load.deferred)
+            return 0.0 if kind == "embed" and load.hidden_on_host else rows * s.hidden_bytes
         if kind == "load_cache":
             return (load.host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
         if kind == "store_cache":
             return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
-        queries = len(load.attended["delegated"].contexts)  # as large as results
+        residency = "delegated" if step.cohort is None else "deferred"
+        queries = len(load.contexts_of(residency))  # as large as results
         result = queries * s.model.num_heads * s.model.head_dim * s.element_bytes
-        return result if kind == "load_attention" else result + queries * s.kv_token_bytes
+        return result if kind in ("load_attention", "join_deferred") else result + queries * s.kv_token_bytes
 
 
 @dataclass(frozen=True)

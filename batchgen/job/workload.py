@@ -102,6 +102,8 @@ def _sampled_rows(
             rows.append(_sequences(request, tokenizer, options.sampling, context, options.on_overlong))
         except (RowError, InputError) as error:
             reason = reason or str(error)
+    if not sampled:
+        raise NoUsableRow("the input has no rows: there is nothing to plan")
     if not rows:
         raise NoUsableRow(
             f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
@@ -140,10 +142,13 @@ def _sequences(
         paths, _ = paths_to_run(pair, context)
         return [_Sampled(path.tokens, scored=len(path.targets)) for path in paths]
     own = request.sampling or sampling
-    tokens = cut_overlong(encode_prompt(tokenizer, request), own.max_tokens, context, on_overlong)
-    if not 0 < len(tokens) < context:
-        raise RowError("its prompt is too long" if tokens else "it has no prompt")
-    return [_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n)]
+    sequences = []
+    for each in request.each_prompt:
+        tokens = cut_overlong(encode_prompt(tokenizer, each), own.max_tokens, context, on_overlong)
+        if not 0 < len(tokens) < context:
+            raise RowError("its prompt is too long" if tokens else "it has no prompt")
+        sequences.append(_Sampled(tokens, min(own.max_tokens, context - len(tokens)), own.n))
+    return sequences
 
 
 def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]:

@@ -385,6 +385,12 @@ def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo
     rows, n = info.shape
     scales = torch.empty(rows, dtype=torch.float32)
     _fill_from_safetensors(*scale, scales)
+    if not bool(
+        (scales.isfinite() & ~scales.signbit()).all()
+    ):  # a sign would say that the row is rotated (ops/int8.py)
+        raise InputError(
+            f"tensor {scale[0]} in {scale[1].path} has scales that are negative or no numbers: fetch the model again"
+        )
     step = max(1, _CHUNK_VALUES // n)
     for start in range(0, rows, step):
         some = slice(start, min(rows, start + step))

@@ -24,8 +24,12 @@ def check_quantization(config: Mapping[str, Any]) -> None:
             "unquantised safetensors, or a GGUF"
         )
     groups = config.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
-    for scheme in schemes or [{}]:
+    schemes = groups if isinstance(groups, Mapping) else {}
+    for name, scheme in (schemes or {"": {}}).items():
+        if not isinstance(scheme, Mapping):
+            raise InputError(
+                f"quantization_config of config.json: config_groups.{name} must be a scheme, not {scheme!r}: fetch the model again"
+            )
         wrong = _difference(scheme.get("weights"), _WEIGHTS) or _difference(
             scheme.get("input_activations"), _ACTIVATIONS
         )
@@ -35,6 +39,21 @@ def check_quantization(config: Mapping[str, Any]) -> None:
         raise InputError(
             "compressed-tensors checkpoints with a kv_cache_scheme are not supported: remove it from config.json"
         )
+    _refuse_beside(config)
+
+
+def _refuse_beside(config: Mapping[str, Any]) -> None:
+    """Raise InputError for what changes the meaning of the tensors beside the scheme. Sparsity that is "dense" changes nothing."""
+    sparsity = config.get("sparsity_config")
+    dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"
+    for name, stated in {
+        "transform_config": config.get("transform_config"),
+        "sparsity_config": not dense and sparsity,
+    }.items():
+        if stated:
+            raise InputError(
+                f"compressed-tensors checkpoints with a {name} are not supported: use the model's unquantised safetensors"
+            )
 
 
 def _difference(stated: Any, wanted: Mapping[str, Any]) -> str:

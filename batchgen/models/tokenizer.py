@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,12 +36,19 @@ _STORE_FOLDER = "tokenizer"  # of a weight store
 class Tokenizer:
     """A model's tokenizer. Encoding and decoding change nothing in it: threads may share one."""
 
-    def __init__(self, hf: PreTrainedTokenizerFast) -> None:
+    def __init__(self, hf: PreTrainedTokenizerFast, special_tokens: str = "parse") -> None:
+        """`special_tokens`: what those in prompts and messages are; "parse": tokens, "text": text like any other."""
         self._hf = hf
         self._backend = hf.backend_tokenizer
         # A tokenizer.json may ask for both; prompts are cut or refused elsewhere, and never padded.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._as_text = None
+        if special_tokens == "text":
+            from batchgen.models.special_tokens import SpecialTokensAsText
+
+            self._as_text = SpecialTokensAsText(self._backend)
+        self._encoder = self._as_text.backend if self._as_text else self._backend
         self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
         begin = hf.bos_token_id if hf.bos_token_id is not None else hf.eos_token_id
         self.begin_token_id: int | None = begin  # stands before a text that nothing else stands before
@@ -71,12 +80,41 @@ class Tokenizer:
         return self._encode([self.render_chat(messages)], add_special_tokens=False)[0]
 
     def render_chat(self, messages: Sequence[dict]) -> str:
-        """The text whose tokens `encode_chat` gives, with all special tokens written out."""
+        """The text whose tokens `encode_chat` gives, with all special tokens written out, for this tokenizer only."""
         self.require_chat_template()
+        self._check_roles(messages)
+        given = [self._as_given(message) for message in messages]
         try:
-            return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text: str = self._hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are code: they may raise anything
             raise RowError(f"the model's chat template refuses the messages: {_reason(error)}") from error
+        return self._as_text.rendered(text) if self._as_text else text
+
+    def _check_roles(self, messages: Sequence[dict]) -> None:
+        """Raises RowError for a role that the chat template does not know, which it would write as it is, or leave out."""
+        for number, message in enumerate(messages, 1):
+            role = message.get("role") if isinstance(message, dict) else None
+            if isinstance(role, str) and role not in self._roles and role != "developer":
+                raise RowError(
+                    f"message {number} has the role {role!r}, which the model's chat template does not know:"
+                    " give system, user or assistant"
+                )
+
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Roles that every template writes, and the texts that the model's has in quotes."""
+        template = json.dumps(self._hf.chat_template)
+        return frozenset(["system", "user", "assistant", *re.findall(r"""['"](\w+)\\*['"]""", template)])
+
+    def _as_given(self, message: dict) -> dict:
+        """A message as the template gets it: OpenAI's developer is the system where the template has no such role."""
+        if not isinstance(message, dict):
+            return message
+        if message.get("role") == "developer" and "developer" not in self._roles:
+            message = {**message, "role": "system"}
+        if self._as_text and isinstance(message.get("content"), str):
+            message = {**message, "content": self._as_text.hide(message["content"])}
+        return message
 
     def require_chat_template(self) -> None:
         """Raises InputError where the model has no chat template."""
@@ -95,6 +133,11 @@ class Tokenizer:
             self._token_texts[token_id] = text[len(self._anchor_text) :]
         return self._token_texts[token_id]
 
+    def token_id(self, token: str) -> int | None:
+        """Of a token as the vocabulary writes it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def stop_detector(self, stop: Sequence[str]) -> StopDetector:
         """A detector of these stop strings for one sample."""
         return StopDetector(self, stop)
@@ -106,13 +149,14 @@ class Tokenizer:
     def identity(self) -> str:
         """sha256 over everything that decides how text becomes tokens, and the chat template."""
         template = json.dumps(self._hf.chat_template, sort_keys=True)
-        return hashlib.sha256((self.to_json() + template).encode()).hexdigest()
+        mode = "special tokens as text" if self._as_text else ""
+        return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, as careless JSON holds, is no text
-            encodings = self._backend.encode_batch_fast(
+            encodings = self._encoder.encode_batch_fast(
                 repair_surrogates(list(texts)), add_special_tokens=add_special_tokens
             )
         return [encoding.ids for encoding in encodings]
@@ -143,6 +187,8 @@ class StopDetector:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
+        # Special tokens are no part of the text; one that is a stop string all the same ends it where it stands.
+        self._special = {token_id: s for s in stop if (token_id := tokenizer.token_id(s)) in tokenizer.special_ids}
         self._end: int | None = None  # where the text ends before a stop string
         # Every token but a special one is at least a byte. Where the window begins, up to three tokens may be
         # the rest of a character, and one may lose its leading space.
@@ -151,7 +197,7 @@ class StopDetector:
     def push(self, token_id: int) -> str | None:
         """The stop string that the text holds now that this token was added, the earliest one; else None."""
         if token_id in self._tokenizer.special_ids:
-            return None
+            return self._special.get(token_id)
         ids = self._token_ids
         ids.append(token_id)
         start = max(0, len(ids) - self._window)
@@ -174,9 +220,9 @@ class StopDetector:
         return self._tokenizer.decode(self._token_ids)[: self._end]
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The model's tokenizer. Raises InputError where it is missing or broken."""
-    return Tokenizer(load_hf_tokenizer(files))
+def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
+    """The model's tokenizer; `special_tokens` as for `Tokenizer`. Raises InputError where it is missing or broken."""
+    return Tokenizer(load_hf_tokenizer(files), special_tokens)
 
 
 def load_hf_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:

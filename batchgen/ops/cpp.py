@@ -19,7 +19,7 @@ from batchgen.core.dtypes import WEIGHT_CODE_BITS
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
-from batchgen.ops.instruction_set import instruction_set
+from batchgen.ops.instruction_set import instruction_set, num_threads  # noqa: F401 num_threads is of this module, too
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
@@ -59,11 +59,6 @@ def using(name: str) -> Iterator[None]:
         yield
     finally:
         _kernels.use(before)
-
-
-def num_threads() -> int:
-    """Threads that a loop of the kernels is shared by."""
-    return _kernels.num_threads()
 
 
 def run_alone() -> None:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 Weight = Tensor | PackedWeight | BoundWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
+# Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
+# checks up to here that a row's result does not depend on how many there are.
+TORCH_ROWS = 512
 
 
 @lru_cache
@@ -96,9 +99,32 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(kernels.num_threads())
     try:
-        return reference.linear(x, weight, bias, **options)
+        if len(x) <= TORCH_ROWS:
+            return reference.linear(x, weight, bias, **options)
+        return _in_parts(x, weight, bias, **options)
     finally:
         torch.set_num_threads(before)
+
+
+def _in_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """`reference.linear`, TORCH_ROWS rows at a time."""
+    columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
+    if out is None:
+        out = x.new_empty(len(x), columns, dtype=out_dtype)
+    for start in range(0, len(x), TORCH_ROWS):
+        some = slice(start, start + TORCH_ROWS)
+        rest = None if residual is None else residual[some]
+        reference.linear(x[some], weight, bias, activation=activation, residual=rest, out=out[some])
+    return out
 
 
 def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight:

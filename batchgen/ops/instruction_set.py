@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchgen.core.errors import InputError
 from batchgen.ops import _kernels
 
 
 def instruction_set() -> str:
     """That of the kernels on the CPU: the machine's best, or what the environment's BATCHGEN_ISA names. Raises InputError."""
-    try:
-        return _kernels.active()
-    except ValueError as error:
-        raise InputError(f"{error}: name one of these, or none") from error
+    return _kernels.active()
 
 
 def forced_instruction_set() -> str | None:
     """What BATCHGEN_ISA names: it runs everything, and nothing else is measured or chosen. Raises InputError."""
     return instruction_set() if os.environ.get("BATCHGEN_ISA") else None
+
+
+def num_threads() -> int:
+    """Threads that a loop of the kernels is shared by: what BATCHGEN_NUM_THREADS says, else OMP_NUM_THREADS, else one for each CPU.
+
+    Raises InputError for a BATCHGEN_NUM_THREADS that is no number of threads.
+    """
+    return _kernels.num_threads()
 
 
 def usable_instruction_sets() -> list[str]:

@@ -90,7 +90,7 @@ def _write_jsonl(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordB
 
 
 def _write_csv(file: BinaryIO, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Nested columns become JSON text, binary ones base64; null is an empty field, an empty text is ""."""
+    """Nested columns become JSON text, times what they are in JSON lines, binary ones base64; null is an empty field, an empty text is ""."""
     plain = [_is_plain(f.type) for f in schema]
     kept = [f if p else pa.field(f.name, pa.string()) for f, p in zip(schema, plain, strict=True)]
     csv_schema = pa.schema(kept)
@@ -104,7 +104,7 @@ def _is_plain(kind: pa.DataType) -> bool:
     t = pa.types
     is_text = t.is_string(kind) or t.is_large_string(kind)
     is_number = t.is_boolean(kind) or t.is_integer(kind) or t.is_floating(kind)
-    return bool(is_text or is_number or t.is_date(kind) or t.is_timestamp(kind))
+    return bool(is_text or is_number or t.is_date(kind))
 
 
 def _as_text(column: pa.Array) -> pa.Array:

@@ -14,9 +14,14 @@ from batchgen._version import __version__
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.typed_json import read_typed
 
 _FORMAT_VERSION = 1
 _SHOWN_CHARS = 48
+
+
+class DamagedManifest(InputError):
+    """A manifest that cannot be understood."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Manifest:
         may_replace: an output that is there may be replaced without asking, since the user said so or this job wrote
             it. totals and files (name: bytes) of the output: once it is complete.
         kernels: what rows are made with; None: no row has been started, or by a version that did not record it.
+        parts: how many parts there were when a run last ended in order; there may be more.
     """
 
     fingerprint: dict[str, Any]
@@ -37,6 +43,7 @@ class Manifest:
     totals: dict[str, int] | None = None
     files: dict[str, int] | None = None
     kernels: KernelChoice | None = None
+    parts: int = 0
 
     def write(self, path: Path) -> None:
         """Put it at `path` atomically. Raises OSError."""
@@ -46,7 +53,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
-        """None where there is none. Raises InputError where it cannot be understood."""
+        """None where there is none. Raises InputError where it is of another version, DamagedManifest."""
         try:
             record = json.loads(path.read_bytes())
             if record["format_version"] != _FORMAT_VERSION:
@@ -55,13 +62,20 @@ class Manifest:
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "
                     "use that version, or start again with --overwrite"
                 )
-            fields = {name: record[name] for name in cls.__dataclass_fields__ if name != "kernels"}
-            kernels = record.get("kernels")  # not in those of earlier versions
-            return cls(**fields, kernels=None if kernels is None else KernelChoice.from_json(kernels))
+            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in ("kernels", "parts")}
+            # Those of earlier versions lack these.
+            return cls(**fields, kernels=read_kernels(record.get("kernels")), parts=int(record.get("parts", 0)))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is damaged: start again with --overwrite") from error
+            raise DamagedManifest(
+                f"{path} is damaged, and its parts do not tell that they are of this job: start again with --overwrite"
+            ) from error
+
+
+def read_kernels(values: Any) -> KernelChoice | None:
+    """What a manifest or a part says of kernels, which may be nothing. Raises InputError."""
+    return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchgen.core.atomic_file import storage_error
 from batchgen.output.parts import Result, next_part_number, write_part
@@ -30,7 +30,7 @@ class _Barrier(NamedTuple):
 class PartWriter:
     """A thread that takes finished rows and flushes them as parts.
 
-    A part is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first.
+    A part, which tells of the job what `origin` says, is flushed after `flush_interval_s`, `flush_rows` or `flush_bytes`, whichever comes first.
 
     add(), flush() and close() belong to one thread, stop() to any. What goes wrong in the writing (a full disk) is
     raised there, at the next call, as a BatchgenError; rows flushed before stay. Rows are marked in `done_rows` once
@@ -46,12 +46,14 @@ class PartWriter:
         flush_interval_s: float = 5.0,
         flush_rows: int = 65536,
         flush_bytes: int = 32 << 20,
+        origin: dict[str, Any] | None = None,
     ) -> None:
         self._parts_dir = parts_dir
         self._done_rows = done_rows
         self._flush_interval_s = flush_interval_s
         self._flush_rows = flush_rows
         self._flush_bytes = flush_bytes
+        self._origin = origin
         self._next_number = next_part_number(parts_dir)
         self._inbox: queue.SimpleQueue[_Row | _Barrier] = queue.SimpleQueue()
         self._added_bytes = 0  # changed by the caller's thread only
@@ -79,6 +81,10 @@ class PartWriter:
         self._inbox.put(_Barrier(answer, last=False))
         answer.get()
         self._raise_failure()
+
+    def flush_soon(self) -> None:
+        """Have everything added so far written, and do not wait; for any thread."""
+        self._inbox.put(_Barrier(queue.SimpleQueue(), last=False))
 
     def close(self) -> None:
         """Flush and end the thread. Raises what went wrong, unless an earlier call did."""
@@ -152,11 +158,15 @@ class PartWriter:
         if self._failure is not None:
             return
         try:
-            batch = write_part(self._parts_dir, self._next_number, results)
-            self._next_number += 1
-            failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
-            self._done_rows.mark(batch.column("row").to_numpy(), failed)
+            self._save(results)
         except OSError as error:
             self._failure = storage_error(error, f"write a part in {self._parts_dir}", len(self._done_rows))
         except BaseException as error:  # a bug: the caller must hear of it, and still get answers
             self._failure = error
+
+    def _save(self, results: dict[int, Result]) -> None:
+        """Put rows on stable storage, and mark them as done. Raises OSError."""
+        batch = write_part(self._parts_dir, self._next_number, results, self._origin)
+        self._next_number += 1
+        failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
+        self._done_rows.mark(batch.column("row").to_numpy(), failed)

@@ -5,6 +5,7 @@ A row may be in several parts (a retried row is); the part with the highest numb
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult
 
 Result = RowResult | ScoreResult
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet(\.damaged)?")
+_ORIGIN = b"batchgen"
 _GROUP_BYTES = 2 << 20  # a row group is what a join decodes at once
 _WINDOW_BYTES = 16 << 20
 _WINDOW_ROWS = 65536
@@ -38,23 +40,54 @@ def part_paths(parts_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def part_number(path: Path) -> int:
+    """Of a part file: parts are counted in the order in which they were written."""
+    found = _PART_NAME.fullmatch(path.name)
+    if found is None:
+        raise ValueError(f"{path} is no part")
+    return int(found[1])
+
+
 def next_part_number(parts_dir: Path) -> int:
     """One above every part ever kept here, damaged ones included."""
     numbers = [int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))]
     return max(numbers, default=-1) + 1
 
 
-def write_part(parts_dir: Path, number: int, results: Mapping[int, Result]) -> pa.RecordBatch:
-    """Write one part of results of one kind atomically and return what it holds. Raises OSError, leaving nothing behind."""
+def missing_parts(parts_dir: Path, written: int) -> list[str]:
+    """The names of parts that somebody deleted: numbers have no gaps, and at least so many were `written`."""
+    numbers = {int(m[1]) for p in parts_dir.iterdir() if (m := _PART_NAME.fullmatch(p.name))}
+    wanted = range(max(written, 1 + max(numbers, default=-1)))
+    return [f"part-{number:06d}.parquet" for number in wanted if number not in numbers]
+
+
+def write_part(
+    parts_dir: Path, number: int, results: Mapping[int, Result], origin: dict[str, Any] | None = None
+) -> pa.RecordBatch:
+    """Write one part of results of one kind atomically and return what it holds. Raises OSError, leaving nothing behind.
+
+    `origin`: what `part_origin` is to tell of the job.
+    """
     kind: Any = type(next(iter(results.values())))  # of all of them
     batch = kind.to_batch(results)
     rows_per_group = max(1, min(8192, batch.num_rows * _GROUP_BYTES // max(1, batch.nbytes)))
     with written_atomically(parts_dir / f"part-{number:06d}.parquet") as file:
         sink = pa.BufferOutputStream()  # parts are bounded; plain writes give plain OSErrors
-        with pq.ParquetWriter(sink, batch.schema, compression="zstd", write_page_checksum=True) as writer:
-            writer.write_batch(batch, row_group_size=rows_per_group)
+        schema = batch.schema.with_metadata({_ORIGIN: json.dumps(origin).encode()})
+        with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
+            writer.write_batch(batch.cast(schema), row_group_size=rows_per_group)
         file.write(sink.getvalue())
     return batch
+
+
+def part_origin(path: Path) -> dict[str, Any]:
+    """What `write_part` was told of the job; nothing of earlier versions' parts. Raises DamagedPart."""
+    with _open_part(path) as file:
+        text = (file.schema_arrow.metadata or {}).get(_ORIGIN)
+    try:
+        return dict(json.loads(text)) if text is not None else {}
+    except (ValueError, TypeError) as error:
+        raise DamagedPart(f"{path.name}: its origin cannot be read") from error
 
 
 def set_aside(path: Path) -> None:

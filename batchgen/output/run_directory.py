@@ -14,12 +14,14 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
@@ -27,9 +29,18 @@ from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
 from batchgen.output.formats import output_format
 from batchgen.output.join import Dataset, FormatRow, join, join_formatted
-from batchgen.output.manifest import Manifest, describe_changes
+from batchgen.output.manifest import DamagedManifest, Manifest, describe_changes, read_kernels
 from batchgen.output.part_writer import PartWriter
-from batchgen.output.parts import DamagedPart, part_output_lens, part_paths, scan_part, set_aside
+from batchgen.output.parts import (
+    DamagedPart,
+    missing_parts,
+    next_part_number,
+    part_origin,
+    part_output_lens,
+    part_paths,
+    scan_part,
+    set_aside,
+)
 from batchgen.output.row_map import DoneRows
 
 # A file of each kind that a run directory has.
@@ -41,6 +52,9 @@ RUN_FILES = (
     "parts/part-000000.parquet",
     "parts/part-000000.parquet.tmp",
 )
+
+# Where several workers share a job (`--share`): there until the output is complete.
+SHARE_FOLDER = "share"
 
 
 def errors_path(output_path: Path) -> Path:
@@ -66,6 +80,7 @@ def open_run(
     overwrite: bool = False,
     retry_failed: bool = False,
     errors_file: bool = False,
+    shared: bool = False,
 ) -> Run:
     """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
 
@@ -75,6 +90,7 @@ def open_run(
         overwrite: drop old progress; an old output stays until the new one is whole.
         retry_failed: count failed rows as not done, so that they are run again.
         errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
+        shared: the caller is one of several workers, who has the lease for this; no lock is taken.
 
     Raises:
         InputError: where the output cannot be written or is something else's.
@@ -89,8 +105,10 @@ def open_run(
         _check_targets(targets)
         if not directory.exists() and not overwrite:
             _refuse_existing(targets)
+        if not shared:
+            _refuse_shared(directory, output_path)
         (directory / "parts").mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory / "lock", output_path)
+        lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
     run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock)
@@ -105,7 +123,7 @@ def open_run(
     return run
 
 
-def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False, shared: bool = False) -> None:
     """What `open_run` refuses whatever the job is, told without making anything.
 
     Raises:
@@ -121,8 +139,14 @@ def check_output(output_path: str | os.PathLike[str], *, overwrite: bool = False
             _refuse_existing((target,))
         if not os.access(target.absolute().parent, os.W_OK):
             raise _unwritable(directory, os.strerror(errno.EACCES))
-    elif (directory / "lock").exists():
-        os.close(_lock(directory / "lock", target))
+        return
+    if not shared:
+        _refuse_shared(directory, target)
+    if (directory / "lock").exists():
+        with (
+            contextlib.suppress(OSError) if shared else contextlib.nullcontext()
+        ):  # some network file systems have no locks
+            os.close(_lock(directory / "lock", target, shared=shared))
 
 
 class Run:
@@ -133,10 +157,15 @@ class Run:
         totals: its counts then (`rows`, `rows_ok`, `rows_failed`, `prompt_tokens`, `generated_tokens`).
         done_rows: rows that need no work, growing as the writer flushes.
         rows_resumed: how many they were at the start.
+        rows_of_others: how many other workers have added since.
         notices: lines that a person should see.
     """
 
-    def __init__(self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int) -> None:
+    rows_of_others = 0
+
+    def __init__(
+        self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int | None
+    ) -> None:
         self.output_path = targets[0]
         self.directory = directory
         self.parts_dir = directory / "parts"
@@ -146,12 +175,16 @@ class Run:
         self.notices: list[str] = []
         self._targets = targets
         self._manifest = Manifest(fingerprint)
-        self._lock: int | None = lock
+        self._lock = lock
         self._writer: PartWriter | None = None
 
     @property
     def complete(self) -> bool:
         return self._manifest.state == "complete"
+
+    def is_done(self, total_rows: int | None) -> bool:
+        """Whether all rows of a job of so many are saved."""
+        return len(self.done_rows) == total_rows
 
     @property
     def kernels(self) -> KernelChoice | None:
@@ -169,7 +202,9 @@ class Run:
 
     def writer(self, **limits: Any) -> PartWriter:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
-        self._writer = PartWriter(self.parts_dir, self.done_rows, **limits)
+        kernels = None if self.kernels is None else self.kernels.to_json()
+        origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
+        self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
         return self._writer
 
     def save(self) -> int:
@@ -188,12 +223,14 @@ class Run:
         columns: Columns = ONE_SAMPLE,
         prefix: str = "",
         format_row: FormatRow | None = None,
+        before_replacing: Callable[[], None] = lambda: None,
     ) -> dict[str, int]:
         """Join the parts into the output, put it in place atomically, and return its totals.
 
         Args:
             columns, prefix: as for output_schema().
             format_row: write JSON lines of its making instead, into the output and the errors file.
+            before_replacing: called when all is written and nothing is in place yet; what it raises is raised.
 
         Raises:
             BatchgenError: where rows are missing or the disk fails; all finished rows are kept then, and the next run
@@ -213,12 +250,13 @@ class Run:
                     )  # fmt: skip
             moves = list(zip(joined, self._targets, strict=True))
             sizes_bytes = {target.name: path.stat().st_size for path, target in moves}
+            before_replacing()
             # From here on the output may be this job's own: a crash before the last line must not make the
             # next run take it for somebody else's.
             self._write_manifest(replace(self._manifest, may_replace=True))
             for path, target in moves:
                 replace_durably(path, target)
-            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes)
+            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes, parts=0)
             self._write_manifest(complete)
         except OSError as error:
             raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
@@ -245,9 +283,15 @@ class Run:
 
     def close(self) -> None:
         """Let go of the output. The kernel does it too when the process ends."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            if self._writer is not None:
+                with contextlib.suppress(OSError):  # it only tells of parts that are deleted later
+                    self._note_parts()
+        finally:
+            os.close(lock)
 
     def __enter__(self) -> Run:
         return self
@@ -259,20 +303,18 @@ class Run:
         """Read what is there and leave the manifest saying what this run does."""
         for folder in (self.directory, self.parts_dir):
             for leftover in folder.glob("*.tmp"):
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)
         if overwrite:
             self._start_afresh(may_replace=True)
             return
-        held = Manifest.read(self.directory / "manifest.json")
+        held = self._read_manifest()
         if held is None:
-            if part_paths(self.parts_dir):
-                raise InputError(f"{self.directory} has rows but no manifest: start again with --overwrite")
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
             return
         is_complete, is_intact = held.state == "complete", self._is_intact(held)
         if not is_intact or retry_failed:
-            self._scan_parts()
+            self._scan_parts(held.parts)
         if not self._belongs_here(held, is_intact, resume):
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
@@ -333,7 +375,35 @@ class Run:
         self._delete_parts()
         self._write_manifest(replace(self._manifest, may_replace=may_replace))
 
-    def _scan_parts(self) -> None:
+    def _read_manifest(self) -> Manifest | None:
+        """The manifest that is there. One that is damaged or gone is made again if all parts are of this very job."""
+        path = self.directory / "manifest.json"
+        try:
+            held = Manifest.read(path)
+            if held is not None or not part_paths(self.parts_dir):
+                return held
+            problem = InputError(f"{self.directory} has rows but no manifest: start again with --overwrite")
+        except DamagedManifest as error:
+            problem = error
+        origins = []
+        for part in part_paths(self.parts_dir):
+            with contextlib.suppress(DamagedPart):  # it will be set aside
+                origins.append(part_origin(part))
+        own = json_sha256(self._manifest.fingerprint)
+        if not origins or any(origin.get("fingerprint") != own for origin in origins):
+            raise problem
+        self.notices.append(f"{path} was damaged or gone: it is made again from {len(origins)} parts of this job")
+        return replace(self._manifest, kernels=read_kernels(origins[-1].get("kernels")))
+
+    def _note_parts(self) -> None:
+        count = next_part_number(self.parts_dir)
+        if count != self._manifest.parts:
+            self._write_manifest(replace(self._manifest, parts=count))
+
+    def _scan_parts(self, written: int) -> None:
+        if gone := missing_parts(self.parts_dir, written):
+            names = gone[0] if len(gone) == 1 else f"{gone[0]} and {len(gone) - 1:,} more parts"
+            self.notices.append(f"{names} of {self.parts_dir} deleted: rows that were nowhere else are computed again")
         for path in part_paths(self.parts_dir):
             try:
                 groups = list(scan_part(path))  # all of it first: damage anywhere costs the whole part
@@ -346,7 +416,7 @@ class Run:
 
     def _delete_parts(self) -> None:
         for path in self.parts_dir.glob("part-*"):
-            path.unlink()
+            path.unlink(missing_ok=True)
         sync_directory(self.parts_dir)
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -382,10 +452,24 @@ def _size_bytes(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
 
 
-def _lock(path: Path, output_path: Path) -> int:
-    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it."""
+def _refuse_shared(directory: Path, output_path: Path) -> None:
+    """Raises InputError where workers share the job, and have not completed it."""
+    if not (directory / SHARE_FOLDER).exists():
+        return
+    held = Manifest.read(directory / "manifest.json")
+    if held is None or held.state != "complete":
+        raise InputError(
+            f"{output_path} is worked on with --share: add --share to this command, or give another --output"
+        )
+
+
+def _lock(path: Path, output_path: Path, *, shared: bool = False) -> int:
+    """A file descriptor that holds the lock until it is closed. Raises BatchgenError naming who has it.
+
+    shared: other processes may look for it at the same time.
+    """
     try:
-        return lock_file(path)
+        return lock_file(path, shared=shared)
     except LockHeld as error:
         raise BatchgenError(
             f"another batchgen is writing {output_path} ({error.holder}): wait for it, stop it, or give another --output"

@@ -222,8 +222,8 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     """Seconds of each lane for one layer of one sweep; T of FlexGen's T_pre and T_gen is their maximum (`bounds`).
 
     comp of FlexGen is two lanes here: with K >= 2 micro-batches, CPU attention of one runs during the products of
-    another (NEO section 3). With K = 1 it only overlaps attention on the GPU: the lane `chain`. Where the GPU is
-    emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is
+    another (NEO section 3). What follows one another within a layer makes lanes of its own, named `chain...` (`_chains`).
+    Where the GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only machine attention is
     part of compute, as is what the kernel does for each request to the disk: products wait for their slowest core. DRAM
     carries every byte that enters or leaves host memory. Reads and writes share the disk: the lane `disk`. A GPU
     computes no faster than the host launches: the lane `launch`.
@@ -253,8 +253,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
         if "compute" not in s.runtime.serial:
-            if s.num_gpu_batches == 1:
-                lanes["chain"] = before + lanes["cpu_attention"]
+            lanes |= _chains(s, phase, at, before, lanes["compute"], lanes["cpu_attention"])
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
@@ -266,6 +265,62 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram = on_disk + (read + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
+
+
+def _chains(
+    s: CostInputs, phase: Phase, at: Placement, before: float, compute: Linear, attention: Linear
+) -> dict[str, Linear]:
+    """Seconds of what cannot overlap within one layer of one sweep: Steps that wait for one another, or behind one another.
+
+    The Steps are those of runtime/steps/graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
+    back, and activations that wait in host memory come and go, all between the same batch's products. With K >= 2 only
+    activations are waited for, as they are fetched when the batch before has ended. With NEO's order that holds for the batch
+    that the CPU attends to by itself.
+
+    A link serves its Steps in order, and a layer's weights are issued when the layer two before it has ended. So what is
+    issued after them waits for them: activations from host memory, KV of the second micro-batch, and where the CPU
+    attends, the products of the first and the last batch.
+
+    Args:
+        before: seconds of products and prefill attention.
+        compute: of these and of attention on the GPU.
+        attention: on the CPU.
+    """
+    h2d, d2h = known(s.hardware.h2d_bytes_per_s), known(s.hardware.d2h_bytes_per_s)
+    batches, layer_s = s.num_gpu_batches, s.layer_bytes / h2d
+    if s.runtime.serial:  # its link is waited for anyway
+        return {"chain": before + attention} if batches == 1 else {}
+    hidden = phase.tokens * s.hidden_bytes
+    result = phase.decode_seqs * s.model.num_heads * s.model.head_dim * s.element_bytes
+    delegated = attention + _attended_on_cpu(s, at) * (
+        result * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
+    )
+    weights = at.w_streamed * layer_s
+
+    def only_if(flag: Linear) -> Linear:
+        """Nothing where the flag is 1; where it is 0, so little that what it is added to does not bind."""
+        return (flag - 1) * layer_s
+
+    if batches == 1:
+        moved = at.act_cpu * (hidden * (1 / h2d + 1 / d2h))
+        return {
+            "chain": before + delegated + moved,
+            "chain_weights": before + delegated + moved + weights + only_if(at.acts_wait),
+        }
+    fetched = at.act_cpu * (hidden / h2d)
+    chains = {
+        "chain": compute + fetched,
+        "chain_weights": weights + fetched + at.act_cpu * before + only_if(at.acts_wait),
+        "chain_ahead": weights + before / batches + only_if(at.delegates),
+    }
+    if s.batch_order == "neo":
+        chains["chain_neo"] = before / batches + delegated
+    elif phase.decode_seqs:
+        page = s.kv_block_bytes / s.disk_block_bytes
+        staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * (_disk_bytes(s, phase)[0] * page)
+        staged = staged * (1 / batches / h2d)
+        chains["chain_kv"] = weights + staged + before * (1 - 1 / batches) + only_if(at.stages)
+    return chains
 
 
 def _copy_s(s: CostInputs, moved: Mapping[str, Linear]) -> Linear:

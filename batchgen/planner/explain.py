@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction
+from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
@@ -44,12 +44,14 @@ def make_plan(
     share_prefixes: bool,
     startup_s: float,
     output_len_known: bool,
+    simulated_s: float | None = None,
 ) -> Plan:
     """The candidate as a plan.
 
     Args:
         startup_s: time before the first sweep.
         output_len_known: whether the workload's output lengths are more than an upper limit.
+        simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
     """
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
@@ -83,42 +85,53 @@ def make_plan(
         budgets=dict(s.budgets),
         policy=policy,
         placement_bytes=placement_bytes(s, at),
-        prediction=_predict(problem, candidate, at, startup_s, output_len_known),
+        prediction=_predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
         kernels=s.hardware.kernels.of(s.model.kernel_keys(s.compute_format)),
     )
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:
-    """NEO's two batches where there are two kinds of sequences for them."""
+    """NEO's two batches where they were costed and there are two kinds of sequences for them."""
     classes = {name for name, count in counts.kv_seqs.items() if count}
-    return "neo" if s.on_gpu and s.num_gpu_batches == 2 and "cpu" in classes and len(classes) > 1 else "even"
+    return s.batch_order if "cpu" in classes and len(classes) > 1 else "even"
 
 
 def _predict(
-    problem: Problem, candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool
+    candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool, sweeps_s: float
 ) -> Prediction:
     s, workload = candidate.inputs, candidate.inputs.workload
     lane_s = lane_seconds(candidate, at)
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
-    total_s = startup_s + candidate.seconds + rows_s
+    total_s = startup_s + sweeps_s + rows_s
     shortest = 1.0 if output_len_known else _shorter(candidate, at)
     generated = workload.num_seqs * workload.output_len.mean if workload.task == "generate" else 0.0
     tokens = generated + workload.num_seqs * workload.prompt_len.mean
     return Prediction(
         total_s=total_s,
-        low_s=startup_s + (candidate.seconds * shortest + rows_s) * (1 - _RATE_SPREAD),
-        high_s=startup_s + (candidate.seconds + rows_s) * (1 + _RATE_SPREAD),
+        low_s=startup_s + (sweeps_s * shortest + rows_s) * (1 - _RATE_SPREAD),
+        high_s=startup_s + (sweeps_s + rows_s) * (1 + _RATE_SPREAD),
         startup_s=startup_s,
         sweeps=sum(phase.sweeps for phase in candidate.phases),
         bound_s=candidate.relaxed.seconds,
         generated_tokens_per_s=generated / total_s,
         total_tokens_per_s=tokens / total_s,
-        block_latency_s=block_latency_s(candidate),
+        block_latency_s=block_latency_s(candidate) * sweeps_s / candidate.seconds,
         lane_s=lane_s,
         bottleneck=max(lane_s, key=lane_s.__getitem__),
         memory_bytes=memory_parts(s, at),
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
+        stages=_stages(candidate, at, rows_s),
+    )
+
+
+def _stages(candidate: Candidate, at: Placement, rows_s: float) -> tuple[Stage, ...]:
+    """The phases of a job; `rows_s`, what rows take by themselves, is spread over them."""
+    own_s = [job_seconds(candidate.inputs, (phase,), at) for phase in candidate.phases]
+    longer = (candidate.seconds + rows_s) / sum(own_s)
+    return tuple(
+        Stage(seconds * longer, phase.sweeps * phase.tokens)
+        for seconds, phase in zip(own_s, candidate.phases, strict=True)
     )
 
 
@@ -184,7 +197,7 @@ def headline(plan: Plan) -> list[str]:
     between = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     return [
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
-        f" {policy.max_num_seqs:,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
+        f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
 
@@ -306,6 +319,11 @@ def _price_lines(plan: Plan) -> list[str]:
 
 def compare(plans: list[tuple[str, Plan]]) -> list[str]:
     """Plans side by side, the first one the current."""
+    return aligned(compare_rows(plans))
+
+
+def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
+    """A row of cells for what is compared, of which the first names it; the first row names the plans."""
     base = plans[0][1].prediction.total_s
 
     def rows_of(label: str, value: Callable[[Plan], str]) -> list[str]:
@@ -319,22 +337,20 @@ def compare(plans: list[tuple[str, Plan]]) -> list[str]:
 
         return fractions
 
-    return aligned(
-        [
-            ["", *(label for label, _ in plans)],
-            rows_of("hardware", lambda p: p.hardware),
-            rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
-            rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
-            rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
-            if plans[0][1].workload.task == "generate"
-            else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
-            rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
-            rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
-            rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
-            rows_of("weights", placed("weights")),
-            rows_of("KV", placed("KV")),
-        ]
-    )
+    return [
+        ["", *(label for label, _ in plans)],
+        rows_of("hardware", lambda p: p.hardware),
+        rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
+        rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
+        rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
+        if plans[0][1].workload.task == "generate"
+        else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
+        rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
+        rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
+        rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
+        rows_of("weights", placed("weights")),
+        rows_of("KV", placed("KV")),
+    ]
 
 
 def frontier_lines(problem: Problem) -> list[str]:

@@ -61,6 +61,7 @@ class CostInputs:
         block_size: sequences in flight.
         process_bytes: host memory the process takes before any of the model's.
         longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
+        batch_order: of policy.Policy.
     """
 
     hardware: HardwareProfile
@@ -78,6 +79,7 @@ class CostInputs:
     budgets: Mapping[str, int]
     process_bytes: int
     longest_tokens: int | None = None
+    batch_order: str = "even"
 
     @property
     def on_gpu(self) -> bool:
@@ -204,6 +206,7 @@ class Placement:
         disk_blocks: of one buffer in host memory, for KV from and to disk.
         delegates: 1 if the CPU attends to any sequence for a GPU.
         acts_wait: 1 if the activations of any micro-batch wait in host memory.
+        stages: 1 if KV of any sequence comes to the GPU for its attention.
         embed_gpu: 1 if the input embeddings are on the GPU; it counts in memory alone, as the rows that come over
             otherwise are few.
     """
@@ -225,6 +228,7 @@ class Placement:
     disk_blocks: Linear = 0
     delegates: Linear = 0
     acts_wait: Linear = 0
+    stages: Linear = 0
     embed_gpu: float = 0
 
     @property

@@ -16,6 +16,7 @@ from batchgen.core.plan import KV_CLASSES, TIERS
 from batchgen.planner.cost import bounds, can_delegate, head_lanes, layer_lanes, peak_bytes, sweep_overhead_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement
+from batchgen.planner.solver_banner import silence_banner
 
 GIB = 1 << 30
 # Integer placements are proven this close to the best one.
@@ -78,6 +79,7 @@ class Counts:
             disk_blocks=on_disk,
             delegates=delegates,
             acts_wait=int(self.activation_batches[1] > 0),
+            stages=int(s.on_gpu and any(kv[c] > 0 for c in _staged(s))),
             embed_gpu=self.embeddings_on_gpu,
         )
 
@@ -252,7 +254,9 @@ class _Programme:
             self.problem += on_disk >= staged - most * (1 - self._any("disk_kv", [self.kv["disk"]], s.block_size))
             self.problem += on_disk >= self.kv["disk"] * (s.longest_blocks / batches)
         waiting = self._any("acts_wait", [self.activations[1]], batches) if s.on_gpu else 0
-        return {"staged_blocks": staged, "disk_blocks": on_disk, "delegates": delegates, "acts_wait": waiting}
+        stages = self._any("stages", [self.kv[c] for c in _staged(s)], s.block_size) if s.on_gpu and batches > 1 else 0
+        flags = {"delegates": delegates, "acts_wait": waiting, "stages": stages}
+        return {"staged_blocks": staged, "disk_blocks": on_disk} | flags
 
     def _any(self, name: str, counts: Sequence[pulp.LpVariable], most: int) -> pulp.LpVariable:
         """1 as soon as any of the counts, which add up to at most `most`, is not 0."""
@@ -282,6 +286,7 @@ class _Programme:
         self.problem.setObjective(pulp.lpSum(moving))
 
     def solve(self) -> bool:
+        silence_banner()
         status = self.problem.solve(pulp.HiGHS(msg=False, threads=1, gapRel=_GAP))
         return bool(status == pulp.LpStatusOptimal)
 

@@ -215,6 +215,9 @@ def _add_activations(
     add("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES + on_host * between + delegated)
     if delegated:
         add("gpu", "activations", sent_bytes(config, size, policy.gpu_batch_size))
+    if deferred := policy.kv_seqs.get("deferred", 0):
+        add("cpu", "activations", 2 * deferred * config.num_heads * config.head_dim * size)
+        add("gpu", "activations", deferred_bytes(config, size, deferred))
 
 
 def sent_bytes(config: ModelConfig, dtype_bytes: int, gpu_batch_size: int) -> int:
@@ -223,6 +226,16 @@ def sent_bytes(config: ModelConfig, dtype_bytes: int, gpu_batch_size: int) -> in
     They themselves, perhaps packed too, and in fp32 for the rotary embedding.
     """
     return gpu_batch_size * config.qkv_size * (2 * dtype_bytes + 16)
+
+
+def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:
+    """Bytes of an accelerator for sequences whose attention is deferred, beside those of a micro-batch.
+
+    Their activations between layers and once more while a batch takes them along, all that it has of its own rows, and what is
+    on its way to the CPU.
+    """
+    own = activation_bytes(config, dtype_bytes, seqs, 0, on_gpu=True)
+    return own + 2 * seqs * config.hidden_size * dtype_bytes + sent_bytes(config, dtype_bytes, seqs)
 
 
 def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype: str) -> dict[str, int]:
@@ -244,9 +257,10 @@ def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_toke
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)
-    passing = -(-sum(n for c, n in away.items() if c != "cpu") // policy.num_gpu_batches)
+    attended = {"cpu", "deferred"} & away.keys()  # on the CPU
+    passing = -(-sum(n for c, n in away.items() if c not in attended) // policy.num_gpu_batches)
     blocks = max(1, passing) * longest
-    if "cpu" in away:  # their prompts pass through once
+    if attended:  # their prompts pass through once
         blocks += -(-batch_tokens // policy.kv_block_size) + min(policy.gpu_batch_size, batch_tokens)
     return blocks
 

@@ -8,7 +8,8 @@ memory or a faster rate can never lead to a slower plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from batchgen.core.dtypes import FORMAT_BYTES
@@ -31,13 +32,17 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
-from batchgen.planner.lp import Allowed, Counts, Solution, shortfall_bytes, solve, with_embeddings
+from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4
+# What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
+_WORTH_SIMULATING = 1.25
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
+# Products are at their best rate, and a sweep ends soon: what is done by then is saved.
+_SHORT_SWEEP_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -98,32 +103,121 @@ class Candidate:
         return self.realised.counts
 
 
+# The best placement by the LP alone, for inputs and phases.
+_Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
+
+
 def search(problem: Problem) -> Candidate:
     """The fastest plan whose realised peak fits every budget. Raises InputError, saying what is short, if none does."""
+    return next(candidates(problem, most=1))
+
+
+def candidates(
+    problem: Problem, most: int, worth: Callable[[float], bool] = lambda seconds: True
+) -> Iterator[Candidate]:
+    """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
+
+    A kind is a number of micro-batches and a length of sweeps. Those with two micro-batches come in NEO's order of them too.
+
+    Args:
+        most: kinds that are looked at, the fastest of each number of micro-batches before any others.
+        worth: asked before a candidate is worked out, with seconds that it cannot beat by the cost model.
+
+    Raises:
+        InputError: no plan fits. It says what is short.
+    """
+    best, kinds = _search_kinds(problem, 1 if most == 1 else _WORTH_SIMULATING)
+    best = _least_movement(best, problem.allowed)
+    yield best
+    if most > 1:
+        yield from _in_neos_order(problem, best, worth)
+    for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
+        candidate = _realised(problem, relaxed, inputs, phases, worth)
+        if candidate is not None:
+            yield candidate
+            yield from _in_neos_order(problem, candidate, worth)
+
+
+def _search_kinds(problem: Problem, slower: float) -> tuple[Candidate, dict[tuple[int, int], _Relaxed]]:
+    """The fastest candidate, and the LP's fastest of each kind that is at most so much slower. Raises InputError."""
     check_budgets(problem)
     best: Candidate | None = None
+    kinds: dict[tuple[int, int], _Relaxed] = {}
     bounded = sorted(
         ((lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(search_space(problem))),
         key=lambda entry: entry[:2],
     )
     too_slow = False
     for bound, _, inputs, phases in bounded:
-        if best is not None and bound >= best.seconds:
+        best_s, kind = best.seconds if best else math.inf, _kind(inputs)
+        if bound >= best_s * slower:
             break
-        found = []
-        for integer in (False, True):
-            solution = solve(inputs, phases, problem.allowed, integer=integer)
-            if solution is None or (best is not None and solution.seconds >= best.seconds):
-                break
-            if _block_latency_s(inputs, phases, solution.seconds) > (problem.max_block_latency_s or float("inf")):
-                too_slow = True
-                break
-            found.append(solution)
-        if len(found) == 2:
-            best = Candidate(inputs, phases, *found)
+        known_s = kinds[kind][0].seconds if kind in kinds else math.inf
+        if bound >= max(best_s, known_s):
+            continue
+        relaxed = solve(inputs, phases, problem.allowed, integer=False)
+        if relaxed is None or relaxed.seconds >= best_s * slower:
+            continue
+        if _exceeds_latency(problem, inputs, phases, relaxed):
+            too_slow = True
+            continue
+        if relaxed.seconds < known_s:
+            kinds[kind] = relaxed, inputs, phases
+        realised = solve(inputs, phases, problem.allowed, integer=True) if relaxed.seconds < best_s else None
+        if realised is None or realised.seconds >= best_s:
+            continue
+        if _exceeds_latency(problem, inputs, phases, realised):
+            too_slow = True
+            continue
+        best = Candidate(inputs, phases, relaxed, realised)
     if best is None:
         raise InputError(_too_slow(problem) if too_slow else explain_infeasible(problem))
-    return _least_movement(best, problem.allowed)
+    return best, kinds
+
+
+def _kind(s: CostInputs) -> tuple[int, int]:
+    """Number of micro-batches, and tokens of a sweep to a factor of four."""
+    return s.num_gpu_batches, round(math.log(s.max_num_batched_tokens, 4))
+
+
+def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> list[_Relaxed]:
+    """Other kinds than the best one's: the fastest of each number of micro-batches, then the rest, both fastest first."""
+    ranked = sorted((entry for kind, entry in kinds.items() if kind != _kind(best.inputs)), key=lambda e: e[0].seconds)
+    seen = {best.inputs.num_gpu_batches}
+    first: list[_Relaxed] = []
+    rest: list[_Relaxed] = []
+    for entry in ranked:
+        (rest if entry[1].num_gpu_batches in seen else first).append(entry)
+        seen.add(entry[1].num_gpu_batches)
+    return first + rest
+
+
+def _realised(
+    problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], worth: Callable[[float], bool]
+) -> Candidate | None:
+    """The candidate with a placement in whole things, if there is one and it is worth it."""
+    if not worth(relaxed.seconds):
+        return None
+    realised = solve(inputs, phases, problem.allowed, integer=True)
+    if realised is None or _exceeds_latency(problem, inputs, phases, realised):
+        return None
+    return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
+
+
+def _in_neos_order(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+    """The candidate in NEO's order, where it has two micro-batches, and sequences that the CPU attends to beside others."""
+    classes = {name for name, count in candidate.counts.kv_seqs.items() if count}
+    if candidate.inputs.num_gpu_batches != 2 or "cpu" not in classes or len(classes) == 1:
+        return
+    inputs = replace(candidate.inputs, batch_order="neo")
+    relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
+    found = relaxed and _realised(problem, relaxed, inputs, candidate.phases, worth)
+    if found:
+        yield found
+
+
+def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], found: Solution) -> bool:
+    return _block_latency_s(s, phases, found.seconds) > (problem.max_block_latency_s or float("inf"))
 
 
 def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
@@ -138,6 +232,19 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
 def block_latency_s(candidate: Candidate) -> float:
     """Seconds from the first prompt of a block to its last token."""
     return _block_latency_s(candidate.inputs, candidate.phases, candidate.seconds)
+
+
+def first_rows_s(candidate: Candidate) -> float:
+    """Seconds until the first rows are finished: sweeps that fill the block, and then such as keep it full."""
+    s = candidate.inputs
+    sweeps = float(min(s.workload.output_len.values))
+    filling = min(sweeps, max(1.0, s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens))
+    tokens = min(s.max_num_batched_tokens, s.workload.computed_prompt_len * s.block_size)
+    seqs = tokens / s.workload.computed_prompt_len
+    full = Phase(1, tokens, seqs, 0.0, s.workload.prompt_len.mean)
+    later = max(candidate.phases, key=lambda phase: phase.decode_seqs)
+    at = candidate.counts.placement(s)
+    return filling * job_seconds(s, [full], at) + (sweeps - filling) * job_seconds(s, [later], at) / later.sweeps
 
 
 def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
@@ -223,7 +330,7 @@ def _block_sizes(problem: Problem) -> list[int]:
 
 
 def _token_budgets(problem: Problem, block_size: int) -> list[int]:
-    """Sweeps that just keep up with finishing rows; sweeps with four times their tokens; the whole block at once."""
+    """Sweeps that just keep up with finishing rows; with four times their tokens; of 4,096 tokens; the whole block at once."""
     if problem.max_num_batched_tokens is not None:
         return [problem.max_num_batched_tokens]
     workload = problem.workload
@@ -231,6 +338,8 @@ def _token_budgets(problem: Problem, block_size: int) -> list[int]:
     steady = block_size + prompts / workload.output_len.mean
     whole = max(_LEAST_BATCHED_TOKENS, round(prompts))
     sizes = {min(whole, max(_LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
+    if block_size <= _SHORT_SWEEP_TOKENS < min(sizes):
+        sizes.add(_SHORT_SWEEP_TOKENS)
     return sorted(sizes | {whole})
 
 
@@ -284,14 +393,21 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
 
 
 _TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+_TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
+
+
+def machine_bytes(hardware: HardwareProfile) -> dict[str, int]:
+    """Size of each tier that the machine has."""
+    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    return {tier: size for tier, size in sizes.items() if size is not None}
 
 
 def check_budgets(problem: Problem) -> None:
     """Raise InputError for a budget the machine does not have."""
     hardware = problem.hardware
-    sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
+    sizes = machine_bytes(hardware)
     for tier, budget in problem.budgets.items():
-        size = sizes[tier]
+        size = sizes.get(tier)
         if size is None:
             raise InputError(f"{_TIER_FLAGS[tier]} is given, but {hardware.name} has no GPU: leave it out")
         if budget > size:
@@ -326,14 +442,21 @@ def explain_infeasible(problem: Problem) -> str:
         what += f", the process {format_bytes(problem.process_bytes)}"
     if not least:
         return f"no plan fits: {what}; no single budget can make up for it, raise several"
+    needed = {tier: (problem.budgets[tier] + short) * 1.001 for tier, short in least.items()}
+    sizes = machine_bytes(problem.hardware)
+    by_shortfall = sorted(least, key=lambda tier: least[tier])
     changes = [
-        f"{_TIER_FLAGS[tier]} {format_bytes((problem.budgets[tier] + short) * 1.001)} ({format_bytes(short)} more)"
-        for tier, short in sorted(least.items(), key=lambda item: item[1])
+        f"{_TIER_FLAGS[tier]} {format_bytes(needed[tier])} ({format_bytes(least[tier])} more)"
+        for tier in by_shortfall
+        if needed[tier] <= sizes[tier]
     ]
     # Where only one tier is allowed the caller does not offer formats either.
     open_choice = len(problem.allowed.weight_tiers) > 1 and "int4" not in problem.weight_formats
     hint = "; --quantization int4 would need less" if open_choice else ""
-    return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
+    if changes:
+        return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
+    larger = ", or ".join(f"{format_bytes(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
+    return f"no plan fits: {what}; it takes a machine with at least {larger}, {problem.hardware.name} has less{hint}"
 
 
 def _too_slow(problem: Problem) -> str:

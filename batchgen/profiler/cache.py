@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
@@ -15,16 +16,32 @@ from batchgen.core.dtypes import INT8
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
+from batchgen.core.machine import CpuTime
 from batchgen.models.config import ModelConfig
 from batchgen.ops.instruction_set import forced_instruction_set, instruction_set, usable_instruction_sets
+from batchgen.profiler.busy import why_busy
 from batchgen.profiler.calibration import calibrated
-from batchgen.profiler.measure import add_dtypes, add_int8, add_packed, check_measurable, identity, measure, sizes
+from batchgen.profiler.measure import (
+    Overheads,
+    add_dtypes,
+    add_int8,
+    add_packed,
+    check_measurable,
+    identity,
+    measure,
+    sizes,
+)
 from batchgen.profiler.overheads import measure_overheads
 from batchgen.profiler.timing import FULL, Effort
 
 if TYPE_CHECKING:
     from batchgen.profiler.kernel_choice import Shapes
 
+# How long it may take about, on two cores that have nothing else to do.
+TIME_S = 20.0
+MOST_TRIES = 3
+# Of `HardwareProfile.measured`.
+_BUSY, _TRIES, _MACHINE = "busy", "tries", "machine"
 # What makes two models' layers take the same time.
 _SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
@@ -50,13 +67,30 @@ class Wanted:
     kernels_of: ModelConfig | None = None
 
 
+def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
+    """This machine's profile where nothing of it has to be measured: rates from the cache, sizes as they are now.
+
+    Raises:
+        InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
+    """
+    check_measurable(wanted.device, wanted.dtypes)
+    offload_dir = make_offload_dir(offload_dir)
+    profile = _cached(_path_of(wanted, cache_dir, offload_dir), lambda line: None)
+    if profile is None or _to_be_repeated(profile) or _lacks(wanted, profile):
+        return None
+    return replace(profile, **sizes(wanted.device, offload_dir))
+
+
 def load_or_measure(
     wanted: Wanted, *, cache_dir: Path, offload_dir: Path, refresh: bool, notify: Callable[[str], None]
 ) -> HardwareProfile:
     """Return this machine's profile: rates from the cache as far as it has them, sizes as they are now.
 
+    What is measured is kept. If the machine was busy meanwhile this is said, and the next call measures again: three times in
+    all, as some machines always are.
+
     Args:
-        wanted: the rates; those that are missing are measured and kept.
+        wanted: the rates; those that are missing are measured.
         cache_dir: where profiles are kept.
         offload_dir: the directory of the disk tier, made where it does not exist; its disk is measured.
         refresh: measure even what the cache has.
@@ -65,61 +99,140 @@ def load_or_measure(
     Raises:
         InputError: a device that is not there, an unknown dtype or an unusable offload_dir.
     """
-    device, dtypes, how = (
-        wanted.device,
-        wanted.dtypes,
-        {"notify": notify, "model": wanted.model, "effort": wanted.effort},
-    )
-    check_measurable(device, dtypes)
+    check_measurable(wanted.device, wanted.dtypes)
     offload_dir = make_offload_dir(offload_dir)
-    path = profile_path(cache_dir, device, offload_dir, wanted.model, dtypes)
-    profile = None if refresh else _cached(path, notify)
+    path = _path_of(wanted, cache_dir, offload_dir)
+    kept = None if refresh else _cached(path, notify)
+    tries = 1 + int(kept.measured.get(_TRIES, 0)) if kept is not None else 1
+    if kept is not None and _to_be_repeated(kept):
+        notify(f"this machine was busy when it was measured ({kept.measured[_BUSY]}): it is measured again")
+        kept = None
+    if kept is not None and not _lacks(wanted, kept):
+        return replace(kept, **sizes(wanted.device, offload_dir))
+    what = "models of any size" if wanted.model is None else "models of this shape"
+    notify(f"measuring this machine once for {what} in {', '.join(wanted.dtypes)}: about {TIME_S:g} s")
+    wanted = replace(wanted, effort=replace(wanted.effort, until_s=time.perf_counter() + TIME_S))
+    before = CpuTime.now()
+    profile = _complete(wanted, kept, path, offload_dir, None if refresh else cache_dir, notify)
+    busy = why_busy(before, CpuTime.now(), profile.measured.get("spread", 1.0))
+    noted = {_BUSY: busy, _TRIES: tries} if busy else {}
+    rest = {name: value for name, value in profile.measured.items() if name not in (_BUSY, _TRIES)}
+    profile = replace(profile, measured=rest | noted)
+    if busy:
+        again = "the next run measures again" if tries < MOST_TRIES else "this is kept, as it always was"
+        notify(f"this machine was busy while it was measured ({busy}): {again}")
+    _keep(profile, path, notify)
+    return replace(profile, **sizes(wanted.device, offload_dir))
+
+
+def _complete(
+    wanted: Wanted,
+    profile: HardwareProfile | None,
+    path: Path,
+    offload_dir: Path,
+    cache_dir: Path | None,
+    notify: Callable[[str], None],
+) -> HardwareProfile:
+    """The kept profile with what it lacks, or a new one. cache_dir: where others are that some rates may be taken from."""
+    device, dtypes, effort = wanted.device, wanted.dtypes, wanted.effort
+    how: dict[str, Any] = {"notify": notify, "model": wanted.model, "effort": effort}
     kernels = _kernels(wanted, profile, notify)
     if profile is not None and kernels != profile.kernels:
         changed = any(kernels.names().get(key) != isa for key, isa in profile.kernels.names().items())
         profile = None if changed else replace(profile, kernels=kernels)  # its rates are those of what was chosen
-        if profile is not None:
-            _keep(profile, path, notify)
     if profile is None:
-        overheads = measure_overheads(device)
+        machine = _machine_key(device, offload_dir)
+        like = _profile_of(machine, cache_dir)
+        overheads = measure_overheads(device) if like is None else Overheads.of(like)
         profile = measure(
-            device=device, offload_dir=offload_dir, dtypes=dtypes, overheads=overheads, kernels=kernels, **how
+            device=device,
+            offload_dir=offload_dir,
+            dtypes=dtypes,
+            overheads=overheads,
+            kernels=kernels,
+            like=like,
+            **how,
         )
+        profile = replace(profile, measured=profile.measured | {_MACHINE: machine})
         if wanted.model is not None and device == "cpu":
             notify("measuring whole sweeps")
-            profile = calibrated(profile, wanted.model, dtypes[0])
-        _keep(profile, path, notify)
+            profile = calibrated(profile, wanted.model, dtypes[0], effort.until_s)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
+    if wanted.formats:
         _keep(profile, path, notify)
     for packing in wanted.formats:
-        if profile.compute.has_rates("decode_attention_bytes_per_s", packing):
-            continue
-        profile = add_packed(profile, dtypes[0], packing, **how)
-        _keep(profile, path, notify)
+        if not profile.compute.has_rates("decode_attention_bytes_per_s", packing):
+            profile = add_packed(profile, dtypes[0], packing, **how)
     if INT8 in wanted.formats and not profile.compute.has_rates("gemm_flops_per_s", INT8):
         profile = add_int8(profile, dtypes[0], **how)
-        _keep(profile, path, notify)
-    return replace(profile, **sizes(device, offload_dir))
+    return profile
 
 
-def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str], None]) -> KernelChoice:
-    """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now.
+def _to_be_repeated(profile: HardwareProfile) -> bool:
+    """Whether a kept profile is of a busy machine, and not of one that is found so each time."""
+    return _BUSY in profile.measured and int(profile.measured.get(_TRIES, 0)) < MOST_TRIES
+
+
+def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
+    """Whether anything has to be measured for it."""
+    rates = profile.compute
+    if any(dtype not in rates.gemm_flops_per_s for dtype in wanted.dtypes):
+        return True
+    if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.formats):
+        return True
+    if INT8 in wanted.formats and not rates.has_rates("gemm_flops_per_s", INT8):
+        return True
+    known = _known_kernels(profile)
+    return known != profile.kernels or (known != PROCESS_SET and any(_unknown_shapes(wanted, known)))
+
+
+def _profile_of(machine: str, cache_dir: Path | None) -> HardwareProfile | None:
+    """Any kept profile of a machine that was not busy."""
+    for path in sorted((cache_dir / "profiles").glob("*.json")) if cache_dir else ():
+        profile = _cached(path, lambda line: None)
+        if profile is not None and profile.measured.get(_MACHINE) == machine and _BUSY not in profile.measured:
+            return profile
+    return None
+
+
+def _machine_key(device: str, offload_dir: Path) -> str:
+    return json_sha256([identity(device), str(offload_dir.resolve())])[:16]
+
+
+def _known_kernels(kept: HardwareProfile | None) -> KernelChoice:
+    """What is known of what shapes run on, as far as this machine has it.
 
     A profile of a version that did not choose stays as it is: its rates are those of the machine's first instruction set.
     """
-    from batchgen.profiler.kernel_choice import Kernels, measure_kernels
-
     if forced := forced_instruction_set():
         return KernelChoice(default=forced)
     if kept is not None and kept.kernels == PROCESS_SET:
         return PROCESS_SET
-    known = (kept.kernels if kept else PROCESS_SET).among((*usable_instruction_sets(), TORCH), instruction_set())
+    return (kept.kernels if kept else PROCESS_SET).among((*usable_instruction_sets(), TORCH), instruction_set())
+
+
+def _unknown_shapes(wanted: Wanted, known: KernelChoice) -> Iterator[str]:
+    """The dtypes in which some wanted shape is not known."""
+    if forced_instruction_set():
+        return
     shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
     for dtype in wanted.dtypes:
         if not known.names().keys() >= set(shapes.keys(dtype)):
-            notify(f"measuring which kernels are the fastest in {dtype}")
-            known = measure_kernels(shapes, dtype, Kernels.here(), known)
+            yield dtype
+
+
+def _kernels(wanted: Wanted, kept: HardwareProfile | None, notify: Callable[[str], None]) -> KernelChoice:
+    """What the wanted shapes run on: as in the kept profile, where this machine has it, else as measured now."""
+    from batchgen.profiler.kernel_choice import Kernels, measure_kernels
+
+    known = _known_kernels(kept)
+    if kept is not None and kept.kernels == PROCESS_SET:
+        return known
+    shapes = _shapes(wanted, wanted.kernels_of or wanted.model)
+    for dtype in _unknown_shapes(wanted, known):
+        notify(f"measuring which kernels are the fastest in {dtype}")
+        known = measure_kernels(shapes, dtype, Kernels.here(), known)
     return known
 
 
@@ -142,6 +255,10 @@ def profile_path(
     shape = model and [*dtypes, *(getattr(model, name) for name in _SHAPE)]
     key = json_sha256([identity(device), str(offload_dir.resolve()), shape])
     return cache_dir / "profiles" / f"{device}-{key[:16]}.json"
+
+
+def _path_of(wanted: Wanted, cache_dir: Path, offload_dir: Path) -> Path:
+    return profile_path(cache_dir, wanted.device, offload_dir, wanted.model, wanted.dtypes)
 
 
 def _cached(path: Path, notify: Callable[[str], None]) -> HardwareProfile | None:

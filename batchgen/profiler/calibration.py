@@ -8,6 +8,7 @@ with dummy weights. Each kind of cost gets the factor with which the cost terms 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from array import array
@@ -17,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.machine import keep_freed_memory
+from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
@@ -35,8 +37,9 @@ from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import Sequence
 
 _VOCAB = 1024  # the head is not what is looked at
-_RUNS, _ROUNDS = 3, 3
+_ROUNDS = 6
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
+_MEMORY_FRAC = 0.6  # of what is there, for layers and KV
 # Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
 _PRIOR = 0.05
 _PROBE_S, _MOST_SLOWER = 0.5, 1.5
@@ -68,30 +71,76 @@ _SWEEPS = (
 )
 
 
-def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str) -> HardwareProfile:
-    """The profile with its compute curves scaled; the factors (of time) are kept in `measured`. Takes a few seconds."""
-    import torch
+def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s: float = math.inf) -> HardwareProfile:
+    """Scale the compute curves of a profile by whole sweeps.
 
-    layer_bytes = model.params_per_layer * getattr(torch, dtype).itemsize
+    Args:
+        profile: As measured operation by operation.
+        model: Whose sweeps are run, on as many of its layers as there is memory for.
+        dtype: To compute in.
+        until_s: Of time.perf_counter; once it is over no further round is begun. There are two at least.
+
+    Returns:
+        The profile; `measured` has the factors (of time), and the `spread` of like runs, the longest by the shortest.
+    """
+    itemsize = FORMAT_BYTES[dtype]
+    layer_bytes = int(model.params_per_layer * itemsize)
     layers = min(model.num_layers, max(2, -(-2 * last_level_cache_bytes() // layer_bytes)))
+    memory_bytes = int(available_memory_bytes() * _MEMORY_FRAC)
+    token_bytes = int(2 * model.num_kv_heads * model.head_dim * itemsize)
+    sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
+    layers, sweeps = affordable_sweeps(sweeps, layers, layer_bytes, token_bytes, memory_bytes)
     part = replace(model, num_layers=layers, windows=model.windows[:layers], vocab_size=_VOCAB)
     # A first factor of 1 for shared prefixes: what attention of a prompt to itself takes.
     cpu = profile.cpu
     cpu = replace(cpu, shared_attention_flops_per_s=dict(cpu.prefill_attention_flops_per_s))
     profile = replace(profile, cpu=cpu)
-    sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     terms = [_terms(profile, part, dtype, sweep) for sweep in sweeps]
     affordable = [i for i, t in enumerate(terms) if sum(t) < _LONGEST_S] or [int(np.argmin([sum(t) for t in terms]))]
-    with _runner(part, dtype, profile.kernels) as run:
+    with _runner(part, dtype, profile.kernels, [sweeps[i] for i in affordable]) as run:
         probes = [probe_s(dtype)]
+        for i in affordable:  # memory that was used before, as that of jobs
+            run(sweeps[i])
         # In rounds, so that a moment in which the machine is slow does not decide about one of them.
-        rounds = [[run(sweeps[i]) for i in affordable] for _ in range(_ROUNDS)]
+        rounds: list[list[float]] = []
+        while len(rounds) < 2 or (len(rounds) < _ROUNDS and time.perf_counter() < until_s):
+            rounds.append([run(sweeps[i]) for i in affordable])
     times = np.median(rounds, axis=0)
     factors = fit(np.array([terms[i] for i in affordable]), times).tolist()
     scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
     noted = {name: round(float(factor), 3) for name, factor in zip(_FACTORS, factors, strict=True)}
-    kept = {"sweep_factors": {dtype: noted}, "pulse_s": {dtype: statistics.median([*probes, probe_s(dtype)])}}
+    spread = float(np.median(np.max(rounds, axis=0) / np.min(rounds, axis=0)))
+    kept = {
+        "sweep_factors": {dtype: noted},
+        "pulse_s": {dtype: statistics.median([*probes, probe_s(dtype)])},
+        "spread": round(spread, 3),
+    }
     return replace(scaled, measured=profile.measured | kept)
+
+
+def affordable_sweeps(
+    sweeps: list[_Sweep], layers: int, layer_bytes: int, token_bytes: int, memory_bytes: int
+) -> tuple[int, list[_Sweep]]:
+    """How many layers, and which of the sweeps, fit the memory: two layers, where there is enough for any sweep on them.
+
+    Args:
+        sweeps: Those that are wanted.
+        layers: How many layers are.
+        layer_bytes: Of a layer's weights.
+        token_bytes: Of a token's KV in a layer.
+        memory_bytes: For all of it.
+    """
+
+    def in_all(sweep: _Sweep) -> int:
+        return layer_bytes + _kv_tokens(sweep) * token_bytes
+
+    fits = [s for s in sweeps if min(layers, 2) * in_all(s) <= memory_bytes] or [min(sweeps, key=_kv_tokens)]
+    return max(1, min(layers, memory_bytes // max(map(in_all, fits)))), fits
+
+
+def _kv_tokens(sweep: _Sweep) -> int:
+    """Tokens of KV that a sweep has blocks for."""
+    return sweep.count * -(-(sweep.new + sweep.cached) // DEFAULT_KV_BLOCK_SIZE) * DEFAULT_KV_BLOCK_SIZE
 
 
 def probe_s(dtype: str) -> float:
@@ -192,8 +241,10 @@ def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: 
 
 
 @contextlib.contextmanager
-def _runner(model: ModelConfig, dtype: str, kernels: KernelChoice) -> Iterator[Callable[[_Sweep], float]]:
-    """run(sweep) -> seconds, the median of several runs on memory that was used before."""
+def _runner(
+    model: ModelConfig, dtype: str, kernels: KernelChoice, sweeps: list[_Sweep]
+) -> Iterator[Callable[[_Sweep], float]]:
+    """run(sweep) -> seconds, for any of the sweeps."""
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
@@ -201,8 +252,8 @@ def _runner(model: ModelConfig, dtype: str, kernels: KernelChoice) -> Iterator[C
     from batchgen.runtime.executor import in_memory
 
     torch_dtype = getattr(torch, dtype)
-    longest = max(s.new + s.cached for s in _SWEEPS) + 1
-    blocks = max(s.count * -(-(s.new + s.cached) // DEFAULT_KV_BLOCK_SIZE) for s in _SWEEPS)
+    longest = max(s.new + s.cached for s in sweeps) + 1
+    blocks = max(map(_kv_tokens, sweeps)) // DEFAULT_KV_BLOCK_SIZE
     part = replace(model, max_position=min(longest, model.max_position))
     executor = in_memory(part, dummy_checkpoint(part), torch_dtype, blocks, DEFAULT_KV_BLOCK_SIZE, kernels=kernels)
     key_bytes = model.num_kv_heads * model.head_dim * torch_dtype.itemsize
@@ -211,12 +262,9 @@ def _runner(model: ModelConfig, dtype: str, kernels: KernelChoice) -> Iterator[C
         batch = pack(
             _scheduled(sweep), block_size=DEFAULT_KV_BLOCK_SIZE, key_bytes=key_bytes, windows=frozenset(model.windows)
         )
-        times = []
-        for _ in range(_RUNS):
-            started = time.perf_counter()
-            executor.run([batch], lambda rows, logits, start: None)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
+        started = time.perf_counter()
+        executor.run([batch], lambda rows, logits, start: None)
+        return time.perf_counter() - started
 
     with contextlib.closing(executor):
         yield run

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
-from batchgen.core.machine import keep_freed_memory
+from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.ops import cpp, dispatch
@@ -27,20 +27,22 @@ from batchgen.profiler.timing import Trial
 
 # Another candidate than the first by name must be faster by this much.
 _MARGIN = 1.05
-# One that takes so many times as long as another is not timed further.
-_HOPELESS = 4.0
+# One that takes so many times as long as another is not timed further: after the first round, and after the last but one.
+_HOPELESS = (10.0, 4.0)
 _TOKENS = (16, 128, 512)
 _PREFILL_TOKENS, _DECODE_SEQS, _DECODE_CONTEXT = 512, 16, 512
 _ROUNDS, _SAMPLE_S = 3, 0.003
 # Of a call: of larger weights some columns are timed, but so many that every thread has panels.
 _CALL_FLOPS_PER_THREAD, _COLUMNS_PER_THREAD, _CALL_WEIGHT_BYTES = 5e8, 128, 64 << 20
+# Each candidate packs the weights for itself.
+_MEMORY_PARTS = 16
 # What operands of one shape are spread over, so that they come from beyond the nearest caches.
 _SPREAD_BYTES = 16 << 20
-# Numbers of rows in which torch's linear must give a row the same bits.
+# Numbers of rows in which torch's linear must give a row the same bits that it has among TORCH_ROWS, the most it gets.
 _ROW_COUNTS = (
     1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 511,
 )  # fmt: skip
-_MOST_ROWS, _CHECKED_BYTES = 512, 1 << 30
+_CHECKED_BYTES = 1 << 30
 DEPENDS_ON_ROWS = "its rows depend on how many rows there are"
 NOT_CHECKED = "it is too large to check whether its rows depend on how many rows there are"
 ROUNDS_LOGITS = "its logits would be rounded to 16 bits"
@@ -142,13 +144,12 @@ def choose(rates: Mapping[str, Mapping[str, float]], refused: Mapping[str, str])
 
     Args:
         rates: candidate -> what was timed -> rate, candidates in the order in which they are preferred.
-        refused: Those that may not be chosen.
+        refused: Those that may not be chosen. Where others were given up on beside these alone, what was timed of them counts.
     """
-    points = set.union(*(set(own) for own in rates.values()))
+    allowed = {name: own for name, own in rates.items() if name not in refused}
+    points = max(map(len, allowed.values()))
     means = {
-        name: math.exp(sum(map(math.log, own.values())) / len(own))
-        for name, own in rates.items()
-        if name not in refused and set(own) == points
+        name: math.exp(sum(map(math.log, own.values())) / points) for name, own in allowed.items() if len(own) == points
     }
     return next(name for name, mean in means.items() if mean * _MARGIN >= max(means.values()))
 
@@ -181,8 +182,8 @@ def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, 
         trials = {name: trial_of(name) for name in left}
         seconds = dict.fromkeys(left, math.inf)
         for done in range(_ROUNDS):
-            if done == _ROUNDS - 1:
-                left = [name for name in left if seconds[name] <= _HOPELESS * min(seconds.values())]
+            if done:
+                left = [name for name in left if seconds[name] <= _HOPELESS[done - 1] * min(seconds.values())]
             for name in left:
                 seconds[name] = min(seconds[name], timer(name, point, trials[name]))
         for name, trial in trials.items():
@@ -206,7 +207,8 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
     def prepare(tokens: int) -> Callable[[str], Trial]:
         affordable = int(threads * _CALL_FLOPS_PER_THREAD / (2 * tokens * depth))
-        affordable = min(affordable, _CALL_WEIGHT_BYTES // (depth * dtype.itemsize))
+        most_bytes = min(_CALL_WEIGHT_BYTES, available_memory_bytes() // _MEMORY_PARTS)
+        affordable = min(affordable, most_bytes // (depth * dtype.itemsize))
         some = min(columns, max(threads * _COLUMNS_PER_THREAD, affordable // 2 * 2))
         weights = _spread((some, depth), dtype)
         x, weight = torch.randn(tokens, depth).to(dtype), torch.ones(depth, dtype=dtype)
@@ -234,7 +236,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
             return None
         if head and dtype != torch.float32:
             return ROUNDS_LOGITS
-        if columns * depth * dtype.itemsize > _CHECKED_BYTES:
+        if columns * depth * dtype.itemsize > min(_CHECKED_BYTES, available_memory_bytes() // 4):
             return NOT_CHECKED
         return DEPENDS_ON_ROWS if rows_depend(torch.randn(columns, depth).to(dtype)) else None
 
@@ -244,12 +246,12 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:
     """Whether a product with weight [columns, depth] gives a row other bits in another number of rows, or in another place."""
-    x = torch.randn(_MOST_ROWS, weight.shape[1]).to(weight.dtype)
+    x = torch.randn(dispatch.TORCH_ROWS, weight.shape[1]).to(weight.dtype)
     whole = linear(x, weight)
     return any(
         not torch.equal(linear(x[start : start + count], weight), whole[start : start + count])
         for count in _ROW_COUNTS
-        for start in {0, _MOST_ROWS - count}
+        for start in {0, dispatch.TORCH_ROWS - count}
     )
 
 

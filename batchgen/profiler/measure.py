@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,14 @@ class Overheads:
     load_bytes_per_s: float
     gguf_load_bytes_per_s: float | None = None
 
+    @classmethod
+    def of(cls, profile: HardwareProfile) -> Overheads:
+        """Those that a profile has."""
+        gpu = profile.gpu
+        step_s = profile.cpu.step_overhead_s if gpu is None else gpu.launch_overhead_s
+        names = (field.name for field in fields(cls) if field.name != "step_overhead_s")
+        return cls(step_overhead_s=step_s, **{name: getattr(profile, name) for name in names})
+
 
 def check_measurable(device: str, dtypes: Sequence[str]) -> None:
     """Raise InputError for a device that is not there or an unknown dtype."""
@@ -75,10 +83,13 @@ def measure(
     model: ModelConfig | None = None,
     effort: Effort = FULL,
     kernels: KernelChoice = PROCESS_SET,
+    like: HardwareProfile | None = None,
 ) -> HardwareProfile:
     """Everything a profile has, for jobs in these dtypes.
 
     Args:
+        like: a profile of this machine and directory for other models or dtypes, whose rates of disk, memory and copies are
+            taken over.
         kernels: what each shape runs on on the CPU.
         model: rates for its layers alone, which are truer for it; None: for models of any size.
         device: "cpu" or "cuda".
@@ -93,12 +104,7 @@ def measure(
     check_measurable(device, dtypes)
     offload_dir = make_offload_dir(offload_dir)
     watch = _Stopwatch(notify)
-    gpu_device = Device(device) if device == "cuda" else None
-    disk = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
-    dram = watch("memory", lambda: dram_read_rate(effort))
-    h2d, d2h = (
-        watch("copies to and from the GPU", lambda: copy_rates(gpu_device, effort)) if gpu_device else (None, None)
-    )
+    moves = _moving(device, offload_dir, effort, watch) if like is None else {n: getattr(like, n) for n in _MOVING}
     cpu, gpu = _compute_rates(device, dtypes, subjects_of(device, effort, model, kernels), effort, watch)
     # A GPU works off what is launched ahead of it.
     step = {"launch_overhead_s" if gpu else "step_overhead_s": overheads.step_overhead_s}
@@ -106,25 +112,43 @@ def measure(
         name=_machine_name(device),
         cpu=cpu if gpu else replace(cpu, **step),
         gpu=gpu and replace(gpu, **step),
-        dram_bytes_per_s=dram,
-        disk_read_bytes_per_s=disk.read_bytes_per_s,
-        disk_write_bytes_per_s=disk.write_bytes_per_s,
-        disk_read_overhead_s=disk.read_overhead_s,
-        disk_write_overhead_s=disk.write_overhead_s,
-        disk_cpu_overhead_s=disk.cpu_overhead_s,
-        h2d_bytes_per_s=h2d,
-        d2h_bytes_per_s=d2h,
         load_bytes_per_s=overheads.load_bytes_per_s,
         gguf_load_bytes_per_s=overheads.gguf_load_bytes_per_s,
         sampling_logits_per_s=overheads.sampling_logits_per_s,
-        first_touch_bytes_per_s=watch("fresh memory", lambda: first_touch_rate(effort)),
         sweep_overhead_s=overheads.sweep_overhead_s,
         sequence_overhead_s=overheads.sequence_overhead_s,
         row_overhead_s=overheads.row_overhead_s,
         kernels=kernels,
         measured=_circumstances() | {"offload_dir": str(offload_dir), "seconds": watch.parts_s},
+        **moves,
         **sizes(device, offload_dir),
     )
+
+
+# Fields of a profile that depend on no model.
+_MOVING = (
+    "dram_bytes_per_s",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "disk_read_overhead_s",
+    "disk_write_overhead_s",
+    "disk_cpu_overhead_s",
+    "first_touch_bytes_per_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+)
+
+
+def _moving(device: str, offload_dir: Path, effort: Effort, watch: _Stopwatch) -> dict[str, Any]:
+    """How fast bytes move here, by `_MOVING`."""
+    disk = watch(f"disk at {offload_dir}", lambda: disk_rates(offload_dir, effort))
+    rates = {f"disk_{name}": value for name, value in asdict(disk).items()}
+    rates["dram_bytes_per_s"] = watch("memory", lambda: dram_read_rate(effort))
+    rates["first_touch_bytes_per_s"] = watch("fresh memory", lambda: first_touch_rate(effort))
+    h2d = d2h = None
+    if device == "cuda":
+        h2d, d2h = watch("copies to and from the GPU", lambda: copy_rates(Device(device), effort))
+    return rates | {"h2d_bytes_per_s": h2d, "d2h_bytes_per_s": d2h}
 
 
 def add_dtypes(

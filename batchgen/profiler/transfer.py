@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer, offload_errors
+from batchgen.core.machine import available_memory_bytes
 from batchgen.profiler.timing import Device, Effort, Trial
 
 _REQUEST_BYTES = 8 << 20
@@ -182,7 +183,7 @@ def first_touch_rate(effort: Effort) -> float:
 
     The kernel clears its pages, and a virtual machine may have to ask its host for them.
     """
-    size = effort.touch_bytes
+    size = min(effort.touch_bytes, max(1 << 20, available_memory_bytes() // 4) // mmap.PAGESIZE * mmap.PAGESIZE)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)

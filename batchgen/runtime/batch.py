@@ -24,7 +24,7 @@ from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow, Sequence, tier_of
 from batchgen.runtime.steps.graph import BatchFlow
 
-RESIDENCIES = ("resident", "staged", "delegated")
+RESIDENCIES = ("resident", "staged", "delegated", "deferred")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Segment:
     """Tokens [start, stop) of the batch, of sequences whose KV attention finds in the same memory.
 
     residency: "resident": the compute device's pool; "staged": its staging buffer; "delegated": the host's pool, and the
-    CPU attends. slots: int64 [tokens], where each token's new KV goes there; a slot is block * block_size + offset.
+    CPU attends; "deferred": the same, and the sweep does not wait for it. slots: int64 [tokens], where each token's new KV goes there; a slot is block * block_size + offset.
     plans: the attention plan for each sliding window in the model (None: full attention), tokens counted from `start`.
     """
 
@@ -78,6 +78,8 @@ class PackedBatch:
 
     token_ids, positions: int64 [tokens].
     logits_rows: whose logits are made; logits_indices: int64, the row of each.
+    deferred_rows: of the last segment, where it is deferred, which logits its tokens are for; not made in this sweep.
+    exchange_slots: int64, of each of these, in the tables in which queries and attention are exchanged with the CPU.
     pending_rows: int64, rows whose token only the device knows; pending_slots: int64, where each is in its table of tokens.
     """
 
@@ -89,6 +91,8 @@ class PackedBatch:
     logits_indices: np.ndarray
     pending_rows: np.ndarray
     pending_slots: np.ndarray
+    deferred_rows: list[LogitsRow]
+    exchange_slots: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +109,7 @@ class PackedBatch:
             disk_read=staging is not None and bool(staging.reads),
             disk_write=staging is not None and bool(staging.writes),
             delegated="delegated" in residencies,
+            deferred="deferred" in residencies,
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
         )
@@ -157,6 +162,11 @@ def pack(
     return rows.packed(tuple(segments), staging)
 
 
+def empty_batch() -> PackedBatch:
+    """A micro-batch without tokens: of a sweep in which only sequences are computed whose attention was deferred."""
+    return _Rows(1).packed((), None)
+
+
 class _Rows:
     """The rows of a batch while it is packed: a token each."""
 
@@ -168,6 +178,8 @@ class _Rows:
         self._logits_indices: list[int] = []
         self._pending_rows: list[int] = []
         self._pending_slots: list[int] = []
+        self._deferred_rows: list[LogitsRow] = []
+        self._exchange_slots: list[int] = []
 
     @property
     def count(self) -> int:
@@ -188,6 +200,9 @@ class _Rows:
         if self._token_ids[-1] == PENDING:
             self._pending_rows.append(self.count - 1)
             self._pending_slots.append(sequence.token_slot)
+        if scheduled.defers:
+            self._deferred_rows.append(LogitsRow(sequence, first))
+            self._exchange_slots.append(sequence.exchange_slot)
         for position in scheduled.logits_positions:
             self._logits_rows.append(LogitsRow(sequence, position))
             self._logits_indices.append(row + position - first)
@@ -202,6 +217,8 @@ class _Rows:
             logits_indices=np.array(self._logits_indices, dtype=np.int64),
             pending_rows=np.array(self._pending_rows, dtype=np.int64),
             pending_slots=np.array(self._pending_slots, dtype=np.int64),
+            deferred_rows=self._deferred_rows,
+            exchange_slots=np.array(self._exchange_slots, dtype=np.int64),
         )
 
 

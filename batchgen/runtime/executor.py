@@ -29,7 +29,8 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
-from batchgen.runtime.batch import PackedBatch, pack
+from batchgen.runtime.batch import PackedBatch, Segment, empty_batch, pack
+from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.memory.activations import Activations
@@ -41,6 +42,7 @@ from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
+from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.streams import Driver, StreamLanes
 from batchgen.runtime.steps.threads import Lanes, OnStep
@@ -49,6 +51,7 @@ from batchgen.runtime.warm_up import dummy_sweeps
 
 CPU = torch.device("cpu")
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
+Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
 # (whose, fp32 logits [rows, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
 # int64 [rows], if any are.
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
@@ -58,7 +61,7 @@ OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 class SweepOptions:
     """How an `Executor` runs sweeps.
 
-    max_positions: sequences never get longer than this. batches_on_host, batch_tokens, delegated_seqs: as of
+    max_positions: sequences never get longer than this. batches_on_host, batch_tokens, delegated_seqs, deferred_seqs: as of
     `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
@@ -69,6 +72,7 @@ class SweepOptions:
     batches_on_host: int = 0
     batch_tokens: int = 0
     delegated_seqs: int = 0
+    deferred_seqs: int = 0
     chunk_tokens: int | None = None
     logit_rows: int | None = None
     captured_tokens: int = 0
@@ -98,7 +102,13 @@ class Executor:
         weakref.finalize(self, self.lanes.close).atexit = False
         self._sweeps = Sweeps(weights.residency.streams(self._compute_tier))
         self.activations = Activations(
-            config, weights.dtype, tiers.arenas, options.batches_on_host, options.batch_tokens, options.delegated_seqs
+            config,
+            weights.dtype,
+            tiers.arenas,
+            options.batches_on_host,
+            options.batch_tokens,
+            options.delegated_seqs,
+            options.deferred_seqs,
         )
         self._logits: Tensor | None = None
         self._ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
@@ -109,6 +119,8 @@ class Executor:
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
         self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
+        self._cohorts: dict[int, CohortRows] = {}  # under way, by number
+        self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
         self._on_logits: OnLogits = lambda rows, logits, start: None
         self._vocabulary_chunks = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
@@ -124,9 +136,17 @@ class Executor:
 
     @torch.inference_mode()
     def run(
-        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool = False
+        self,
+        batches: Sequence[PackedBatch],
+        on_logits: OnLogits,
+        *,
+        vocabulary_chunks: bool = False,
+        cohorts: Cohorts | None = None,
     ) -> Callable[[], None] | None:
         """Computes one sweep: the batches' KV, and the logits asked for.
+
+        cohorts: of the same job, sequences whose attention is deferred. Those that the batches begin are added, those whose last
+        layer the sweep computes have their logits too. With some of them under way there need be no batch.
 
         vocabulary_chunks: on_logits takes chunks of the vocabulary, one after the other for the same rows, where the
         output matrix comes in chunks; otherwise it gets the whole.
@@ -135,11 +155,19 @@ class Executor:
         """
         self._vocabulary_chunks = vocabulary_chunks
         with _kernels_alone():
-            wait = self._run(batches, on_logits)
+            wait = self._run(batches, on_logits, Cohorts() if cohorts is None else cohorts)
         if wait is not None and self._tokens is None:
             wait()
             return None
         return wait
+
+    def drop(self, cohorts: Cohorts) -> None:
+        """Forgets cohorts that are under way; returns when the CPU is done with their KV. Raises what a Step raised."""
+        if cohorts.waiting:
+            for cohort in cohorts.waiting:
+                self._cohorts.pop(cohort.number, None)
+            cohorts.waiting = []
+            self.lanes.drain()
 
     @torch.inference_mode()
     def warm_up(
@@ -156,12 +184,17 @@ class Executor:
         chosen = self._unlike_layers()
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
+        cohorts = Cohorts()
         with self.lanes.one_by_one(), _kernels_alone():
             for batches in sweeps:
-                prepared: list[_Batch] = []
-                self.lanes.prepare(lambda: prepared.extend(self._prepare_all(batches)))  # noqa: B023
-                self.lanes.execute(self._warm_up_steps(made, prepared, chosen))
-                self.lanes.drain()
+                to_run = batches
+                while to_run:
+                    prepared: list[_Batch] = []
+                    self.lanes.prepare(lambda: prepared.extend(self._prepare_all(to_run)))  # noqa: B023
+                    self.lanes.execute(self._warm_up_steps(made, prepared, chosen, cohorts))
+                    self.lanes.drain()
+                    to_run = [empty_batch()] if cohorts.waiting else []  # until they are through all layers
+                self._cohorts.clear()
                 self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
         for counted in (self.weights, self.kv_cache, *(self.links or ())):
             counted.reset_counts()
@@ -173,9 +206,11 @@ class Executor:
             kinds.setdefault((self.config.windows[layer], *sorted(tiers.items())), layer)
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
-    def _warm_up_steps(self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int]) -> Iterator[Step]:
+    def _warm_up_steps(
+        self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int], cohorts: Cohorts
+    ) -> Iterator[Step]:
         """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
-        for step in made.steps([b.packed.flow(b.on_host) for b in batches]):
+        for step in made.steps([b.packed.flow(b.on_host) for b in batches], cohorts, lambda step_id: True):
             of_head = step.kind in ("head", "load_head")
             step = step._replace(
                 id=step.id - _BEFORE,
@@ -183,7 +218,7 @@ class Executor:
                 layer=step.layer if of_head else layers[step.layer],
                 after=tuple(earlier - _BEFORE for earlier in step.after),
             )
-            self._batch_of[step.id] = batches[step.batch]
+            self._bind(step, batches)
             yield step
 
     def _forget_kv(self, packed: PackedBatch, layers: Sequence[int]) -> None:
@@ -196,7 +231,8 @@ class Executor:
                 pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
                 pool.index_fill_(0, blocks.to(pool.device), 0)
 
-    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits) -> Callable[[], None] | None:
+    def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
+        batches = batches or [empty_batch()]
         prepared: list[_Batch] = []
 
         def prepare() -> None:
@@ -208,7 +244,10 @@ class Executor:
 
         self.lanes.prepare(prepare)
         self._on_logits = on_logits
-        return self.lanes.execute(self._bound_to(prepared))
+        wait = self.lanes.execute(self._bound_to(prepared, cohorts))
+        for cohort in cohorts.ended:
+            del self._cohorts[cohort.number]
+        return wait
 
     @property
     def sampled_token(self) -> int:
@@ -252,15 +291,14 @@ class Executor:
 
     def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
         """What all layers need of a batch, as tensors."""
-        parts = {}
+        parts, begins = {}, None
         for segment in packed.segments:
-            device = CPU if segment.residency == "delegated" else self._device
+            device = CPU if segment.residency in ("delegated", "deferred") else self._device
             plans = {window: self._prepared(plan, device) for window, plan in segment.plans.items()}
-            rows = None
-            if segment.residency == "delegated":
-                shape = self.kv_cache.shape
-                keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
-                rows = keys, keys + shape.kv_heads * shape.block_size
+            if segment.residency == "deferred":
+                begins = self._prepare_cohort(packed, segment, plans)
+                continue
+            rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
             parts[segment.residency] = _Part(tokens, slots, rows, plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
@@ -268,7 +306,18 @@ class Executor:
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
-        return _Batch(packed, *positions, indices, parts, moves, on_host)
+        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins)
+
+    def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
+        shape = self.kv_cache.shape
+        keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
+        return keys, keys + shape.kv_heads * shape.block_size
+
+    def _prepare_cohort(self, packed: PackedBatch, segment: Segment, plans: Plans) -> CohortRows:
+        positions = upload(packed.positions[segment.start : segment.stop], self._device)
+        slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, self._device)
+        return CohortRows(packed.deferred_rows, positions, *slots, self._rows_on_host(segment), plans)
 
     def _prepared(self, plan: AttentionPlan, device: torch.device) -> ops.PreparedAttention:
         return ops.prepare_attention(plan, *self._attention_shape, device=device, isa=self._options.attention_isa)
@@ -311,13 +360,19 @@ class Executor:
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
-    def _bound_to(self, batches: Sequence[_Batch]) -> Iterator[Step]:
+    def _bound_to(self, batches: Sequence[_Batch], cohorts: Cohorts) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
-        for step in self._sweeps.captured() if captured else self._sweeps.steps(flows):
-            self._batch_of[step.id] = batches[step.batch]
+        steps = self._sweeps.captured() if captured else self._sweeps.steps(flows, cohorts, self.lanes.has_ended)
+        for step in steps:
+            self._bind(step, batches)
             yield step
+
+    def _bind(self, step: Step, batches: Sequence[_Batch]) -> None:
+        batch = self._batch_of[step.id] = batches[step.batch]
+        if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
+            self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
 
     def _perform(self, step: Step) -> None:
         getattr(self, f"_{step.kind}")(step, self._batch_of.pop(step.id))
@@ -374,9 +429,32 @@ class Executor:
 
     def _pre(self, step: Step, b: _Batch) -> None:
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        b.qkv = b.hidden.new_empty(b.hidden.shape[0], self.config.qkv_size)
-        for hidden, qkv in self._chunks(b.hidden, b.qkv):
-            layers.pre_attention(self.config, tensors, hidden, qkv)
+        hidden = with_cohorts(b.hidden, [c.hidden for c in b.joined])
+        b.qkv = hidden.new_empty(hidden.shape[0], self.config.qkv_size)
+        if len(hidden):
+            for some, qkv in self._chunks(hidden, b.qkv):
+                layers.pre_attention(self.config, tensors, some, qkv)
+        leaving, b.joined = b.joined, []
+        if step.layer == 0 and b.begins is not None:
+            leaving = [b.begins]
+        if leaving:
+            self._leave(step, b, hidden, leaving)
+
+    def _leave(self, step: Step, b: _Batch, hidden: Tensor, leaving: Sequence[CohortRows]) -> None:
+        """Cohorts, the last rows of what has been computed, take with them what they need from here on."""
+        qkv, start = b.qkv, len(hidden) - sum(len(c.rows) for c in leaving)
+        b.hidden, b.qkv = b.hidden[:start], qkv[:start]
+        for cohort, own in zip(leaving, slices(start, leaving), strict=True):
+            cohort.leave(hidden[own], self._qkv_for_host(step, qkv[own], cohort.positions))
+
+    def _qkv_for_host(self, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries for attention on the CPU, keys and values as they are stored."""
+        heads, kv_dtype = (self.config.num_heads, self.config.num_kv_heads), self.kv_cache.shape.dtype
+        options = self._rotary(step, positions)
+        q, k, v = ops.rotary(qkv, *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
+        if bits := kv_code_bits(kv_dtype):
+            k, v = ops.quantize(k, bits), ops.quantize(v, bits)
+        return q, k, v
 
     def _attention(self, step: Step, b: _Batch) -> None:
         window = self.config.windows[step.layer]
@@ -387,16 +465,15 @@ class Executor:
                 kv = self.kv_cache.pools[self._compute_tier][step.layer]
             else:
                 kv = self.kv_cache.staging(step.kv_slot)
-            options = self._rotary(step, b, part.tokens)
+            options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
             q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
             b.attended[residency] = ops.paged_attention(
                 q, kv, part.plans[window], softcap=self.config.attention_softcap
             )
 
-    def _rotary(self, step: Step, b: _Batch, tokens: slice) -> dict:
+    def _rotary(self, step: Step, positions: Tensor) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
-        positions = b.positions if len(b.parts) == 1 else b.positions[tokens]
         rope = self._ropes[self.config.rope_of(step.layer)]
         return layers.rotary_options(self.config, tensors, rope, positions)
 
@@ -404,12 +481,7 @@ class Executor:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
         part, d2h = b.parts["delegated"], self.links[1]
-        tokens = part.tokens
-        kv_dtype = self.kv_cache.shape.dtype
-        heads, options = (self.config.num_heads, self.config.num_kv_heads), self._rotary(step, b, tokens)
-        q, k, v = ops.rotary(b.qkv[tokens], *heads, rotate_keys=ops.rotates_keys(kv_dtype), **options)
-        if bits := kv_code_bits(kv_dtype):
-            k, v = ops.quantize(k, bits), ops.quantize(v, bits)
+        q, k, v = self._qkv_for_host(step, b.qkv[part.tokens], b.positions_of(part.tokens))
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
         for rows, new in zip(part.rows, (k, v), strict=True):
@@ -429,18 +501,46 @@ class Executor:
         target = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
         b.attended["delegated"] = self.links[0].copy(target, attended)
 
+    # Sequences whose attention is deferred: they are in no batch meanwhile.
+
+    def _send_deferred(self, step: Step, b: _Batch) -> None:
+        pool = self.kv_cache.pools["cpu"][step.layer]
+        self._cohort_of.pop(step.id).send(self.links[1], pool, self.activations.deferred[0])
+
+    def _attend_deferred(self, step: Step, b: _Batch) -> None:
+        pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
+        self._cohort_of.pop(step.id).attend(
+            pool, window, self.activations.deferred, self.config.num_heads, self.config.attention_softcap
+        )
+
+    def _join_deferred(self, step: Step, b: _Batch) -> None:
+        cohort = self._cohort_of.pop(step.id)
+        cohort.join(self.links[0], self.activations.deferred[1])
+        b.joined.append(cohort)
+
     def _post(self, step: Step, b: _Batch) -> None:
         b.qkv = None  # memory for the other batches
-        found = [b.attended.pop(residency) for residency in b.parts]
-        attention = found[0] if len(found) == 1 else torch.cat(found)
-        hidden = b.hidden
+        is_last = step.layer == self.config.num_layers - 1
+        found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
+        if not found and not b.joined:
+            return
+        if len(found) > 1:
+            found = [torch.cat(found)]
         # Of the last layer, only tokens whose logits are asked for go on.
-        if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
-            attention, hidden = attention[b.logits_indices], hidden[b.logits_indices]
+        if is_last and b.logits_indices is not None:
+            found, hidden = [attended[b.logits_indices] for attended in found], hidden[b.logits_indices]
+        num_own = len(hidden)
+        found += [c.attended for c in b.joined]
+        hidden = with_cohorts(hidden, [c.hidden for c in b.joined])
+        attention = found[0] if len(found) == 1 else torch.cat(found)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
         for part, attended in self._chunks(hidden, attention):
             layers.post_attention(self.config, tensors, part, attended, part, by_expert=by_expert)
+        if b.joined and not is_last:
+            for cohort, own in zip(b.joined, slices(num_own, b.joined), strict=True):
+                cohort.hidden, cohort.attended = hidden[own], None
+            hidden = b.hidden.copy_(hidden[:num_own]) if b.on_host else hidden[:num_own]
         b.hidden = hidden
 
     def _chunks(self, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
@@ -460,7 +560,7 @@ class Executor:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)
         start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
         stop = start + rows.shape[0]
-        wanted = b.packed.logits_rows
+        wanted = [*b.packed.logits_rows, *(row for cohort in b.joined for row in cohort.rows)]
         whole = rows.shape[0] == self.config.vocab_size
         if whole or self._vocabulary_chunks:
             count = self._options.logit_rows or len(wanted)
@@ -524,7 +624,7 @@ class _Part:
     tokens: slice
     slots: Tensor
     rows: tuple[Tensor, Tensor] | None  # of K and of V, where they go to host memory by themselves
-    plans: Mapping[int | None, ops.PreparedAttention]
+    plans: Plans
 
 
 @dataclass
@@ -534,6 +634,7 @@ class _Batch:
     hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
     behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
+    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it.
     """
 
     packed: PackedBatch | None
@@ -550,6 +651,11 @@ class _Batch:
     attended: dict[str, Tensor] = field(default_factory=dict)
     logits: Tensor | None = None
     buffers: StaticBuffers | None = None
+    begins: CohortRows | None = None
+    joined: list[CohortRows] = field(default_factory=list)
+
+    def positions_of(self, tokens: slice) -> Tensor:
+        return self.positions if tokens.stop - tokens.start == len(self.positions) else self.positions[tokens]
 
 
 def in_memory(

@@ -22,7 +22,8 @@ from batchgen.core.request import SamplingParams
 
 # Between two parts of a JSON text at most one space: it stays one line, and its length is bounded where the schema bounds it. A
 # schema's own "x-guidance" goes before these.
-_JSON_DEFAULTS = {"whitespace_pattern": " ?"}
+_JSON_DEFAULTS: dict[str, Any] = {"whitespace_pattern": " ?"}
+_COMPACT_JSON_DEFAULTS: dict[str, Any] = {"whitespace_flexible": False}
 # llguidance makes masks once for tokens that fit into a string with so much left, which is where masks take longest. With more
 # lengths than its own (10 and 30) a JSON record with bounded strings takes two thirds of the time.
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -40,7 +41,7 @@ def check_grammar(sampling: SamplingParams) -> None:
     Takes a millisecond or less, and no tokenizer.
     """
     if sampling.constrained:
-        _grammar(sampling.json_schema, sampling.regex)
+        _grammar(sampling.json_schema, sampling.regex, sampling.compact_json)
 
 
 class Constraint:
@@ -97,7 +98,9 @@ class Grammars:
 
     def compile(self, sampling: SamplingParams) -> Grammar | None:
         """The grammar of these parameters, None where they have none. One thread at a time. Raises InputError."""
-        return self._compiled(sampling.json_schema, sampling.regex) if sampling.constrained else None
+        if not sampling.constrained:
+            return None
+        return self._compiled(sampling.json_schema, sampling.regex, sampling.compact_json)
 
     def compile_ahead(self, sampling: SamplingParams) -> Future:
         """`compile`, in the thread."""
@@ -146,8 +149,8 @@ class Grammars:
         made.result()
         self.waited_s += time.perf_counter() - began
 
-    def _compile(self, json_schema: str | None, regex: str | None) -> Grammar:
-        grammar = _grammar(json_schema, regex)
+    def _compile(self, json_schema: str | None, regex: str | None, compact_json: bool) -> Grammar:
+        grammar = _grammar(json_schema, regex, compact_json)
         matcher = _llguidance().LLMatcher(self._tokenizer, grammar, log_level=0)
         mask = self._next_masks([matcher])[0]
         if matcher.is_error() or not (mask & self._known).any():
@@ -184,16 +187,17 @@ def _llguidance() -> ModuleType:
 
 
 @lru_cache(_KEPT_GRAMMARS)
-def _grammar(json_schema: str | None, regex: str | None) -> str:
+def _grammar(json_schema: str | None, regex: str | None, compact_json: bool) -> str:
     """As llguidance writes grammars. Raises InputError."""
     matcher = _llguidance().LLMatcher
     if json_schema is None:
         grammar = matcher.grammar_from_regex(regex)
     else:
+        defaults = _COMPACT_JSON_DEFAULTS if compact_json else _JSON_DEFAULTS
         try:
             if not isinstance(json.loads(json_schema), dict):
                 raise InputError("json_schema is not a schema: it must be a JSON object")
-            grammar = matcher.grammar_from_json_schema(json_schema, defaults=_JSON_DEFAULTS)
+            grammar = matcher.grammar_from_json_schema(json_schema, defaults=defaults)
         except (ValueError, RecursionError) as error:
             raise InputError(f"json_schema is not JSON: {one_line(error)}") from error
     wrong, messages = matcher.validate_grammar_with_warnings(grammar)

@@ -7,6 +7,7 @@ the batch.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -109,26 +110,47 @@ class _Logprobs:
 
 
 class _Penalties:
-    """Repetition penalties (CTRL, Keskar et al. 2019) on the tokens of prompt and output, in place."""
+    """What changes the logits of some tokens, in place, in vLLM's order.
+
+    Biases are added; repetition penalties (CTRL, Keskar et al. 2019) scale those of the tokens of prompt and output; frequency and
+    presence penalties (OpenAI) are taken off those of the output's.
+    """
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
         self._positions: Tensor | None = None
-        penalised = [i for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0]
-        if not penalised:
+        changed = [i for i, s in enumerate(sequences) if s.sampling.changes_logits]
+        if not changed:
             return
-        seen = [np.fromiter(set(sequences[i].tokens), dtype=np.int64) for i in penalised]
-        counts = [len(tokens) for tokens in seen]
-        penalties = np.array([sequences[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
-        positions = np.repeat(penalised, counts) * logits.shape[1] + np.concatenate(seen)
-        self._positions, penalty = upload(positions, logits.device), upload(np.repeat(penalties, counts), logits.device)
+        changes = [_changes(sequences[i]) for i in changed]
+        counts = [len(token_ids) for token_ids, _ in changes]
+        positions = np.repeat(changed, counts) * logits.shape[1] + np.concatenate([ids for ids, _ in changes])
+        self._positions = upload(positions, logits.device)
+        bias, scale, off = upload(np.concatenate([values for _, values in changes], axis=1), logits.device)
         flat = logits.view(-1)
-        self._before = values = flat.index_select(0, self._positions)
-        flat.index_copy_(0, self._positions, torch.where(values > 0, values / penalty, values * penalty))
+        self._before = flat.index_select(0, self._positions)
+        values = self._before + bias
+        flat.index_copy_(0, self._positions, torch.where(values > 0, values / scale, values * scale) - off)
 
     def take_back(self, logits: Tensor) -> None:
         """The logits of these tokens are again what they were."""
         if self._positions is not None:
             logits.view(-1).index_copy_(0, self._positions, self._before)
+
+
+def _changes(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [tokens] whose logits change, each once; fp32 [3, tokens]: what is added, then scales, then is taken off."""
+    sampling = sequence.sampling
+    biases = dict(sampling.logit_bias)
+    counts = Counter(sequence.generated) if sampling.presence_penalty or sampling.frequency_penalty else Counter()
+    seen = set(sequence.tokens) if sampling.repetition_penalty != 1.0 else set()
+    token_ids = sorted(seen.union(biases, counts))
+    values = np.zeros((3, len(token_ids)), dtype=np.float32)
+    for i, token_id in enumerate(token_ids):
+        values[0, i] = biases.get(token_id, 0.0)
+        values[1, i] = sampling.repetition_penalty if token_id in seen else 1.0
+        if token_id in counts:
+            values[2, i] = sampling.presence_penalty + sampling.frequency_penalty * counts[token_id]
+    return np.array(token_ids, dtype=np.int64), values
 
 
 def _draws(sequences: Sized[Sequence]) -> Draws:

@@ -46,7 +46,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
         longest, sampling: tokens of one sequence; of most rows.
         sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
     """
-    if sampling.repetition_penalty != 1.0:
+    if sampling.penalizes_output:
         sampled_token = 0
     numbers = count()
 
@@ -77,7 +77,8 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
                 break
             yield [pack(batch) for batch in split(sweep)]
             scheduler.waiting.clear()  # those that there is no quota for
-            sampled = [s.sequence for s in sweep if s.samples]
+            # Tokens that begin go through all layers before the next sweep is asked for.
+            sampled = [s.sequence for s in sweep if s.samples or s.defers]
             scheduler.commit(sweep)
             for sequence in sampled:
                 sequence.tokens.append(sampled_token)

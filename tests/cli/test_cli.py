@@ -271,7 +271,6 @@ def broken_models(tmp_path, model):
         (["--prompt-template", "{{ q"], ["line 1"]),
         (["--prompt-column", "q", "--prompt-template", "x"], ["exclude each other"]),
         (["-i", "missing.parquet"], ["missing.parquet"]),
-        (["-i", "EMPTY"], ["empty", "no rows"]),
         (["-i", "TRUNCATED"], ["truncated.parquet"]),
         (["-i", "BADJSON"], ["bad.jsonl", "line 2"]),
         (["-m", "UNSUPPORTED"], ["FalconForCausalLM", "LlamaForCausalLM"]),
@@ -300,12 +299,11 @@ def broken_models(tmp_path, model):
     ids=lambda value: " ".join(value)[:40],
 )
 def test_mistakes_get_one_clear_line(model, table, tmp_path, broken_models, args, words):
-    empty, truncated, bad = tmp_path / "empty.parquet", tmp_path / "truncated.parquet", tmp_path / "bad.jsonl"
-    pq.write_table(pa.table({"q": pa.array([], pa.string())}), empty)
+    truncated, bad = tmp_path / "truncated.parquet", tmp_path / "bad.jsonl"
     truncated.write_bytes(Path(table).read_bytes()[:-200])
     bad.write_text('{"prompt": "x"}\n{"prompt": \n')
     names = {
-        "EMPTY": str(empty), "TRUNCATED": str(truncated), "BADJSON": str(bad), "UNSUPPORTED": broken_models["unsupported"],
+        "TRUNCATED": str(truncated), "BADJSON": str(bad), "UNSUPPORTED": broken_models["unsupported"],
         "CORRUPT": broken_models["corrupt"], "NOMODEL": broken_models["empty"],
     }  # fmt: skip
     args = [names.get(a, a) for a in args]

@@ -73,3 +73,29 @@ def test_said_at_once(told, case, code, says):
 
 def test_who_holds_an_output_is_named(told):
     assert str(os.getpid()) in told["held"][1]
+
+
+_FIRST = """
+import io, sys
+class Screen(io.StringIO):
+    loaded = None
+    def write(self, text):
+        if self.loaded is None and text.strip():
+            self.loaded = [m for m in ("torch", "transformers") if m in sys.modules]
+        return super().write(text)
+whole, sys.stderr = sys.stderr, Screen()
+from batchgen.cli.commands import cli
+try:
+    cli.main(sys.argv[1:], standalone_mode=False)
+except Exception:
+    print(sys.stderr.loaded, sys.stderr.getvalue().splitlines()[:1])
+"""
+
+
+@pytest.mark.parametrize(("style", "shown"), [("plain", "in.jsonl"), ("none", "None []")])
+def test_something_is_on_the_screen_before_what_takes_seconds_is_imported(tmp_path, style, shown):
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    arguments = ["run", "-m", str(tmp_path), "-i", str(rows), "-o", str(tmp_path / "out.parquet"), "--progress", style]
+    done = subprocess.run([sys.executable, "-c", _FIRST, *arguments], capture_output=True, text=True, check=True)
+    assert shown in done.stdout and ("[] ['batchgen" in done.stdout) == (style == "plain")

@@ -18,6 +18,8 @@ from thorough import some_draws, some_of
 
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
+from batchgen.dataset.bad_lines import bad_lines
+from batchgen.dataset.storage import file_system
 
 ROWS = 97
 
@@ -37,7 +39,16 @@ def write_jsonl(path, rows):
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+    if str(path).endswith(".zst"):
+        path.write_bytes(pa.compress(path.read_bytes(), codec="zstd", asbytes=True))
     return path
+
+
+def upload(path, url):
+    """A file or directory to a URL of fsspec's."""
+    system, inner = file_system(url)
+    system.put(str(path), inner, recursive=path.is_dir())
+    return url
 
 
 def write_parquet(path, rows, **options):
@@ -83,6 +94,8 @@ def sources(tmp_path_factory):
         write_parquet(root / "parquet" / f"part-{k}.parquet", part, row_group_size=7)
         write_jsonl(root / "jsonl" / f"part-{k}.jsonl", part)
     write_jsonl(root / "all.jsonl.gz", rows)
+    half = [write_jsonl(root / "half.zst", half).read_bytes() for half in (rows[:50], rows[50:])]
+    (root / "all.jsonl.zst").write_bytes(b"".join(half))  # in two frames, as `cat` and parallel writers make them
     with open(root / "csv" / "a.csv", "w", newline="", encoding="utf-8") as file:
         file.write("id,prompt\r\n")
         file.writelines(f'{r["id"]},"{(r["prompt"] or "").replace(chr(34), chr(34) * 2)}"\r\n' for r in rows)
@@ -95,6 +108,11 @@ def sources(tmp_path_factory):
         "parquet glob": str(root / "parquet" / "part-*.parquet"),
         "jsonl directory": root / "jsonl",
         "jsonl.gz": root / "all.jsonl.gz",
+        "jsonl.zst": root / "all.jsonl.zst",
+        "parquet url": upload(root / "one.parquet", "memory://bucket/one.parquet"),
+        "jsonl url directory": upload(root / "jsonl", "memory://bucket/jsonl"),
+        "parquet url glob": upload(root / "parquet", "memory://bucket/parquet") + "/part-*.parquet",
+        "jsonl.zst url": upload(root / "all.jsonl.zst", "memory://bucket/all.jsonl.zst"),
         "csv": root / "csv" / "a.csv",
         "saved dataset": root / "saved",
         "dataset": table,
@@ -110,6 +128,11 @@ KINDS = [
     "parquet glob",
     "jsonl directory",
     "jsonl.gz",
+    "jsonl.zst",
+    "parquet url",
+    "parquet url glob",
+    "jsonl url directory",
+    "jsonl.zst url",
     "csv",
     "saved dataset",
     "dataset",
@@ -399,10 +422,6 @@ def test_csv_errors(tmp_path):
     assert "more than one column named 'a'" in error_of(path)
     path.write_bytes(b"a,b\n1,\xff\xfe\n")
     assert "a.csv is not UTF-8" in error_of(path)
-    path.write_text("")
-    assert "no rows" in error_of(path)
-    path.write_text("a,b\n")
-    assert "no rows" in error_of(path)
 
 
 # datasets
@@ -522,6 +541,56 @@ def test_missing_files_suggest_close_names(tmp_path):
     assert "download" in error_of("https://example.com/a.csv")
 
 
+def write_partitioned(root, suffix, columns=("a",)):
+    """Rows a = 0..3 under year=2023/kind=x%2Fy, year=2024/kind=05 and year=2024/kind=(null)."""
+    folders = ["year=2023/kind=x%2Fy", "year=2024/kind=05", "year=2024/kind=__HIVE_DEFAULT_PARTITION__"]
+    for i, folder in enumerate(folders):
+        (root / folder).mkdir(parents=True)
+        rows = [{name: k for name in columns} for k in ([0], [1, 2], [3])[i]]
+        path = root / folder / f"rows{suffix}"
+        if suffix == ".parquet":
+            write_parquet(path, rows)
+        elif suffix == ".csv":
+            path.write_text("\n".join([",".join(columns), *(",".join(map(str, r.values())) for r in rows)]) + "\n")
+        else:
+            write_jsonl(path, rows)
+    return root
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".jsonl.zst"])
+def test_directories_that_are_partitions_give_columns(tmp_path, suffix):
+    root = write_partitioned(tmp_path / "in", suffix)
+    for source in (root, upload(root, f"memory://partitions/{suffix}")):
+        dataset = open_dataset(source)
+        assert dataset.schema.names == ["a", "year", "kind"]
+        assert dataset.schema.types[1:] == [pa.int64(), pa.string()]
+        found = [(int(r["a"]), r["year"], r["kind"]) for r in read_rows(dataset)]
+        assert found == [(0, 2023, "x/y"), (1, 2024, "05"), (2, 2024, "05"), (3, 2024, None)]
+        assert [r["year"] for r in read_rows(dataset, start_row=1, batch_rows=2)] == [2024] * 3
+    before = dataset.identity()
+    assert open_dataset(root).identity() == before
+    (root / "year=2024").rename(root / "year=2025")
+    assert open_dataset(root).identity() != before
+    assert open_dataset(f"{root}/**/rows*").schema.names == ["a"], "a glob names files only"
+    shutil.copy(next(root.glob("*/*/rows*")), root)
+    assert "partitions of different columns" in error_of(root)
+    write_partitioned(tmp_path / "twice", suffix, columns=("a", "kind"))
+    assert "'kind'" in error_of(tmp_path / "twice")
+
+
+def test_urls_that_lead_nowhere():
+    assert "no such file" in error_of("memory://bucket/nothing.jsonl")
+    assert "no file matches" in error_of("memory://bucket/nothing*.jsonl")
+    assert "abc://x/y.jsonl cannot be reached" in error_of("abc://x/y.jsonl")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-6], lambda data: data[:9] + b"x" * 9 + data[18:]])
+def test_damaged_zstandard(tmp_path, damage):
+    path = write_jsonl(tmp_path / "a.jsonl.zst", [{"a": f"{i} ferries"} for i in range(50)])
+    path.write_bytes(damage(path.read_bytes()))
+    assert "a.jsonl.zst" in error_of(path)
+
+
 def test_unknown_extension_lists_formats(tmp_path):
     path = write_jsonl(tmp_path / "data.txt", [{"a": 1}])
     message = error_of(path)
@@ -547,16 +616,58 @@ def test_directories(tmp_path):
 
 
 def test_empty_inputs(tmp_path):
+    """No rows; and the columns, where the format has them beside the rows."""
     pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert "no rows" in error_of(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("a\n")
+    (tmp_path / "none.csv").write_text("")
     (tmp_path / "a.jsonl").write_text("\n \n")
-    assert "no rows" in error_of(tmp_path / "a.jsonl")
+    features = datasets.Features({"a": datasets.Value("string")})
+    sources = {
+        tmp_path / "a.parquet": ["a"],
+        tmp_path / "a.csv": ["a"],
+        tmp_path / "none.csv": [],
+        tmp_path / "a.jsonl": [],
+        datasets.Dataset.from_dict({"a": []}): ["a"],
+        datasets.IterableDataset.from_generator(lambda: iter(())): [],
+        datasets.IterableDataset.from_generator(lambda: iter(()), features=features): ["a"],
+    }
+    for source, columns in sources.items():
+        dataset = open_dataset(source, limit=3)
+        assert (dataset.num_rows, dataset.schema.names, read_rows(dataset)) == (0, columns, [])
+        json.dumps(dataset.identity())
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     assert "no columns" in error_of(tmp_path / "a.jsonl")
-    assert "no rows" in error_of(datasets.Dataset.from_dict({"a": []}))
-    assert "no rows" in error_of(datasets.IterableDataset.from_generator(lambda: iter(())))
-    features = datasets.Features({"a": datasets.Value("string")})
-    assert "no rows" in error_of(datasets.IterableDataset.from_generator(lambda: iter(()), features=features))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "7", '"\\ud800', "\xe9", '{"a": 1} {}'])
+def test_bad_lines_are_rows_that_say_so(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 0}\n\n' + line.encode("latin-1") + b'\n{"a": 2}\n')
+    assert "line 3" in (message := error_of(path)) and "--on-bad-line skip" in message
+    dataset = open_dataset(path, on_bad_line="skip")
+    assert read_rows(dataset, batch_rows=2) == [{"a": 0}, {"a": None}, {"a": 2}]
+    assert read_rows(dataset, start_row=1)[0] == {"a": None}
+    found = {}
+    for _, batch in dataset.batches(batch_rows=2):
+        found |= bad_lines(batch)
+    assert list(found) == [1]
+    assert "line 3" in found[1] and found[1].endswith(line.encode("latin-1").decode(errors="replace"))
+    assert "fail or skip" in error_of(path, on_bad_line="stop")
+
+
+def test_nothing_but_bad_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text("one\ntwo\n")
+    assert "no line" in error_of(tmp_path / "a.jsonl", on_bad_line="skip")
+    write_jsonl(tmp_path / "b.jsonl", [{"a": 1}])
+    assert read_rows(open_dataset(tmp_path, on_bad_line="skip")) == [{"a": None}, {"a": None}, {"a": 1}]
+
+
+def test_bad_lines_of_an_openai_batch(tmp_path):
+    path = write_jsonl(tmp_path / "batch.jsonl", [openai_line("a"), openai_line("b")])
+    path.write_text("oops\n" + path.read_text())
+    assert "line 1" in error_of(path)
+    dataset = open_dataset(path, on_bad_line="skip")
+    assert dataset.format == "openai" and [r["custom_id"] for r in read_rows(dataset)] == [None, "a", "b"]
 
 
 def test_an_empty_part_among_others(tmp_path):

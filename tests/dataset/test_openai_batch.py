@@ -23,11 +23,13 @@ MESSAGES = [{"role": "user", "content": "Hi é"}]
 
 
 def chat(**fields):
-    return parse_body(CHAT_URL, {"model": "m", "messages": MESSAGES, **fields}, JOB)
+    (prompt,), sampling = parse_body(CHAT_URL, {"model": "m", "messages": MESSAGES, **fields}, JOB)
+    return prompt, sampling
 
 
 def completion(**fields):
-    return parse_body(COMPLETIONS_URL, {"model": "m", "prompt": "Hi", **fields}, JOB)
+    (prompt,), sampling = parse_body(COMPLETIONS_URL, {"model": "m", "prompt": "Hi", **fields}, JOB)
+    return prompt, sampling
 
 
 def refusal(make, **fields) -> str:
@@ -55,6 +57,9 @@ def test_every_parameter_is_taken():
         "top_k": 40,
         "min_p": 0.1,
         "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "logit_bias": {"50256": -100, "7": 1.5},
         "stop_token_ids": [7, 8],
         "ignore_eos": True,
     }
@@ -87,7 +92,10 @@ def test_prompts():
     assert completion(prompt=[[1, 2]])[0] == [1, 2]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}])[0] == [{"role": "user", "content": "a\nb"}]
-    for prompt in ("", [], ["a", "b"], [1, -2], [True], 7, {"x": 1}, [""], [[]]):
+    for several in (["a", "b"], [[1, 2], [3]], ["a", [3]]):
+        body = {"model": "m", "prompt": several}
+        assert parse_body(COMPLETIONS_URL, body, JOB)[0] == several
+    for prompt in ("", [], ["a", ""], ["a", 3], [1, -2], [True], 7, {"x": 1}, [""], [[]]):
         assert "prompt" in refusal(completion, prompt=prompt)
     for messages in (
         [],
@@ -115,9 +123,6 @@ def test_prompts():
         ("response_format", {"type": "text"}, {"type": "grammar"}),
         ("response_format", None, {"type": "json_schema", "json_schema": {"name": "no schema"}}),
         ("structured_outputs", None, {"choice": ["a", "b"]}),
-        ("presence_penalty", 0, 0.5),
-        ("frequency_penalty", 0.0, -1),
-        ("logit_bias", {}, {"50256": -100}),
         ("stream", False, True),
         ("echo", False, True),
         ("suffix", "", "end"),
@@ -160,6 +165,11 @@ def test_what_does_not_change_the_answer_is_accepted():
         ("stop_token_ids", "7"),
         ("ignore_eos", "yes"),
         ("repetition_penalty", 0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "no"),
+        ("logit_bias", {"the": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", [5]),
     ],
 )
 def test_wrong_values_are_refused_by_name(name, bad):

@@ -10,6 +10,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.dataset.messages import normalize_messages
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+from batchgen.dataset.templates import TemplateLimits, compile_template
 
 SAMPLING = SamplingParams(max_tokens=7)
 
@@ -108,6 +109,56 @@ def test_ids():
 
 
 # Templates
+
+
+# What makes a row take too long or too much: each of them would fill the memory, or run for hours.
+ENDLESS = [
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(100000) %}{% for j in range(100000) %}{{ j }}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set ns = namespace(x=q) %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[q]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ range(100000) | map('center', 100000) | join }}",
+    "{{ q * n }}",
+    "{{ 7 ** n }}",
+    "{{ '%9999999999d' % n }}",
+    "{{ '{:>9999999999}'.format(n) }}",
+    "{{ q.ljust(n) }}",
+    "{{ q | center(n) }}",
+    "{{ [q] | batch(n, q) | list }}",
+    "{{ lipsum(n) }}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_row_that_takes_too_much_fails_alone(template):
+    schema = pa.schema([("q", pa.string()), ("n", pa.int64())])
+    _, render = compile_template(template, schema, TemplateLimits(seconds=0.1, length=1 << 20))
+    with pytest.raises(RowError, match="shorten its values") as raised:
+        render({"q": "text", "n": 10**10})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_row_after_one_that_takes_too_much():
+    schema = pa.schema([("q", pa.string()), ("n", pa.int64())])
+    _, render = compile_template("{{ q * n }}", schema)
+    for _ in range(2):
+        with pytest.raises(RowError):
+            render({"q": "text", "n": 10**10})
+        assert render({"q": "text", "n": 2}) == "texttext"
+
+
+def test_limits_change_nothing_else():
+    template = (
+        "{{ q ~ '-' ~ n }} {{ q + '+' }} {{ n * 2 }} {{ n + 1 }} {{ '{:>5}|{:d}'.format('a', n) }} {{ '%05d' % n }} "
+        "{% for c in q %}{{ loop.index }}{{ c }}{% endfor %} {% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(q) | upper }} "
+        "{{ [q, none] | tojson }} {{ q | center(9) }}. {{ [1, 2] | map('string') | join(',') }} {{ none }}{{ 2 ** 10 }}"
+    )
+    (prompt,) = prompts_of({"q": ["abc"], "n": [12345678901]}, template=template)
+    assert prompt == (
+        "abc-12345678901 abc+ 24691357802 12345678902     a|12345678901 12345678901 1a2b3c [ABC] "
+        '["abc", null]    abc   . 1,2 1024'
+    )
 
 
 def test_template():

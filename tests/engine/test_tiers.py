@@ -29,6 +29,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.ops import dispatch as ops
+from batchgen.runtime.scheduling.sequence import CLASSES
 from batchgen.runtime.steps.graph import KINDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,7 +133,7 @@ def random_case(rng, variants):
         residencies = rng.choices([0, 1, 2] if accelerated else [1, 2], k=num_layers)
         layers[group] = tuple(residencies.count(tier) for tier in range(3))
     num_batches, batch_size = rng.randint(1, 4), rng.randint(1, 4)
-    classes = ["gpu", "cpu", "streamed", "disk"] if accelerated else ["cpu", "disk"]
+    classes = list(CLASSES) if accelerated else ["cpu", "disk"]
     members = rng.choices(rng.sample(classes, rng.randint(1, len(classes))), k=num_batches * batch_size)
     on_host = rng.randint(0, num_batches) if accelerated else num_batches
     weight_format, kv_format = rng.choice([FORMATS[0]] * 2 + FORMATS)
@@ -298,7 +299,7 @@ def test_every_kind_of_step(family, mode, reference, stores):
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
 
 
-@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
+@pytest.mark.parametrize("kv_class", CLASSES)
 def test_sequences_are_preempted_in_every_tier(kv_class, reference, stores):
     path, expected = reference("llama", {})
     policy = make_policy(
@@ -311,7 +312,7 @@ def test_sequences_are_preempted_in_every_tier(kv_class, reference, stores):
     assert stats.preempted > 0
 
 
-@pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
+@pytest.mark.parametrize("kv_class", CLASSES)
 def test_shared_prefixes_in_every_tier(kv_class, reference, stores):
     path, expected = reference("opt", {})
     policy = make_policy(

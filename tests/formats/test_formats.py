@@ -156,7 +156,7 @@ def unpack(folder, name):
         archive.extractall(folder)
 
 
-@pytest.mark.parametrize("name", ["float32", "int4"])
+@pytest.mark.parametrize("name", ["float32", "int4", "int8"])
 def test_weight_store_generates_the_same_tokens(folder, name):
     unpack(folder, name)
     expected = json.loads((HERE / "weight_store" / "tokens.json").read_text())[name]

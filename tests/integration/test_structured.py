@@ -119,6 +119,17 @@ def test_texts_are_valid_under_random_schemas(engine):
     check_random_schemas(engine, 60, seed=0)
 
 
+def test_compact_json_has_no_spaces_between_its_parts(engine):
+    rng = random.Random(2)
+    for compact in (True, False):
+        sampling = SamplingParams(max_tokens=400, json_schema=PERSON, compact_json=compact, temperature=2.0)
+        found = complete(engine, [Request(prompt(rng), sampling) for _ in range(4)])
+        texts = [completion.text for completion in found]
+        written = [json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) for text in texts]
+        unescaped = [len(text) == len(same) for text, same in zip(texts, written, strict=True) if "\\" not in text]
+        assert unescaped and all(unescaped) == compact
+
+
 def test_vocabularies_with_bytes_and_of_other_sizes_than_the_logits(tmp_path):
     """As Llama 2's: spaces are part of words, characters may be made of bytes; the model has more tokens than the
     tokenizer, and then fewer."""

@@ -7,13 +7,15 @@ from click.testing import CliRunner
 
 import batchgen
 from batchgen.cli import commands
-from batchgen.core.errors import BatchgenError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice, Measured
 from batchgen.job import kernels as module
 from batchgen.job.kernels import kernels_here, kernels_of_rows
+from batchgen.job.planning import read_plan
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops.instruction_set import instruction_set
+from batchgen.output.manifest import Manifest
 from batchgen.planner.explain import kernel_headline, kernel_lines
 from batchgen.profiler.shipped import shipped_profile
 
@@ -118,6 +120,41 @@ def test_the_plan_says_which(model, tmp_path):
     assert isas(plan) == {"amx_plain"}
     said = CliRunner().invoke(commands.cli, [*arguments, "--explain"])
     assert "amx_plain  16 tokens 3.0" in said.stdout
+
+
+@pytest.mark.parametrize("table", ["default", "attention"])
+def test_a_file_that_has_torch_attend_is_refused_before_the_job(table, model, tmp_path):
+    """Not in its middle: torch has linear layers alone."""
+    profile = profile_of(model, tmp_path / "profile.json", "scalar")
+    arguments = [
+        "plan",
+        "-m",
+        model,
+        "--hardware",
+        profile,
+        "--dtype",
+        "bfloat16",
+        "--num-prompts",
+        "4",
+        "--input-len",
+        "20",
+    ]
+    arguments += ["--output-len", "4", "-o", str(tmp_path / "plan.json")]
+    assert CliRunner().invoke(commands.cli, arguments).exit_code == 0
+    kernels = json.loads((tmp_path / "plan.json").read_text())["kernels"]
+    Manifest({}, kernels=KernelChoice.from_json(kernels)).write(tmp_path / "manifest.json")
+    on_torch = (
+        {"default": "torch"} if table == "default" else {table: {key: {"isa": "torch"} for key in kernels[table]}}
+    )
+    for path in tmp_path.glob("*.json"):
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps(values | {"kernels": values["kernels"] | on_torch}))
+    refused = CliRunner().invoke(commands.cli, arguments).exception
+    assert isinstance(refused, InputError) and "must name an instruction set" in str(refused)
+    with pytest.raises(InputError, match="must name an instruction set"):
+        read_plan(str(tmp_path / "plan.json"))
+    with pytest.raises(InputError, match=r"manifest\.json is damaged: start again with --overwrite"):
+        Manifest.read(tmp_path / "manifest.json")
 
 
 def test_an_instruction_set_that_cannot_be_used_is_told_once(model, tmp_path, monkeypatch, capsys):

@@ -100,7 +100,7 @@ class TestElsewhere:
     @pytest.fixture(scope="class")
     def explained(self, opt_30b, tmp_path_factory):
         folder = tmp_path_factory.mktemp("explained")
-        found = program("plan", *on_t4(opt_30b, "--explain", "-o", "plan.json"), cwd=folder)
+        found = program("plan", *on_t4(opt_30b, "--explain", "--compare", "-o", "plan.json"), cwd=folder)
         assert found.returncode == 0, found.stderr
         return found.stdout, json.loads((folder / "plan.json").read_text())
 
@@ -150,6 +150,18 @@ class TestElsewhere:
         text, _ = explained
         columns = re.search(r"^hardware +(\w+) +(\w+)$", text, re.M)
         assert columns and columns.groups() == ("zen4", "t4")
+
+    def test_nothing_is_measured_for_another_machine(self, opt_30b, monkeypatch):
+        def measure(*args, **options):
+            raise AssertionError("this machine is measured")
+
+        monkeypatch.setattr("batchgen.job.plan.case_here", measure)
+        assert "t4" in plan(*on_t4(opt_30b, *FEW, "--explain"))
+        assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
+
+    def test_rows_in_flight_are_no_more_than_there_are(self, opt_30b):
+        lines = plan(*on_t4(opt_30b, "--num-prompts", 10, "--num-gpu-batches", 8)).splitlines()
+        assert ", 10 in flight," in lines[0]
 
     def test_json_is_what_the_file_holds(self, opt_30b, tmp_path):
         path = tmp_path / "plan.json"
@@ -284,6 +296,7 @@ class TestHere:
         (["-i", "TABLE", "--what-if", "gpu-memory=48GiB"], ["zen4 has no GPU"]),
         (["-i", "TABLE", "--what-if", "patience=48GiB"], ["--what-if patience", "gpu-memory"]),
         (["-i", "TABLE", "--what-if", "dram=0"], ["must be above 0"]),
+        (["-i", "TABLE", "--what-if", "dram=x2", "--what-if", "dram=x3"], ["--what-if dram is given twice"]),
         (["-i", "TABLE", "--max-block-latency", "soon"], ["'soon' is not a duration"]),
         (["-i", "TABLE", "--max-block-latency", "0s"], ["--max-block-latency must be above 0"]),
         (["-i", "TABLE", "--max-num-seqs", 0], ["--max-num-seqs must be at least 1, not 0"]),

@@ -136,6 +136,13 @@ REFUSED = {
     "W8A16 (int-quantized, nothing stated)": scheme(activations=None),
     "W16A16 (no format)": {"quant_method": "compressed-tensors"},
     "kv_cache_scheme": scheme(kv_cache_scheme={"num_bits": 8}),
+    "transform_config": scheme(transform_config={"config_groups": {"u": {"type": "hadamard"}}}),
+    "sparsity_config": scheme(sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}),
+    "a sparsity_config": scheme(sparsity_config="sparse-bitmask"),
+    "config_groups.group_0 must be a scheme, not None": scheme(config_groups={"group_0": None}),
+    "config_groups.group_1 must be a scheme, not []": scheme(
+        config_groups={"group_0": scheme()["config_groups"]["group_0"], "group_1": []}
+    ),
     "quant_method 'awq'": {"quant_method": "awq"},
 }
 
@@ -147,6 +154,28 @@ def test_other_schemes_are_refused_by_name(tmp_path, named):
     with pytest.raises(InputError) as caught:
         read_config(resolve_model(str(tmp_path / "model")))
     assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_says_nothing_is_allowed(tmp_path):
+    make_tiny_model("llama", tmp_path / "model")
+    dense = {"format": "dense", "global_sparsity": 0.0, "sparsity_structure": "unstructured"}
+    for sparsity in (None, {}, dense):
+        state(tmp_path / "model", scheme(transform_config={}, sparsity_config=sparsity))
+        read_config(resolve_model(str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("scale", [-0.5, -0.0, float("nan"), float("inf")])
+def test_scales_that_would_mean_something_else_are_named(tmp_path, scale):
+    make_quantized("llama", tmp_path / "model")
+    path, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight_scale"
+    tensors = load_file(path)
+    tensors[name][3] = scale
+    save_file(tensors, path, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path / "model")))
+    for load in (checkpoint.load_int8_layer, checkpoint.load_layer):
+        load(0, torch.float32)
+        with pytest.raises(InputError, match=f"{name} in .* has scales that are negative or no numbers"):
+            load(1, torch.float32)
 
 
 @pytest.mark.parametrize("broken", ["a float layer", "a scale for all", "no scale"])

@@ -399,6 +399,40 @@ def test_a_row_is_the_same_alone_and_in_any_number(depth):
         assert torch.equal(kernels.linear(x[rows - 1 : rows], packed if rows % 2 else w), whole[rows - 1 : rows])
 
 
+@examples(
+    40,
+    st.tuples(st.integers(1, 100), st.integers(1, 70), st.one_of(st.integers(1, 200), st.integers(1000, 1300))),
+    st.sampled_from([*DTYPES, torch.int8]),
+    st.tuples(st.integers(0, 99), st.integers(1, 30)),
+    st.sampled_from([0, 1, 2, 7]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 2**20),
+)
+def test_rows_in_tiles(shape, dtype, part, apart, packed, threads, seed):
+    """Rows of x are put into tiles of a few: any number of them, alone or among others, has the results that it should have."""
+    rows, columns, depth = shape
+    x_dtype = torch.float32 if dtype == torch.int8 else dtype
+    x = random(seed, rows, depth + apart, dtype=x_dtype)[:, :depth]
+    w = random(seed + 1, columns, depth, dtype=x_dtype, scale=depth**-0.5)
+    w = int8.quantize(w) if dtype == torch.int8 else w
+    weight = kernels.pack(w) if packed else w
+    some = slice(part[0] % rows, part[0] % rows + part[1])
+    before = kernels.num_threads()
+    try:
+        kernels._kernels.set_num_threads(threads)
+        whole = kernels.linear(x, weight)
+        kernels._kernels.set_num_threads(1)
+        assert torch.equal(kernels.linear(x[some], weight), whole[some])
+    finally:
+        kernels._kernels.set_num_threads(before)
+    if dtype == torch.int8:
+        assert torch.equal(whole, int8.linear(x, w))
+    else:
+        expected = x.double() @ w.double().T
+        torch.testing.assert_close(whole.double(), expected, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+
+
 @pytest.mark.parametrize("stride", [576, 580, 2048])
 def test_rows_may_lie_apart(stride):
     """By a multiple of a page, for one: they are put in order first then."""

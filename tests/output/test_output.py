@@ -258,6 +258,22 @@ def test_csv_reads_back(messy):
     assert rows[2]["s"] == "" and rows[1]["text"] == ""
 
 
+def test_times_are_alike_in_csv_and_json_lines():
+    """Of every unit and zone, with and without a part of a second."""
+    kinds = [pa.timestamp(unit, zone) for unit in ("s", "ms", "us", "ns") for zone in (None, "UTC", "Europe/Berlin")]
+    values = pa.array([0, 86_400_000, None], pa.int64())
+    columns = {str(kind): values.cast(kind) for kind in [*kinds, pa.date64(), pa.time64("us")]}
+    batch = pa.RecordBatch.from_pydict(columns)
+    written = {}
+    for suffix in (".csv", ".jsonl"):
+        formats.FORMATS[suffix](file := io.BytesIO(), batch.schema, iter([batch]))
+        written[suffix] = file.getvalue().decode()
+    of_csv = list(csv.DictReader(io.StringIO(written[".csv"], newline="")))
+    of_json = [json.loads(line) for line in written[".jsonl"].splitlines()]
+    assert of_csv == [{name: value or "" for name, value in row.items()} for row in of_json]
+    assert of_json[1]["timestamp[ms, tz=UTC]"] == "1970-01-02T00:00:00+00:00"
+
+
 def test_csv_lists_are_json(tmp_path):
     write_part(tmp_path, 0, {r: result_of(r, n=2) for r in range(3)})
     rows = list(csv.DictReader(io.StringIO(joined(FakeDataset(3), tmp_path, ".csv", n=2)[0].decode(), newline="")))

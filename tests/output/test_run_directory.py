@@ -16,6 +16,7 @@ from fake_rows import FakeDataset, expected_rows, result_of
 from thorough import rotating
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.kernel_choice import KernelChoice
 from batchgen.output.parts import part_paths
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import errors_path, open_run
@@ -239,9 +240,48 @@ def test_overwrite_drops_old_progress(output):
     computed, run = work(output, overwrite=True)
     assert computed == list(range(40)) and run.rows_resumed == 0
     Path(f"{output}.batchgen", "manifest.json").write_text("{ not json")
-    with pytest.raises(InputError, match=r"manifest.json is damaged: start again with --overwrite"):
+    with pytest.raises(InputError, match=r"manifest.json is damaged.*: start again with --overwrite"):
         open_run(output, FINGERPRINT)
     assert len(work(output, overwrite=True)[0]) == 40
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_text("{ not json"), Path.unlink])
+def test_a_damaged_manifest_is_made_again_from_whole_parts(output, undisturbed, damage):
+    work(output, range(25), finish=False)
+    damage(Path(f"{output}.batchgen", "manifest.json"))
+    for other in ({**FINGERPRINT, "limit": 3}, {"input": {}}):
+        with pytest.raises(InputError, match="--overwrite"):
+            open_run(output, other)
+    computed, run = work(output)
+    assert computed == list(range(25, 40)) and run.rows_resumed == 25
+    (notice,) = run.notices
+    assert "manifest.json" in notice and "\n" not in notice
+    assert output.read_bytes() == undisturbed
+
+
+def test_the_kernels_of_a_damaged_manifest_are_those_of_its_parts(output):
+    kernels = KernelChoice(default="avx2")
+    with open_run(output, FINGERPRINT) as run:
+        run.record_kernels(kernels)
+        with run.writer() as writer:
+            writer.add(0, result_of(0))
+    Path(f"{output}.batchgen", "manifest.json").write_text("")
+    with open_run(output, FINGERPRINT) as run:
+        assert run.kernels == kernels and len(run.done_rows) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_deleted_part_is_told(output, undisturbed, number):
+    """The first, one between others, the last."""
+    work(output, range(25), finish=False)
+    parts = sorted(Path(f"{output}.batchgen", "parts").iterdir())
+    assert len(parts) == 4
+    parts[number].unlink()
+    computed, run = work(output)
+    (notice,) = run.notices
+    assert parts[number].name in notice and "computed again" in notice and "\n" not in notice
+    assert set(computed) > set(range(25, 40)) and output.read_bytes() == undisturbed
+    assert not open_run(output, FINGERPRINT).notices
 
 
 def test_a_manifest_of_a_later_format_is_refused(output):

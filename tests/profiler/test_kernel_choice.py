@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.core.kernel_choice import TORCH, KernelChoice, Measured
-from batchgen.ops import cpp
+from batchgen.ops import cpp, dispatch
 from batchgen.profiler import kernel_choice
 from batchgen.profiler.compute import _llama
 from batchgen.profiler.kernel_choice import Kernels, Shapes, best_seconds, choose, measure_kernels, rows_depend
@@ -51,6 +51,10 @@ class TestChoose:
 
     def test_what_was_given_up_on_is_not_chosen(self):
         assert choose({"amx": {"16": 1.0, "512": 1.0}, "scalar": {"16": 2.0}}, {}) == "amx"
+
+    def test_beside_one_that_is_refused_those_that_were_given_up_on_are_left(self):
+        rates = {"amx": {"16": 1.0}, "scalar": {"16": 2.0}, TORCH: {"16": 9.0, "512": 9.0}}
+        assert choose(rates, {TORCH: "refused"}) == "scalar"
 
 
 @pytest.mark.parametrize("fastest", SETS)
@@ -134,6 +138,24 @@ class TestTorch:
         last = torch.zeros(512, 1)
         last[255] = 1e-5
         assert rows_depend(weight, lambda x, w: by_itself(x, w) + last[: len(x)])
+
+    def test_never_gets_more_rows_than_are_checked(self, monkeypatch):
+        """In larger numbers its products may be blocked in another way."""
+        counts, rows, linear = [], dispatch.TORCH_ROWS, F.linear
+
+        def by_rows(x, w, bias=None):
+            counts.append(len(x))
+            return torch.stack([linear(row, w, bias) for row in x]) * (1 + (len(x) > rows))
+
+        monkeypatch.setattr(F, "linear", by_rows)
+        x, residual = torch.randn(2 * rows + 3, 16), torch.randn(2 * rows + 3, 8)
+        weight, bias = dispatch.bind_weight(torch.randn(16, 16), TORCH), torch.randn(16)
+        assert not rows_depend(weight.data, by_rows)
+        options = {"activation": "silu_mul", "out_dtype": torch.float64}
+        whole = dispatch.linear(x, weight, bias, residual=residual, **options)
+        for some in (slice(0, 1), slice(rows - 1, rows + 1), slice(2 * rows, 2 * rows + 3)):
+            assert torch.equal(dispatch.linear(x[some], weight, bias, residual=residual[some], **options), whole[some])
+        assert max(counts) == rows
 
 
 def test_by_the_clock():

@@ -29,7 +29,7 @@ from batchgen.profiler import kernel_choice
 from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
-from batchgen.profiler.cache import Wanted, load_or_measure, profile_path
+from batchgen.profiler.cache import Wanted, load_or_measure, profile_path, recall
 from batchgen.profiler.measure import Overheads, add_dtypes, add_int8, add_packed, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
@@ -189,6 +189,7 @@ class TestMeasure:
         assert profile.dram_bytes_per_s == pytest.approx(per_s, rel=0.01)
         assert len(leaves(profile.cpu.decode_attention_bytes_per_s["float32"].points)) == 36
 
+    @undisturbed
     def test_more_tokens_make_better_use_of_weights(self):
         """Measured, not simulated: a layer of 12 million weights is read once for 256 tokens as for one."""
         effort = dataclasses.replace(TINY, tokens=(1, 256), pool_bytes=64 << 20, call_s=60.0)
@@ -274,6 +275,11 @@ class TestTiming:
         Device("cpu").rate(Trial(1.0, seen.append), TINY)
         assert seen == list(range(len(seen)))
         assert len(seen) > 4
+
+    def test_when_the_time_is_over_a_point_is_two_runs(self):
+        seen = []
+        Device("cpu").rate(Trial(1.0, seen.append), dataclasses.replace(TINY, until_s=0.0))
+        assert seen == [0, 1]
 
     @undisturbed
     def test_points_that_would_take_too_long_carry_the_last_rate_on(self):
@@ -461,7 +467,8 @@ class TestCache:
         monkeypatch.setattr(kernel_choice.Kernels, "here", lambda: kernels)
         monkeypatch.setattr(kernel_choice, "_SPREAD_BYTES", 1 << 12)
         load.timed, load.seconds = [], {}
-        load.measured, load.overheads, load.notes = [], [], []
+        load.measured, load.overheads, load.notes, load.busy = [], [], [], None
+        monkeypatch.setattr("batchgen.profiler.cache.why_busy", lambda *_: load.busy)
         monkeypatch.setattr("batchgen.profiler.cache.measure", counted(whole))
         monkeypatch.setattr("batchgen.profiler.cache.add_dtypes", counted(further))
         monkeypatch.setattr(
@@ -609,6 +616,45 @@ class TestCache:
             with monkeypatch.context() as patch:
                 patch.setattr(profile_module, name, lambda value=value: value)
                 assert self.kept(tmp_path) != path
+
+    def test_what_depends_on_no_model_is_measured_once_for_all(self, load, monkeypatch):
+        monkeypatch.setattr("batchgen.profiler.cache.calibrated", lambda profile, *_: profile)
+        first = load()
+        load.notes.clear()
+        other = load(model=profile_compute._llama(width=96, heads=6, kv_heads=2, head_dim=16))
+        assert load.measured == [("float32",)] * 2 and len(load.overheads) == 1
+        assert Overheads.of(other) == Overheads.of(first) == OVERHEADS
+        for name in profile_module._MOVING:
+            assert getattr(other, name) == getattr(first, name)
+        assert not [note for note in load.notes if "disk" in note or "memory" in note]
+        load(refresh=True)
+        assert len(load.overheads) == 2
+
+    def test_a_busy_machine_is_measured_again_three_times_in_all(self, load, tmp_path):
+        load.busy = "other processes took 80%"
+        for tries in (1, 2, 3):
+            load()
+            assert len(load.measured) == tries and "80%" in load.notes[-1]
+        load()
+        assert len(load.measured) == 3, "some machines always are"
+
+    def test_once_it_is_left_alone_what_was_measured_stays(self, load, tmp_path):
+        wanted = Wanted("cpu", ("float32",), effort=TINY)
+        where = {"cache_dir": tmp_path / "cache", "offload_dir": tmp_path / "offload"}
+        assert recall(wanted, **where) is None
+        load.busy = "the host took 30%"
+        load()
+        assert recall(wanted, **where) is None
+        load.busy = None
+        last = load()
+        assert len(load.measured) == 2 and any("30%" in note and "again" in note for note in load.notes)
+        assert self.without_sizes(recall(wanted, **where)) == self.without_sizes(last) == self.without_sizes(load())
+        assert recall(dataclasses.replace(wanted, formats=("int4",)), **where) is None
+        assert recall(dataclasses.replace(wanted, dtypes=("float16",)), **where) is None
+
+    def test_it_is_said_that_a_machine_is_measured_once(self, load):
+        load()
+        assert "once" in load.notes[0]
 
     def test_several_processes_at_once_leave_a_whole_file(self, measured, tmp_path):
         """Readers never see a piece of a profile while four processes write it over and over."""

@@ -45,6 +45,8 @@ def of_all_kinds():
         sequence(4, allowed=[7, 9], logprobs=2),
         sequence(5, allowed=[7, 9, 400], temperature=2.0, min_p=0.1),
         sequence(6, temperature=0.5, allowed=[2], repetition_penalty=3.0, logprobs=1),
+        sequence(7, logit_bias={5: 40.0, 2: -100.0}, presence_penalty=1.0, logprobs=2),
+        sequence(8, frequency_penalty=-0.5, presence_penalty=1.5, repetition_penalty=1.2, logit_bias=[[5, 30]]),
     ]
 
 
@@ -55,7 +57,7 @@ def logits_of(count):
 
 
 def test_every_sequence_gets_what_it_would_get_alone():
-    sequences, logits = of_all_kinds(), logits_of(7)
+    sequences, logits = of_all_kinds(), logits_of(9)
     together = sample(logits.clone(), sequences).tokens()
     alone = [sample(logits[i : i + 1].clone(), [s]).tokens()[0] for i, s in enumerate(sequences)]
     assert together == alone
@@ -65,7 +67,7 @@ def test_every_sequence_gets_what_it_would_get_alone():
 
 def test_logprobs_are_those_of_the_model_itself():
     """Before penalties, grammars and temperature."""
-    sequences, logits = of_all_kinds(), logits_of(7)
+    sequences, logits = of_all_kinds(), logits_of(9)
     meant = torch.log_softmax(logits.double(), -1)
     for i, (s, token) in enumerate(zip(sequences, sample(logits.clone(), sequences).tokens(), strict=True)):
         if s.sampling.logprobs is None:
@@ -100,6 +102,25 @@ class NoWaiting(TorchDispatchMode):
         return made
 
 
+def test_penalties_and_biases_are_openais():
+    """Against the formula, token by token: of the output, not of the prompt; biases before the other penalties."""
+    made = sequence(
+        0, presence_penalty=0.75, frequency_penalty=-0.5, logit_bias={9: 3.0, 400: -2.5}, repetition_penalty=1.5
+    )
+    made.tokens += [7, 9, 7, 7]
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
+    wanted = logits[0].double()
+    wanted[9] += 3.0
+    wanted[400] -= 2.5
+    for token in {1, 2, 3, 7, 9}:
+        wanted[token] = wanted[token] / 1.5 if wanted[token] > 0 else wanted[token] * 1.5
+    wanted[7] -= 0.75 - 0.5 * 3
+    wanted[9] -= 0.75 - 0.5
+    sample(changed := logits.clone(), [made])
+    torch.testing.assert_close(changed[0].double(), wanted, rtol=1e-6, atol=1e-5)
+    assert [made.sampling.penalizes_output for made in of_all_kinds()] == [i in (2, 3, 6, 7, 8) for i in range(9)]
+
+
 def test_nothing_waits_for_a_gpu_until_tokens_are_asked_for(monkeypatch):
     """Fake tensors have no numbers: `item`, `tolist` and whatever depends on them is refused."""
     uploads, downloads, launched = [], [], []
@@ -128,9 +149,9 @@ def test_nothing_waits_for_a_gpu_until_tokens_are_asked_for(monkeypatch):
     monkeypatch.setattr(sampler, "download", download)
     monkeypatch.setattr(ops, "_device_kernels", lambda device: Kernels())
     with FakeTensorMode(), NoWaiting():
-        chosen = sampler.sample(torch.empty(7, VOCAB, device="cuda"), of_all_kinds())
+        chosen = sampler.sample(torch.empty(9, VOCAB, device="cuda"), of_all_kinds())
         assert chosen.token_ids.device.type == chosen.logprobs.device.type == "cuda"
-        assert chosen.logprobs.shape == (5, 1 + 2 * 5)
+        assert chosen.logprobs.shape == (6, 1 + 2 * 5)
     assert launched.count("argmax") == 2 and ("forbid", [4, 5, 6]) in launched
     assert ("draw", [1, 3, 5, 6], [0, 20, 0, 0]) in launched
     assert len(uploads) <= 3 and len(downloads) == 2  # whatever the number of sequences
@@ -141,7 +162,7 @@ def test_tokens_and_log_probabilities_come_in_one_copy_each(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("one number at a time"))
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: copies.append(self) or tolist(self))
-    sample(logits_of(7), of_all_kinds()).tokens()
+    sample(logits_of(9), of_all_kinds()).tokens()
     assert len(copies) == 2
 
 

@@ -255,30 +255,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=200, help="of every kind")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case, where --output has none yet")
     parser.add_argument("--work-dir", type=Path, required=True)
-    parser.add_argument("--output", type=Path, help="JSON file with what was tried and what failed")
+    parser.add_argument("--output", type=Path, help="JSON file with what was tried and what failed, which is added to")
     args = parser.parse_args()
     shutil.rmtree(args.work_dir, ignore_errors=True)
     args.work_dir.mkdir(parents=True)
     (args.work_dir / "prepared").mkdir()
     expected = prepare(args.work_dir / "prepared")
-    failed: list[dict[str, Any]] = []
-    codes: dict[str, Counter[str]] = {name: Counter() for name in args.kinds}
+    found = _found_before(args.output)
     for name in args.kinds:
-        for seed in range(args.first, args.first + args.cases):
+        begin, first = found["seeds"].get(name, (args.first, args.first))
+        codes: Counter[str] = Counter()
+        failed: list[dict[str, Any]] = []
+        for seed in range(first, first + args.cases):
             code, wrong = try_case(args.work_dir / "prepared", expected, name, seed, args.work_dir / "case")
-            codes[name][str(code)] += 1
+            codes[str(code)] += 1
             if wrong:
                 failed.append({"kind": name, "seed": seed, "what": wrong})
                 print(f"{name} {seed}: {wrong}", flush=True)
-        found = sum(case["kind"] == name for case in failed)
-        print(f"{name}: {args.cases} tried, exit codes {dict(codes[name])}, {found} failed", flush=True)
+        print(f"{name}: {args.cases} tried, exit codes {dict(codes)}, {len(failed)} failed", flush=True)
+        found["seeds"][name] = [begin, first + args.cases]
+        found["exit_codes"][name] = dict(codes + Counter(found["exit_codes"].get(name, {})))
+        found["failed"] += failed
         if args.output:
-            args.output.write_text(
-                json.dumps({"cpu": cpu_name(), "exit_codes": codes, "failed": failed}, indent=2) + "\n"
-            )
-    sys.exit(bool(failed))
+            args.output.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(bool(found["failed"]))
+
+
+def _found_before(output: Path | None) -> dict[str, Any]:
+    """What the file has, so that many cases can be tried a few at a time; seeds: [first, end) of each kind."""
+    if output and output.exists():
+        return json.loads(output.read_text())
+    return {"cpu": cpu_name(), "seeds": {}, "exit_codes": {}, "failed": []}
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def everything_moves(model: Path | str, **changes) -> Policy:
         "weight_layers": {"qkv": (1, 1, 1), "out": (0, 1, 2), "up": (0, 0, 3), "down": (2, 1, 0)},
         "weight_format": "int4",
         "head_tier": "cpu",
-        "kv_seqs": {"gpu": 2, "cpu": 2, "streamed": 2, "disk": 2},
+        "kv_seqs": {"gpu": 2, "cpu": 2, "streamed": 1, "disk": 2, "deferred": 1},
         "activation_batches": (0, 2),
     }
     return make_policy(model, EMULATED, **fields | changes)
@@ -152,6 +152,9 @@ class ShuffledLanes(Lanes):
         self._rng = random.Random(seed)
         self._left: dict[str, deque[Step]] = {lane: deque() for lane in LANES}
         self._unfinished: set[int] = set()
+
+    def has_ended(self, step_id: int) -> bool:
+        return step_id not in self._unfinished
 
     def execute(self, steps: Iterable[Step]) -> None:
         for step in steps:

@@ -10,28 +10,38 @@ import csv
 import io
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
 from batchgen.dataset.identity import files_identity
+from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.row_batches import row_reader
-from batchgen.dataset.source import Source, check_same_columns, check_unique, naming, open_bytes
+from batchgen.dataset.source import Source, check_same_columns, check_unique, naming
+from batchgen.dataset.storage import open_bytes
 
 
-def csv_source(paths: list[str], limit: int | None) -> Source:
+def csv_source(paths: list[str], limit: int | None, partitions: Partitions) -> Source:
     """CSV files as one input, all columns text. Raises InputError, naming the line that is not valid."""
     columns = {path: next(_csv_records(path), (0, []))[1] for path in paths}
     for path, names in columns.items():
         check_unique(names, path)
+        partitions.check_names(names, path)
     check_same_columns(columns)
+
+    def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
+        for path, row in itertools.islice(_csv_rows(paths), start_row, None):
+            yield row | partitions.row(path)
+
     total = sum(1 for _ in itertools.islice(_csv_rows(paths), limit))
-    schema = pa.schema([(name, pa.string()) for name in columns[paths[0]]])
-    read = row_reader(lambda start: itertools.islice(_csv_rows(paths), start, None), schema, total, paths[0])
-    return Source("csv", schema, total, read, lambda: files_identity(paths))
+    schema = pa.schema([*((name, pa.string()) for name in columns[paths[0]]), *partitions.fields])
+    read = row_reader(rows_from, schema, total, paths[0])
+    return Source("csv", schema, total, read, lambda: files_identity(paths, partitions))
 
 
-def _csv_rows(paths: list[str]) -> Iterator[dict[str, str]]:
+def _csv_rows(paths: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """(file, row)."""
     for path in paths:
         records = _csv_records(path)
         _, names = next(records, (0, []))
@@ -41,12 +51,12 @@ def _csv_rows(paths: list[str]) -> Iterator[dict[str, str]]:
                     f"{path}, line {line}: {len(fields)} fields, but the header has {len(names)}: correct it "
                     "(fields that hold separators or line breaks go into double quotes)"
                 )
-            yield dict(zip(names, fields, strict=True))
+            yield path, dict(zip(names, fields, strict=True))
 
 
 def _csv_records(path: str) -> Iterator[tuple[int, list[str]]]:
     """(number of its last line, fields) of the header and each row; blank lines are no rows."""
-    delimiter = "\t" if path.lower().removesuffix(".gz").endswith(".tsv") else ","
+    delimiter = "\t" if path.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
     csv.field_size_limit(2**31 - 1)  # fields are whole documents; the module's own limit is 128 KiB
     with naming(path), open_bytes(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")

@@ -112,8 +112,8 @@ def _iterable_source(dataset: Any, name: str, limit: int | None) -> Source:
         read = row_reader(rows_from, schema, total, name)
 
     def identity() -> dict[str, Any]:
-        _, head = next(read(0, 64))
-        return {"head_sha256": hashlib.sha256(to_json(head.slice(0, 64).to_pylist()).encode()).hexdigest()}
+        head: list[dict[str, Any]] = next((batch.slice(0, 64).to_pylist() for _, batch in read(0, 64)), [])
+        return {"head_sha256": hashlib.sha256(to_json(head).encode()).hexdigest()}
 
     return Source("datasets", schema, total, read, identity)
 

@@ -17,36 +17,58 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.text import repair_surrogates
+from batchgen.dataset.bad_lines import BadLine
 from batchgen.dataset.identity import files_identity
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
+from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.row_batches import row_reader
-from batchgen.dataset.source import Source, check_same_columns, naming, open_bytes
+from batchgen.dataset.source import Source, check_same_columns, naming
+from batchgen.dataset.storage import open_bytes
 
 
-def json_source(paths: list[str], limit: int | None) -> Source:
-    """JSON lines files as one input. Raises InputError, naming the line that is not valid."""
+def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
+    """JSON lines files as one input. Raises InputError, naming the line that is not valid, unless these are to be skipped."""
     columns: dict[str, set[str]] = {}
 
     def noting_columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         for path, row in rows:
-            columns.setdefault(path, set()).update(row)
+            if not isinstance(row, BadLine):
+                columns.setdefault(path, set()).update(row)
+                row = row | partitions.row(path)
             yield row
 
-    schema, total = infer_schema(noting_columns(itertools.islice(_json_rows(paths), limit)), paths[0])
+    def rows_from(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        return _json_rows(paths, on_bad_line, start_row)
+
+    schema, total = infer_schema(noting_columns(itertools.islice(rows_from(0), limit)), paths[0])
+    if total and not columns:
+        raise InputError(f"no line of {paths[0]} is a JSON object: write one object a line, its keys the columns")
     if total == limit:
         columns.popitem()  # the last file may have been left before all its columns came
+    for path, names in columns.items():
+        partitions.check_names(names, path)
     if columns:
         check_same_columns(columns)
-    read = row_reader(lambda start: (row for _, row in _json_rows(paths, start)), schema, total, paths[0])
-    return Source("jsonl", schema, total, read, lambda: files_identity(paths))
+
+    def whole_rows(start_row: int) -> Iterator[dict[str, Any]]:
+        for path, row in rows_from(start_row):
+            yield row if isinstance(row, BadLine) else row | partitions.row(path)
+
+    read = row_reader(whole_rows, schema, total, paths[0])
+    return Source("jsonl", schema, total, read, lambda: files_identity(paths, partitions))
 
 
-def openai_source(paths: list[str], limit: int | None) -> Source:
+def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
     """Rows as `line_to_row` gives them; what is wrong with one shows when it is made into a request."""
     seen, duplicates, total = set(), set(), 0
-    for _, line in itertools.islice(_json_rows(paths), limit):
-        custom_id = line_to_row(line)["custom_id"]
+
+    def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
+        for _, line in _json_rows(paths, on_bad_line, start_row):
+            yield line if isinstance(line, BadLine) else line_to_row(line)
+
+    for row in itertools.islice(rows_from(0), limit):
+        custom_id = row.get("custom_id")
         if custom_id is not None:
             digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()  # ids may be long
             if digest in seen:
@@ -54,22 +76,29 @@ def openai_source(paths: list[str], limit: int | None) -> Source:
             seen.add(digest)
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
-    read = row_reader(lambda start: (line_to_row(row) for _, row in _json_rows(paths, start)), schema, total, paths[0])
+    read = row_reader(rows_from, schema, total, paths[0])
     return Source("openai", schema, total, read, lambda: files_identity(paths), frozenset(duplicates))
 
 
-def looks_like_openai(path: str) -> bool:
-    """Whether the first line of a JSON lines file has all that a line of an OpenAI batch has."""
+def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:
+    """Whether the first line of a JSON lines file that is valid has all that a line of an OpenAI batch has."""
     with naming(path):
-        _, row = next(_json_rows([path]), (None, {}))
+        rows = (row for _, row in _json_rows([path], on_bad_line) if not isinstance(row, BadLine))
+        row = next(rows, {})
     return all(name in row for name in COLUMNS)
 
 
-def _json_rows(paths: list[str], start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, row) from a row on; the lines before it are not parsed."""
+def _json_rows(paths: list[str], on_bad_line: str, start_row: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, row) from a row on; the lines before it are not parsed. Rows may be `BadLine` where these are skipped."""
     lines = ((path, number, line) for path in paths for number, line in _numbered_lines(path))
     for path, number, line in itertools.islice(lines, start_row, None):
-        yield path, _parse_object(path, number, line)
+        try:
+            row = _parse_object(path, number, line)
+        except InputError as error:
+            if on_bad_line == "fail":
+                raise InputError(f"{error} (--on-bad-line skip notes it and goes on)") from error
+            row = BadLine(f"{error}; the line: {line.decode(errors='replace').strip()}")
+        yield path, row
 
 
 def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:

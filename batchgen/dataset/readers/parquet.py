@@ -9,7 +9,9 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.identity import files_identity
+from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import Source, check_same_columns, check_unique, conform, naming
+from batchgen.dataset.storage import is_url, open_raw
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
 
 
-def parquet_source(paths: list[str]) -> Source:
+def parquet_source(paths: list[str], partitions: Partitions) -> Source:
     """Parquet files as one input. Raises InputError: damaged, or columns that do not fit together."""
     schema, columns, groups = None, {}, []
     for path in paths:
@@ -25,6 +27,7 @@ def parquet_source(paths: list[str]) -> Source:
             found = file.schema_arrow.remove_metadata()
             groups.append([file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)])
         check_unique(found.names, path)
+        partitions.check_names(found.names, path)
         columns[path] = found.names
         check_same_columns({paths[0]: columns[paths[0]], path: found.names})
         try:
@@ -32,6 +35,9 @@ def parquet_source(paths: list[str]) -> Source:
         except pa.ArrowException as error:
             reason = one_line(error)
             raise InputError(f"{path} and {paths[0]} differ in a column's type ({reason}): cast it") from error
+
+    assert schema is not None  # there is at least one file
+    own = schema
 
     def read(start_row: int, batch_rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         first = 0
@@ -46,14 +52,16 @@ def parquet_source(paths: list[str]) -> Source:
             with naming(path), _open_parquet(path) as file:
                 wanted = list(range(skipped, len(sizes)))
                 for batch in file.iter_batches(batch_rows, row_groups=wanted, use_threads=False):
-                    yield first, conform(batch, schema)
+                    yield first, partitions.extend(conform(batch, own), path)
                     first += batch.num_rows
 
     total = sum(map(sum, groups))
-    return Source("parquet", schema, total, read, lambda: files_identity(paths))
+    schema = pa.schema([*own, *partitions.fields])
+    return Source("parquet", schema, total, read, lambda: files_identity(paths, partitions))
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+    source = open_raw(path) if is_url(path) else path
+    return pq.ParquetFile(source, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)

@@ -27,6 +27,7 @@ class Activations:
         batches_on_host: int,
         batch_tokens: int,
         delegated_seqs: int,
+        deferred_seqs: int = 0,
     ) -> None:
         """Makes the buffers.
 
@@ -34,6 +35,7 @@ class Activations:
             batches_on_host: micro-batches, the last ones, whose activations wait in host memory between layers.
             batch_tokens: most tokens of a micro-batch.
             delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
+            deferred_seqs: most sequences in flight whose attention is deferred.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
@@ -44,12 +46,18 @@ class Activations:
         self._exchange = [
             (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
         ]
+        # Of each of them, by its slot, queries for attention on the CPU and what came of it: [slots, heads * head_dim].
+        width = config.num_heads * config.head_dim
+        self.deferred = tuple(
+            host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
+            for _ in range(2)
+        )
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers, in both memories."""
-        buffers = (*self._waiting, *self.on_device, *(t for pair in self._exchange for t in pair))
+        buffers = (*self._waiting, *self.on_device, *(t for pair in self._exchange for t in pair), *self.deferred)
         return sum(t.nbytes for t in buffers)
 
     def waiting(self, batch: int, tokens: int) -> Tensor:

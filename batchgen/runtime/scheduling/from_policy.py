@@ -26,11 +26,15 @@ def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | Ext
 
 
 def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> SchedulerLimits:
+    """Quotas and limits. Where the CPU computes, nothing is deferred: it attends to all of its own KV."""
+    class_seqs = dict(policy.kv_seqs)
+    if compute_tier == "cpu" and "deferred" in class_seqs:
+        class_seqs["cpu"] = class_seqs.get("cpu", 0) + class_seqs.pop("deferred")
     return SchedulerLimits(
         policy.max_num_seqs,
         policy.max_num_batched_tokens,
         policy.admission,
-        class_seqs=dict(policy.kv_seqs),
+        class_seqs=class_seqs,
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
     )

@@ -20,13 +20,14 @@ def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
     """Where the attention of a scheduled sequence finds its KV.
 
     "resident": in the compute device's own memory. "delegated": the CPU attends, for an accelerator, to KV that stays
-    in CPU memory. "staged": its KV, past and new, passes through a staging buffer on the compute device.
+    in CPU memory. "deferred": the same, and the sweep goes on without it. "staged": its KV, past and new, passes through a staging buffer on the compute device.
     """
-    sequence = scheduled.sequence
-    if tier_of(sequence.kv_class) == compute_tier:
+    kv_class = scheduled.sequence.kv_class
+    if tier_of(kv_class) == compute_tier:
         return "resident"
-    decodes = scheduled.num_tokens == 1 and sequence.num_computed >= sequence.num_prompt
-    return "delegated" if sequence.kv_class == "cpu" and decodes else "staged"
+    if scheduled.defers:
+        return "deferred"
+    return "delegated" if kv_class == "cpu" and scheduled.decodes else "staged"
 
 
 def staged_blocks(scheduled: ScheduledSequence, block_size: int) -> int:

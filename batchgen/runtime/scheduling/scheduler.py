@@ -3,11 +3,14 @@
 `continuous` admission lets finished sequences leave and new ones in at every sweep; `static` fills a block and
 runs it to its end before the next (FlexGen's zig-zag block schedule). Admission is on projected peak KV: a
 sequence enters only if the blocks it and all sequences in flight are still expected to need are there at every
-later sweep (`admission`); in static blocks and on disk, if they are there now. Where outputs grow beyond what was
-expected, the youngest sequence is preempted and run again later.
+later sweep (`admission`); in static blocks, on disk and beside sequences of class `deferred`, if they are there
+now. Where outputs grow beyond what was expected, the youngest sequence is preempted and run again later.
 
 A sweep may be scheduled before the results of the one before it have reached the host (`commit` comes when a sweep is
 launched): sequences that have nothing left to run leave when their last sweep is launched.
+
+A token of a sequence of class `deferred` takes several sweeps. It is in the sweep that begins it, and in none until its successor
+has been chosen; meanwhile the sequence is not preempted, as the CPU may be at its KV.
 
 KV lives in one pool per tier. A sequence is admitted into a KV class, which says its pool; it stays there until
 it leaves, and is preempted only for sequences of the same pool.
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from batchgen.runtime.scheduling.admission import Growth, Projection
 from batchgen.runtime.scheduling.block_manager import Allocation, BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
-from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, tier_of
+from batchgen.runtime.scheduling.sequence import CLASSES, PENDING, Sequence, tier_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one.
+    """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one in this sweep.
 
     logits_positions: those among them whose logits are made.
     """
@@ -66,20 +69,37 @@ class ScheduledSequence:
         return self.sequence.num_computed + self.num_tokens
 
     @property
+    def decodes(self) -> bool:
+        return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt
+
+    @property
+    def defers(self) -> bool:
+        """Whether the token only begins in this sweep."""
+        return self.sequence.kv_class == "deferred" and self.decodes
+
+    @property
     def samples(self) -> bool:
-        return self.num_keys == len(self.sequence.tokens)
+        return self.num_keys == len(self.sequence.tokens) and not self.defers
 
     @property
     def logits_positions(self) -> range:
+        if self.defers:
+            return range(0)
         return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
 
 
 class TokenSlots:
-    """Slots of an engine's table of tokens: those in flight are distinct, whichever call of the engine they are of."""
+    """Slots of a table of an engine: those in flight are distinct, whichever call of the engine they are of."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """most: slots that there are; None: as many as are asked for."""
         self._free: list[int] = []
         self._count = 0
+        self._most = most
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free and self._count == self._most
 
     def take(self) -> int:
         if self._free:
@@ -100,12 +120,13 @@ class Scheduler:
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
+        exchange_slots: TokenSlots | None = None,
     ) -> None:
         """pools: by tier.
 
         expected_output_len: tokens a sequence is expected to generate, for admission; by default max_tokens, with which
         none is preempted unless long prompts hold others up. token_slots: shared by all that run on the same device at
-        a time; None: there is no other.
+        a time; None: there is no other. exchange_slots: the same for sequences of class "deferred".
         """
         self.pools = pools
         self.limits = limits
@@ -116,6 +137,11 @@ class Scheduler:
         self._reserved = dict.fromkeys(pools, 0)  # blocks, by tier
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
+        # Only where the first limits have a quota for them: their pool is then one where blocks are reserved beforehand, as nobody
+        # knows how long a token takes.
+        num_deferred = (limits.class_seqs or {}).get("deferred", 0)
+        self._reserving = {tier_of("deferred")} if num_deferred else set()
+        self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -139,19 +165,19 @@ class Scheduler:
         return max(sizes, default=0)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The next sweep. Allocates its blocks; empty only if there is no work."""
+        """The next sweep. Allocates its blocks; empty only if there is no work, or all are on their way (`_on_its_way`)."""
         sweep: list[ScheduledSequence] = []
         # Decodes always ride along; prefills share what the token budget leaves.
         i = 0
         while i < len(self.running):  # preemption takes from behind, where the younger ones are
             sequence = self.running[i]
-            if sequence.num_remaining == 1:
+            if sequence.num_remaining == 1 and not _on_its_way(sequence):
                 if not self._grow(sequence, 1):
                     continue  # it was preempted itself; the next one has moved up
                 sweep.append(ScheduledSequence(sequence, 1))
             i += 1
         budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep))
-        while not sweep and self.running:
+        while not sweep and self.running and not any(map(_on_its_way, self.running)):
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
             self._preempt(self.running[-1])
             budget = self._prefill(sweep, self.limits.max_num_batched_tokens)
@@ -194,6 +220,9 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
+        if sequence.exchange_slot is not None:
+            self._exchange_slots.give_back(sequence.exchange_slot)
+            sequence.exchange_slot = None
 
     def set_class(self, sequence: Sequence, kv_class: str) -> None:
         """Between sweeps: another class of the same tier, for a sequence in flight. Its KV stays where it is."""
@@ -261,9 +290,12 @@ class Scheduler:
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
         classes = [c for c in self._classes() if in_class[c] < self.limits.quota(c)]
+        if self._exchange_slots.is_full and "deferred" in classes:
+            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
+            classes = [c for c in classes if c != "deferred"] + ([] if self.running else ["streamed"])
         if not self.running:
             # A row let in under earlier limits may fit only a class that has no quota any more: it runs all the same.
-            classes += [c for c in self._classes() if c not in classes]
+            classes += [c for c in self._classes() if c not in classes and c != "deferred"]
         for kv_class in classes:
             tier = tier_of(kv_class)
             pool = self.pools[tier]
@@ -275,6 +307,7 @@ class Scheduler:
                 allocation = self._admit_projected(pool, projection, sequence, budget)
             if allocation is not None:
                 sequence.kv_class = kv_class
+                sequence.exchange_slot = self._exchange_slots.take() if kv_class == "deferred" else None
                 sequence.block_table.extend(allocation.blocks)
                 if projection is None:
                     sequence.reserved_blocks = num_blocks - len(allocation.blocks)
@@ -308,7 +341,7 @@ class Scheduler:
     def _projection(self, tier: str, sweep: list[ScheduledSequence]) -> Projection | None:
         """What the pool's sequences will hold; None where blocks are reserved beforehand."""
         pool = self.pools[tier]
-        if self.limits.admission == "static" or isinstance(pool, ExtentManager):
+        if self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager):
             return None
         there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
         growths = [
@@ -340,7 +373,10 @@ class Scheduler:
                 sequence.reserved_blocks -= 1
                 self._reserved[tier] -= 1
             while pool.num_available <= self._reserved[tier]:
-                youngest = next(s for s in reversed(self.running) if tier_of(s.kv_class) == tier)
+                # Of those whose token is on its way, the CPU may be reading the KV. The sequence itself is not.
+                youngest = next(
+                    s for s in reversed(self.running) if tier_of(s.kv_class) == tier and s.num_remaining > 0
+                )
                 self._preempt(youngest)
                 if youngest is sequence:
                     return False
@@ -378,3 +414,11 @@ class Scheduler:
             pool.withdraw(sequence.block_table[sequence.num_computed // pool.block_size : sequence.num_entered_blocks])
         pool.release(sequence.block_table)
         sequence.block_table = type(sequence.block_table)("i")
+
+
+def _on_its_way(sequence: Sequence) -> bool:
+    """Whether its last token goes through the layers, or is one that the host does not know yet.
+
+    Only of class "deferred": such a token lasts for sweeps anyway, and is not begun for a sequence that may have ended.
+    """
+    return sequence.kv_class == "deferred" and (sequence.num_remaining == 0 or sequence.tokens[-1] == PENDING)

@@ -13,13 +13,13 @@ from batchgen.runtime.grammar import Constraint
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1
 
-CLASSES = tuple(c for c in KV_CLASSES if c != "deferred")  # those that the runtime carries out
+CLASSES = KV_CLASSES
 
 
 def tier_of(kv_class: str) -> str:
     """The tier where the KV of a class lives: "gpu", "cpu" or "disk".
 
-    "cpu" and "streamed" share one, as they only differ in where decode attention runs.
+    "cpu", "streamed" and "deferred" share one, as they only differ in where and when decode attention runs.
     """
     return KV_TIERS[kv_class]
 
@@ -47,7 +47,8 @@ class Sequence:
     The last token may be PENDING: the device has it, at `token_slot` of its table of tokens.
 
     Invariant: num_computed < len(tokens) while it is scheduled; the tokens from num_computed on are what the next sweeps run.
-    While exactly one is left the sequence decodes, while more are left it prefills.
+    While exactly one is left the sequence decodes, while more are left it prefills. None is left while it is on its way
+    through the layers, of class "deferred", for more than one sweep.
     """
 
     request_index: int
@@ -71,6 +72,7 @@ class Sequence:
     num_donated: int = 0
     constraint: Constraint | None = None  # as far as `tokens` go: it outlives a preemption
     token_slot: int | None = None  # from its first admission to its end
+    exchange_slot: int | None = None  # of class "deferred", while it is in flight
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

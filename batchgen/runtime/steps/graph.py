@@ -9,9 +9,11 @@ an executor may overlap lanes, each of which keeps this order within itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from batchgen.runtime.steps.cohorts import Cohort, Cohorts
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
 # Every kind of Step, and its lane.
@@ -19,6 +21,7 @@ KINDS = {
     "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
     "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
     "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
+    "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
     "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
     "layers": "compute",  # all of them, as one CUDA graph
 }  # fmt: skip
@@ -34,7 +37,8 @@ class Step(NamedTuple):  # thousands are made in a second
     """One task of a sweep. after: ids of Steps that must have ended, all smaller than `id`.
 
     weight_slot: the buffer in which the weights are that the Step fills or reads; None where they are resident, or it reads none.
-    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk.
+    kv_slot: the same of staged KV. layer: for Steps of the head, the vocabulary chunk. cohort: whose Step it is, where it is
+    one of sequences whose attention is deferred.
     """
 
     id: int
@@ -46,6 +50,7 @@ class Step(NamedTuple):  # thousands are made in a second
     weight_slot: int | None
     kv_slot: int | None
     after: tuple[int, ...]
+    cohort: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,9 @@ class BatchFlow:
     """What one micro-batch of a sweep moves.
 
     history: staged sequences have KV to bring in; stored: their new KV goes back to host memory; disk_read, disk_write:
-    some of it comes from, goes to disk. delegated: sequences attended to on the CPU. resident: others. hidden_on_host:
-    activations wait in host memory between layers. samples: rows for the head.
+    some of it comes from, goes to disk. delegated: sequences attended to on the CPU. resident: others. deferred: sequences that
+    begin a token, and leave the batch after QKV of the first layer (`cohorts`). hidden_on_host: activations wait in host memory
+    between layers. samples: rows for the head.
     """
 
     resident: bool = True
@@ -84,6 +90,7 @@ class BatchFlow:
     disk_read: bool = False
     disk_write: bool = False
     delegated: bool = False
+    deferred: bool = False
     hidden_on_host: bool = False
     samples: bool = True
 
@@ -94,7 +101,12 @@ class BatchFlow:
     @property
     def moves(self) -> bool:
         """Whether anything of the batch is moved, or attended to elsewhere."""
-        return self.staged or self.disk_read or self.delegated or self.hidden_on_host
+        return self.staged or self.disk_read or self.delegated or self.deferred or self.hidden_on_host
+
+    @property
+    def stays(self) -> bool:
+        """Whether any of its sequences goes through all layers in the sweep."""
+        return self.resident or self.staged or self.delegated
 
 
 class Sweeps:
@@ -123,26 +135,41 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
         # too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        self._num_cohorts = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
 
-    def steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
-        """The Steps of the next sweep over these micro-batches."""
+    def steps(
+        self,
+        batches: Sequence[BatchFlow],
+        cohorts: Cohorts | None = None,
+        has_ended: Callable[[int], bool] = lambda step_id: False,
+    ) -> Iterator[Step]:
+        """The Steps of the next sweep over these micro-batches.
+
+        Args:
+            batches: What each moves.
+            cohorts: Sequences whose attention is deferred, of the same job; None: there are none.
+            has_ended: Whether a Step of CPU attention has; asked while Steps are taken from the iterator.
+        """
         self._sweep += 1
-        if len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks:
-            return self._make_steps(batches)
+        cohorts = Cohorts() if cohorts is None else cohorts
+        cohorts.ended = []
+        moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
+        if moves or cohorts.waiting:
+            return self._make_steps(batches, _Deferral(cohorts, has_ended, not any(b.stays for b in batches)))
         return self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """As `_make_steps`, of one batch in a sweep in which nothing moves: only the numbers differ from sweep to sweep."""
         if batch not in self._alike:
-            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch]))
+            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch], _Deferral(Cohorts())))
         first, sweep = self._next_id, self._sweep
-        for id, kind, lane, _, layer, k, weight_slot, kv_slot, after in self._alike[batch]:
+        for id, kind, lane, _, layer, k, weight_slot, kv_slot, after, _ in self._alike[batch]:
             self._next_id = first + id + 1
             waits_for = tuple([first + earlier for earlier in after])
             yield Step(first + id, kind, lane, sweep, layer, k, weight_slot, kv_slot, waits_for)
 
-    def _make_steps(self, batches: Sequence[BatchFlow]) -> Iterator[Step]:
+    def _make_steps(self, batches: Sequence[BatchFlow], deferral: _Deferral) -> Iterator[Step]:
         layers, last_batch = self.streams.num_layers, len(batches) - 1
         yield from self._load_weights(0)
         hidden: list[int] = []  # per batch, the Step that made its latest activations
@@ -151,7 +178,7 @@ class Sweeps:
             step = self._step("embed", 0, k)
             hidden.append(step.id)
             yield step
-        flow = _Flow(hidden)
+        flow = _Flow(hidden, deferral)
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
         ahead = last_batch > 0 and any(b.delegated for b in batches)
@@ -194,9 +221,12 @@ class Sweeps:
         weight_slot: int | None = None,
         kv_slot: int | None = None,
         after: Iterable[int] = (),
+        cohort: int | None = None,
     ) -> Step:
         waits_for = tuple(dict.fromkeys(after))
-        step = Step(self._next_id, kind, KINDS[kind], self._sweep, layer, batch, weight_slot, kv_slot, waits_for)
+        step = Step(
+            self._next_id, kind, KINDS[kind], self._sweep, layer, batch, weight_slot, kv_slot, waits_for, cohort
+        )
         self._next_id += 1
         return step
 
@@ -225,6 +255,35 @@ class Sweeps:
             yield attend
             flow.note_stored(send)
             flow.attended[at] = attend.id
+        leaving = flow.joined.pop(k, [])
+        if batch.deferred and j == 0:
+            leaving = [Cohort(self._num_cohorts, k)]
+            self._num_cohorts += 1
+        yield from self._defer(leaving, pre, flow)
+
+    def _defer(self, leaving: Sequence[Cohort], pre: Step, flow: _Flow) -> Iterator[Step]:
+        """The CPU begins to attend for cohorts that have come to their next attention; the sweep goes on without them."""
+        j, k = pre.layer, pre.batch
+        for cohort in leaving:
+            send = self._step("send_deferred", j, k, after=(pre.id,), cohort=cohort.number)
+            yield send
+            # What has gone to the host's memory before has done so in the lane of `send`.
+            attend = self._step("attend_deferred", j, k, after=(send.id,), cohort=cohort.number)
+            yield attend
+            flow.note_stored(send)
+            cohort.layer, cohort.attention, cohort.sweep = j, attend.id, self._sweep
+            flow.deferral.cohorts.waiting.append(cohort)
+
+    def _join(self, at: LayerBatch, flow: _Flow) -> Iterator[Step]:
+        """Cohorts whose attention of this layer is there, those of earlier sweeps, go on with the batch."""
+        j, k = at
+        due = flow.deferral.cohorts.take_due(j, self._sweep, flow.deferral.can_join)
+        for cohort in due:
+            yield self._step("join_deferred", j, k, after=(cohort.attention,), cohort=cohort.number)
+        if due:
+            flow.joined[k] = due
+        if j == self.streams.num_layers - 1:
+            flow.deferral.cohorts.ended = due
 
     def _attention_and_rest(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Attention on the compute device, where new KV is written first; output projection and MLP."""
@@ -243,6 +302,10 @@ class Sweeps:
             join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
             yield join
             after = (*after, join.id)
+        if k == 0:
+            for join in self._join(at, flow):
+                yield join
+                after = (*after, join.id)
         post = self._step("post", j, k, weight_slot=weight_slot, after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
@@ -260,7 +323,7 @@ class Sweeps:
             yield from self._load_head(flow, p + WEIGHT_SLOTS)
             loaded = (flow.head_loads[p],) if chunks else ()
             for k, batch in enumerate(batches):
-                if batch.samples:
+                if batch.samples or k in flow.joined:
                     slot = self._head_slot(p)
                     step = self._step("head", p, k, weight_slot=slot, after=(flow.hidden[k], *loaded))
                     yield step
@@ -371,11 +434,25 @@ class Sweeps:
         self._staging_users[slot] = users
 
 
+@dataclass(frozen=True)
+class _Deferral:
+    """Cohorts of the sweep. alone: nobody else goes through its layers, so that passing them by would compute nothing."""
+
+    cohorts: Cohorts
+    has_ended: Callable[[int], bool] = lambda step_id: False
+    alone: bool = False
+
+    def can_join(self, cohort: Cohort) -> bool:
+        return self.alone or self.has_ended(cohort.attention)
+
+
 @dataclass
 class _Flow:
     """What the Steps of one sweep have come to."""
 
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
+    deferral: _Deferral
+    joined: dict[int, list[Cohort]] = field(default_factory=dict)  # per batch, cohorts that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention

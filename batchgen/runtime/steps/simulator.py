@@ -69,6 +69,13 @@ class Simulator:
         self._between_s += seconds
         self._total_s = max(self._total_s, self._now_s)
 
+    def has_ended(self, step_id: int) -> bool:
+        """Whether a Step of a lane beside compute's has ended by now, as `Lanes.has_ended` would say."""
+        self._settle()
+        while self._shared_cores and self._attend(before_s=self._now_s):
+            self._settle()
+        return step_id not in self._open and self._ended.get(step_id, (0.0, ""))[0] <= self._now_s
+
     @property
     def now_s(self) -> float:
         """When the last computation has ended."""

@@ -92,6 +92,11 @@ class Lanes:
         """Does what all Steps of the next sweep need."""
         work()
 
+    def has_ended(self, step_id: int) -> bool:
+        """Whether a Step that was issued has ended."""
+        with self._lock:
+            return step_id not in self._pending
+
     def drain(self) -> None:
         """Waits until every Step has ended. Raises what one of them raised."""
         with self._lock:

@@ -14,7 +14,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from batchgen.runtime.scheduling.sequence import CLASSES, Sequence, tier_of
+from batchgen.runtime.scheduling.sequence import CLASSES, PENDING, Sequence, tier_of
 
 BLOCK = 4
 
@@ -155,20 +155,22 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         scheduler.add(make(i, prompt, budget))
         wanted[i] = wish
     done, computed, restarts = {}, {}, 0
+    on_their_way = []  # sequences whose token takes more than one sweep
     for _ in range(5000):
         if not scheduler.has_work:
             break
         if change.random() < 0.2:
             scheduler.limits = change.choice(load.limits)
         for sequence in scheduler.running:
-            if tier_of(sequence.kv_class) == "cpu" and change.random() < 0.1:
+            if sequence.kv_class in ("cpu", "streamed") and change.random() < 0.1:
                 scheduler.set_class(sequence, change.choice(["cpu", "streamed"]))
         before = {id(s): s.kv_class for s in scheduler.running}
         limits = scheduler.limits
 
         sweep = scheduler.schedule()
 
-        assert sweep, "a scheduler with work gave an empty sweep"
+        assert sweep or on_their_way, "a scheduler with work gave an empty sweep"
+        assert all(sequence in scheduler.running for sequence in on_their_way)
         check_quotas(scheduler, before)
         check_accounts(scheduler)
         decodes = sum(len(s.sequence.tokens) - s.sequence.num_computed == 1 for s in sweep)
@@ -184,8 +186,11 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         assert restarts <= scheduler.num_preempted
         executor.run(sweep)
         sampling = [s.sequence for s in sweep if s.samples]
+        begun = [s.sequence for s in sweep if s.defers]
         scheduler.commit(sweep)
-        for sequence in sampling:
+        arrived = [s for s in on_their_way if not sweep or change.random() < 0.4]
+        on_their_way = [s for s in on_their_way if s not in arrived] + begun
+        for sequence in sampling + arrived:
             sequence.tokens.append(5000 + sequence.num_generated)
             if sequence.num_generated == wanted[sequence.request_index]:
                 assert sequence.num_computed == len(sequence.tokens) - 1
@@ -254,8 +259,8 @@ def test_releasing_a_block_twice_is_caught():
 
 
 def test_classes_are_those_of_the_policy_in_its_order():
-    assert tuple(c for c in KV_CLASSES if c != "deferred") == CLASSES
-    assert [tier_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk"]
+    assert KV_CLASSES == CLASSES
+    assert [tier_of(c) for c in CLASSES] == ["gpu", "cpu", "cpu", "disk", "cpu"]
 
 
 def accelerator(sizes=None, **limits):
@@ -273,6 +278,49 @@ def test_sequences_take_the_first_class_with_quota_and_capacity():
         "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
     ]  # fmt: skip
     assert len(scheduler.waiting) == 2
+
+
+def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
+    scheduler = accelerator({"gpu": 4, "cpu": 3}, class_seqs={"gpu": 1, "deferred": 2})
+    resident, deferred = make(0, [1] * BLOCK, 9), make(1, [2] * BLOCK, 9)
+    for sequence in (resident, deferred):
+        scheduler.add(sequence)
+
+    def sweep():
+        made = scheduler.schedule()
+        begun = [s.sequence for s in made if s.defers]
+        assert not any(s.samples or s.logits_positions for s in made if s.defers)
+        sampled = [s.sequence for s in made if s.samples]
+        scheduler.commit(made)
+        for sequence in sampled:
+            sequence.tokens.append(7)
+        return begun, sampled
+
+    assert sweep() == ([], [resident, deferred]), "prompts go through all layers"
+    assert deferred.exchange_slot == 0 and resident.exchange_slot is None
+    assert sweep() == ([deferred], [resident])
+    younger = make(2, [3] * BLOCK, 9)
+    scheduler.add(younger)
+    for _ in range(3):
+        begun, sampled = sweep()
+        assert deferred not in begun + sampled, "its token is on its way"
+    assert deferred in scheduler.running, "the CPU may be at its KV"
+    deferred.tokens.append(PENDING)
+    assert deferred not in sweep()[0], "it may have ended"
+    deferred.tokens[-1] = 7
+    assert deferred in sweep()[0]
+    scheduler.finish(deferred)
+    assert deferred.exchange_slot is None
+
+
+def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
+    scheduler = accelerator({"cpu": 4}, class_seqs={"deferred": 2})
+    sequence = make(0, [1, 2, 3], 4)
+    scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    sequence.tokens.append(7)
+    scheduler.commit(scheduler.schedule())
+    assert scheduler.schedule() == [] and scheduler.running == [sequence] and scheduler.num_preempted == 0
 
 
 def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():

@@ -5,6 +5,8 @@ What happens before what follows from two things only: a lane runs its Steps in 
 sweep may be launched before the one before it has run.
 """
 
+import math
+import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
+from batchgen.runtime.steps.cohorts import MOST_PASSED_BY, Cohorts
 from batchgen.runtime.steps.graph import (
     EXCHANGE_SLOTS,
     HIDDEN_SLOTS,
@@ -22,9 +25,10 @@ from batchgen.runtime.steps.graph import (
 )
 
 
-def all_steps(streams, sweeps):
-    made = Sweeps(streams)
-    return [step for batches in sweeps for step in made.steps(batches)]
+def all_steps(streams, sweeps, ready=1.0):
+    """ready: how often the CPU is said to be done with attention that nobody waits for yet."""
+    made, cohorts, draw = Sweeps(streams), Cohorts(), random.Random(3)
+    return [step for batches in sweeps for step in made.steps(batches, cohorts, lambda step_id: draw.random() < ready)]
 
 
 def happens_before(steps):
@@ -48,6 +52,10 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     num_dequantized = 2 if streams.accelerated and any(b.delegated for batches in sweeps for b in batches) else 1
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
+    leaving, lives = defaultdict(list), cohort_lives(steps, streams)
+    for step in steps:
+        if step.kind == "send_deferred":
+            leaving[step.sweep, step.layer, step.batch].append(step.cohort)
     for step in steps:
         kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
@@ -87,6 +95,16 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         if kind in ("send_qkv", "cpu_attention", "load_attention"):
             holds = (step.sweep, layer, k)
             use(("exchange", slot_of["exchange", k]), kind != "load_attention", holds)
+        # Sequences whose attention is deferred.
+        for cohort in leaving[step.sweep, layer, k] if kind == "pre" else ():
+            use(("sending", cohort), True, layer)
+        if kind == "send_deferred":
+            use(("sending", step.cohort), False, layer)
+        if kind in ("send_deferred", "attend_deferred"):
+            use(("queries", step.cohort), kind == "send_deferred", layer)
+            homes["cpu", layer].append((step, kind == "send_deferred"))
+        if kind in ("attend_deferred", "join_deferred"):
+            use(("attended later", step.cohort), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
         if kind.endswith("_cache") or (kind == "attention" and batch.staged):
             _use_staging(step, batch, streams, use)
@@ -110,8 +128,9 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     for home, touches in homes.items():
         for i, (step, writes) in enumerate(touches):
             for earlier, wrote in touches[:i]:
-                # Sequences of a sweep have places of their own; those of another sweep may have had the same.
-                apart = earlier.sweep == step.sweep and _sequences(earlier) != _sequences(step)
+                # Sequences of a sweep have places of their own; those of another sweep may have had the same, but for those
+                # that have been in flight since.
+                apart = _together(earlier, step, lives) and _sequences(earlier) != _sequences(step)
                 if (writes or wrote) and not apart and not ended[step.id] >> earlier.id & 1:
                     found.append(f"{step.kind} may touch KV on {home} before {earlier.kind} is done with it")
     return found
@@ -119,7 +138,20 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 def _sequences(step):
     """Whose KV a Step touches: those that the CPU attends to, or those that pass through staging buffers, of a batch."""
-    return step.batch, step.kind in ("send_qkv", "cpu_attention")
+    return step.cohort, step.batch, step.kind in ("send_qkv", "cpu_attention")
+
+
+def cohort_lives(steps, streams):
+    """Of each cohort, the sweeps in which its token begins and has come through all layers."""
+    begins = {s.cohort: s.sweep for s in reversed(steps) if s.kind == "send_deferred"}
+    last = streams.num_layers - 1
+    ends = {s.cohort: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == last}
+    return {cohort: (begun, ends.get(cohort, math.inf)) for cohort, begun in begins.items()}
+
+
+def _together(one, other, lives):
+    (begin, end), (begins, ends) = (lives.get(s.cohort, (s.sweep, s.sweep)) for s in (one, other))
+    return begin <= ends and begins <= end
 
 
 def _use_weights(step, streams, num_dequantized, use):
@@ -182,7 +214,9 @@ def check_computation(steps, streams, sweeps):
         assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
         assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
         chunks = range(max(1, streams.vocabulary_chunks))
-        assert of("head") == [(p, k) for p in chunks for k in range(len(batches)) if batches[k].samples]
+        joins = streams.num_layers - 1 in [s.layer for s in own if s.kind == "join_deferred"]
+        sampling = [k for k in range(len(batches)) if batches[k].samples or (k == 0 and joins)]
+        assert of("head") == [(p, k) for p in chunks for k in sampling]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
             order = [position[kind, j, k] for kind in ("pre", "attention", "post") if (kind, j, k) in position]
@@ -196,13 +230,32 @@ def check_computation(steps, streams, sweeps):
                 assert not on_host[s.batch]
 
 
+def check_cohorts(steps, streams, sweeps):
+    """A cohort goes through the layers in order, one in a sweep at most, and is passed by a bounded number of times."""
+    own = defaultdict(list)
+    for step in steps:
+        if step.cohort is not None:
+            own[step.cohort].append(step)
+    assert len(own) == sum(b.deferred for batches in sweeps for b in batches)
+    kinds = ["send_deferred", "attend_deferred", "join_deferred"]
+    for of_cohort in own.values():
+        wanted = [(kind, j) for j in range(streams.num_layers) for kind in kinds]
+        assert [(s.kind, s.layer) for s in of_cohort] == wanted[: len(of_cohort)]
+        for sent, joined in zip(of_cohort[1::3], of_cohort[2::3], strict=False):
+            assert 1 <= joined.sweep - sent.sweep <= MOST_PASSED_BY + 1
+            assert joined.batch == 0 and joined.after == (sent.id,)
+        if of_cohort[-1].kind == "attend_deferred":
+            assert len(sweeps) - 1 - of_cohort[-1].sweep <= MOST_PASSED_BY
+
+
 @st.composite
 def batch_flows(draw, accelerated):
     """Sequences by where they live: none, only new ones, or some that have KV already."""
     host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
     disk = draw(st.sampled_from(["none", "new", "old"]))
     delegated = accelerated and draw(st.booleans())
-    nothing_else = host == disk == "none" and not delegated
+    deferred = accelerated and draw(st.booleans())
+    nothing_else = host == disk == "none" and not delegated and not deferred
     return BatchFlow(
         resident=nothing_else or draw(st.booleans()),
         history="old" in (host, disk),
@@ -210,6 +263,7 @@ def batch_flows(draw, accelerated):
         disk_read=disk == "old",
         disk_write=disk != "none",
         delegated=delegated,
+        deferred=deferred,
         samples=draw(st.booleans()),
     )
 
@@ -228,7 +282,7 @@ def jobs(draw):
         vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
     )
     sweeps = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 6))):
         batches = draw(st.lists(batch_flows(accelerated), min_size=1, max_size=4))
         first_on_host = draw(st.integers(0, len(batches))) if accelerated else len(batches)
         sweeps.append([replace(b, hidden_on_host=k >= first_on_host) for k, b in enumerate(batches)])
@@ -236,15 +290,16 @@ def jobs(draw):
 
 
 @settings(max_examples=some_draws(400), deadline=None)
-@given(jobs())
-def test_no_step_comes_too_early(job):
+@given(jobs(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_no_step_comes_too_early(job, ready):
     streams, sweeps = job
-    steps = all_steps(streams, sweeps)
+    steps = all_steps(streams, sweeps, ready)
     assert [s.id for s in steps] == list(range(len(steps))), "ids count up"
     for step in steps:
         assert step.lane in LANES
         assert all(earlier < step.id for earlier in step.after)
     check_computation(steps, streams, sweeps)
+    check_cohorts(steps, streams, sweeps)
     assert hazards(steps, streams, sweeps) == []
 
 
@@ -253,6 +308,7 @@ CPU = BatchFlow(delegated=True)
 ALL = replace(DISK, delegated=True)
 NEW_ON_DISK = BatchFlow(resident=False, disk_write=True)
 OLD_ON_DISK = BatchFlow(resident=False, history=True, disk_read=True, disk_write=True)
+DEFERRED = BatchFlow(deferred=True)
 ON_HOST = {"hidden_on_host": True}
 # Between them these have every kind of Step wait for every kind that it ever waits for.
 JOBS = [
@@ -267,6 +323,7 @@ JOBS = [
         [[BatchFlow()], [NEW_ON_DISK], [BatchFlow()], [OLD_ON_DISK]],
     ),
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
+    (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
     (
         Streams(False, (False, False), (False, False), dequantized=True),
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
@@ -305,7 +362,28 @@ def test_a_wait_left_out_is_a_hazard():
         ("send_qkv", "pre"), ("cpu_attention", "send_qkv"), ("load_attention", "cpu_attention"),
         ("load_hidden", "post"), ("load_hidden", "store_hidden"), ("store_hidden", "post"),
         ("head", "load_head"), ("load_head", "head"),
+        ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
     }  # fmt: skip
+
+
+def test_a_cohort_is_passed_by_while_the_cpu_is_late_but_not_for_ever():
+    streams = Streams(True, (False, False), (False, False))
+    late = all_steps(streams, [[DEFERRED]] + [[BatchFlow()]] * 30, ready=0.0)
+    assert [s.sweep for s in late if s.kind == "join_deferred"] == [MOST_PASSED_BY + 1, 2 * (MOST_PASSED_BY + 1)]
+    prompt = all_steps(streams, [[DEFERRED]] + [[BatchFlow()]] * 3)
+    assert [s.sweep for s in prompt if s.kind == "join_deferred"] == [1, 2]
+    alone = all_steps(streams, [[DEFERRED]] + [[BatchFlow(resident=False)]] * 2, ready=0.0)
+    assert [s.sweep for s in alone if s.kind == "join_deferred"] == [1, 2], "there is nothing else to compute"
+
+
+def test_deferred_attention_runs_beside_the_whole_sweep():
+    steps = all_steps(Streams(True, (False,) * 4, (False,) * 4), [[DEFERRED]] + [[BatchFlow()]] * 4)
+    attend = next(s for s in steps if s.kind == "attend_deferred" and s.layer == 1)
+    join = next(s for s in steps if s.kind == "join_deferred" and s.layer == 1)
+    ended = happens_before(steps)
+    between = [s for s in steps[attend.id + 1 : join.id] if s.lane == "compute"]
+    assert len({s.layer for s in between if s.kind == "post"}) == 4
+    assert not any(ended[s.id] >> attend.id & 1 or ended[attend.id] >> s.id & 1 for s in between)
 
 
 def test_nothing_waits_that_need_not():

@@ -34,6 +34,7 @@ def policies(path):
             path, EMULATED, weight_layers={"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (1, 2, 0), "down": (0, 3, 0)},
         ),
         "disk alone": make_policy(path, EMULATED, kv_seqs={"disk": 8}, num_gpu_batches=2, gpu_batch_size=4),
+        "deferred alone": make_policy(path, EMULATED, kv_seqs={"deferred": 8}),
         "delegated alone": make_policy(path, EMULATED, kv_seqs={"cpu": 8}, num_gpu_batches=2, gpu_batch_size=4),
     }  # fmt: skip
 
@@ -82,6 +83,11 @@ NEEDED = {
         ("load_head", "head"),
     ],
     "weights from the host": [("pre", "load_weight")],
+    "deferred alone": [
+        ("send_deferred", "pre"),
+        ("attend_deferred", "send_deferred"),
+        ("join_deferred", "attend_deferred"),
+    ],
     "disk alone": [("read_cache", "load_cache"), ("store_cache", "write_cache")],
     "everything moves": [("pre", "load_hidden"), ("load_hidden", "store_hidden"), ("store_hidden", "post")],
 }
@@ -116,9 +122,9 @@ def test_a_missing_dependency_is_noticed(make, monkeypatch, name, kind, earlier)
     def spoil(parts, device):
         steps, kinds = parts.executor._sweeps.steps, {}
 
-        def without(batches):
+        def without(*arguments):
             nonlocal seen
-            for step in steps(batches):
+            for step in steps(*arguments):
                 kinds[step.id] = step.kind
                 kept = tuple(i for i in step.after if (step.kind, kinds[i]) != (kind, earlier))
                 seen += kept != step.after
@@ -163,7 +169,10 @@ LOANS = {
 }
 # Kept too, though something else does so: compute waits for these copies before it gives up what they read; and the Step that
 # writes to disk holds the numbers of the blocks that it waits for.
-NEEDLESS = {("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2)}
+NEEDLESS = {
+    ("load_cache", 0), ("send_qkv", 0), ("send_qkv", 1), ("send_qkv", 2), ("store_cache", 2),
+    *(("send_deferred", i) for i in range(6)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("loan", some_of(LOANS, 2, "loans"), ids=LOANS.get)

@@ -1,0 +1,96 @@
+"""Which of the planner's candidates is the plan: the one that the simulator finds fastest.
+
+The cost model takes lanes to overlap as far as their Steps allow on average. The simulator has the real scheduler and the real
+Steps, so it knows what waits for what, and it decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchgen.core.errors import InputError
+from batchgen.core.plan import Plan
+from batchgen.job.shortened import simulate_shortened
+from batchgen.planner.cost import moved_bytes
+from batchgen.planner.search import Candidate, Problem, block_latency_s, candidates, first_rows_s
+
+# Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
+_MOST_KINDS = 6
+# Simulated times this close are equal: then it counts which is done first, and which moves less.
+_TIE = 1.02
+# By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
+_MODEL_ABOVE = 1.05
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A candidate and the seconds that the simulator gives its sweeps."""
+
+    candidate: Candidate
+    seconds: float
+
+    @property
+    def slower(self) -> float:
+        """Simulated over modelled time."""
+        return self.seconds / self.candidate.seconds
+
+
+def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """Simulated times of the candidates that may be the fastest, the cost model's fastest first.
+
+    A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with its
+    modelled time, and its job will say what is short.
+
+    Args:
+        problem: What is planned for.
+        plan_of: Makes a plan of a candidate.
+
+    Raises:
+        InputError: No plan fits.
+    """
+    found: list[Simulated] = []
+
+    def worth(seconds: float) -> bool:
+        return not found or seconds <= _MODEL_ABOVE * _TIE * min(s.seconds for s in found)
+
+    fastest: Candidate | None = None
+    for candidate in candidates(problem, _MOST_KINDS, worth):
+        fastest = fastest or candidate
+        with contextlib.suppress(InputError):
+            found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))
+    assert fastest is not None  # or it would have been an InputError
+    return found or [Simulated(fastest, fastest.seconds)]
+
+
+def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:
+    """The fastest, but of those within 2 % of it the one that finishes its first rows earliest.
+
+    Where first rows are finished equally early, to a tenth, it is the one with fewer micro-batches, less movement and shorter
+    sweeps. None where all exceed the latency.
+    """
+    limit_s = max_block_latency_s or float("inf")
+    allowed = [s for s in simulated if block_latency_s(s.candidate) * s.slower <= limit_s]
+    if not allowed:
+        return None
+    fastest_s = min(s.seconds for s in allowed)
+    tied = [s for s in allowed if s.seconds <= fastest_s * _TIE]
+    earliest_s = min(first_rows_s(s.candidate) * s.slower for s in tied)
+
+    def preference(s: Simulated) -> tuple[float, ...]:
+        inputs = s.candidate.inputs
+        late = int(first_rows_s(s.candidate) * s.slower > 1.1 * earliest_s)
+        first_s = first_rows_s(s.candidate) * s.slower if late else 0.0
+        moved = _moved_bytes(s.candidate)
+        return late, first_s, inputs.num_gpu_batches, moved, inputs.max_num_batched_tokens, s.seconds
+
+    return min(tied, key=preference)
+
+
+def _moved_bytes(candidate: Candidate) -> float:
+    """Over all links, in the whole job."""
+    s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
+    return s.model.num_layers * sum(
+        phase.sweeps * sum(float(count) for count in moved_bytes(s, phase, at).values()) for phase in candidate.phases
+    )

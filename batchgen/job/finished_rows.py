@@ -1,0 +1,116 @@
+"""What the page of a run tells of finished rows: their lengths, and a few of them as they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchgen.core.request import Request, ScoreRequest
+from batchgen.job.source import RequestSource
+from batchgen.output.parts import DamagedPart, part_columns, part_paths
+from batchgen.output.row_map import RowMap
+
+SAMPLE_ROWS = 20
+_FROM_FIRST = 10_000  # rows, which the sample is spread over: the input is read no further for it
+_SHOWN_CHARS = 1000
+_MADE = {
+    "generate": ("text", "generated_tokens"),
+    "score": ("logprobs", "num_tokens"),
+}  # columns of results and lengths
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A finished row as a person reads it; error: None where it is fine."""
+
+    row: int
+    prompt: str
+    result: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class FinishedRows:
+    """Of all rows that are finished: how many prompts and outputs there are of each length in tokens, and some rows."""
+
+    prompt_lens: Mapping[int, int] = field(default_factory=dict)
+    output_lens: Mapping[int, int] = field(default_factory=dict)
+    sample: tuple[SampleRow, ...] = ()
+
+
+def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> FinishedRows:
+    """The finished rows of a run directory, of which each counts with its newest result. Damaged parts are left out.
+
+    Args:
+        parts_dir: Where parts are.
+        source: What the rows were made of.
+        task: "generate" or "score".
+    """
+    prompts: Counter[int] = Counter()
+    outputs: Counter[int] = Counter()
+    seen, candidates = RowMap(np.uint8), dict[int, Path]()  # row -> its part
+    made, lengths_made = _MADE[task]
+    for path in reversed(part_paths(parts_dir)):
+        with contextlib.suppress(DamagedPart):
+            rows = part_columns(path, ["row"]).column(0).to_numpy()
+            first = int(rows.min())
+            newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
+            seen.put(rows, 1)
+            lengths = part_columns(path, ["prompt_tokens", "error", lengths_made]).filter(newest)
+            fine = lengths.filter(lengths.column("error").is_null())
+            prompts.update(fine.column("prompt_tokens").to_pylist())
+            outputs.update(fine.column(lengths_made).combine_chunks().flatten().to_pylist())
+            candidates |= dict.fromkeys(rows[newest & (rows < _FROM_FIRST)].tolist(), path)
+    ordered = sorted(candidates)
+    chosen = {ordered[i * len(ordered) // SAMPLE_ROWS] for i in range(SAMPLE_ROWS)} if ordered else set()
+    results = _results({row: candidates[row] for row in chosen}, made)
+    texts = _prompts(source, results.keys())
+    sample = tuple(SampleRow(row, texts.get(row, ""), *results[row]) for row in sorted(results))
+    return FinishedRows(prompts, outputs, sample)
+
+
+def _results(parts: Mapping[int, Path], made: str) -> dict[int, tuple[str, str | None]]:
+    """(result, error) of rows, by the part that each is in."""
+    found: dict[int, tuple[str, str | None]] = {}
+    for path in set(parts.values()):
+        with contextlib.suppress(DamagedPart):
+            table = part_columns(path, ["row", "error", made])
+            numbers = table.column("row").to_numpy()
+            for i in np.flatnonzero(np.isin(numbers, [row for row, part in parts.items() if part == path])):
+                values = table.column(made)[int(i)].as_py() or []
+                shown = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
+                found[int(numbers[i])] = _cut("\n---\n".join(shown)), table.column("error")[int(i)].as_py()
+    return found
+
+
+def _prompts(source: RequestSource, rows: Set[int]) -> dict[int, str]:
+    """The prompts of rows, as text."""
+    found: dict[int, str] = {}
+    last = max(rows, default=-1)
+    for first, batch in source.dataset.batches(0):
+        if first > last:
+            break
+        for row, request in enumerate(source.requests_of(batch, first), first):
+            if row in rows:
+                found[row] = _cut(_shown(request))
+    return found
+
+
+def _shown(request: Request | ScoreRequest) -> str:
+    prompt = request.context if isinstance(request, ScoreRequest) else request.prompt
+    if isinstance(prompt, str):
+        return prompt
+    parts: list[Any] = list(prompt or ())
+    if parts and isinstance(parts[0], dict):
+        return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in parts)
+    return " ".join(map(str, parts))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + " …"

@@ -1,0 +1,90 @@
+"""Workers that share a job: how one of them opens its output, and the requests of the ranges that it claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.core.request import Request, ScoreRequest
+from batchgen.job.options import JobOptions, seconds
+from batchgen.job.source import RequestSource
+from batchgen.output.run_directory import Run, open_run
+from batchgen.share.run import SharedRun, open_shared_run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from batchgen.dataset import Dataset
+
+
+def open_output(
+    options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource
+) -> Run | SharedRun:
+    """Open a job's output, alone or as one of several workers. Raises BatchgenError."""
+    if options.share:
+        return open_shared_run(
+            output,
+            fingerprint,
+            rows=source.dataset.count_rows(),
+            lease_s=seconds(options.share_lease),
+            errors_file=source.is_openai,
+        )
+    return open_run(
+        output,
+        fingerprint,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        retry_failed=options.retry_failed,
+        errors_file=source.is_openai,
+    )
+
+
+def requests_left(
+    source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool]
+) -> Iterator[Request | ScoreRequest | None]:
+    """The requests of the rows that this process is to run; of a worker, None where it waits for others, or for its own rows.
+
+    Args:
+        source: The input.
+        state: The output.
+        ahead: Rows that a worker wants to have in hand.
+        should_stop: Whether a worker claims no more.
+    """
+    if isinstance(state, Run):
+        yield from source.requests(state.done_rows)
+        return
+    reader = _Reader(source.dataset)
+    for rows in state.claims(ahead, should_stop):
+        if rows is None:
+            yield None
+            continue
+        needed = set(rows)
+        for first, batch in reader.read(rows[0], rows[-1] + 1):
+            for offset, request in enumerate(source.requests_of(batch, first)):
+                if first + offset in needed:
+                    yield replace(request, row=first + offset)
+
+
+class _Reader:
+    """Ranges of rows of an input that is read once where they ascend, as most do."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._batches: Iterator[tuple[int, pa.RecordBatch]] = iter(())
+        self._current: tuple[int, pa.RecordBatch] | None = None
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(first row, batch) of rows start to stop - 1, in order."""
+        if self._current is None or start < self._current[0]:
+            self._batches = self._dataset.batches(start)
+            self._current = next(self._batches, None)
+        while self._current is not None and self._current[0] < stop:
+            first, batch = self._current
+            low, high = max(start, first), min(stop, first + batch.num_rows)
+            if low < high:
+                yield low, batch.slice(low - first, high - low)
+            if first + batch.num_rows > stop:
+                return
+            self._current = next(self._batches, None)

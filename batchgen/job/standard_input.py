@@ -1,0 +1,39 @@
+"""Standard input as an input: kept in a temporary file, as inputs are read more than once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from batchgen.core.errors import InputError
+
+STANDARD_INPUT = "-"
+_SUFFIXES = {"parquet": ".parquet", "csv": ".csv"}
+
+
+class StandardInput:
+    """All of standard input, in a file that is deleted with this value, or at the end of the process.
+
+    Attributes:
+        path: The file. Its name is the same every time: names are a part of what tells inputs apart.
+    """
+
+    def __init__(self, input_format: str | None) -> None:
+        """Read to its end. Raises InputError where nothing is piped in, or there is no space for it."""
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("--input - reads what is piped in, and nothing is: give a file, or a command before |")
+        folder = Path(tempfile.mkdtemp(prefix="batchgen-stdin-"))
+        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = folder / f"stdin{_SUFFIXES.get(input_format or '', '.jsonl')}"
+        try:
+            with self.path.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        except OSError as error:
+            raise InputError(f"standard input cannot be kept in {folder} ({error.strerror}): set TMPDIR") from error
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._delete()

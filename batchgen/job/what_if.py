@@ -1,0 +1,79 @@
+"""`--what-if`: the machine with some of its sizes or rates changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.units import parse_bytes
+from batchgen.job.planning import PlanRequest
+
+_SIZES = {"gpu-memory": "gpu_memory_bytes", "cpu-memory": "cpu_memory_bytes", "disk-memory": "disk_bytes"}
+_RATES = {
+    "h2d": "h2d_bytes_per_s",
+    "d2h": "d2h_bytes_per_s",
+    "disk-read": "disk_read_bytes_per_s",
+    "disk-write": "disk_write_bytes_per_s",
+    "dram": "dram_bytes_per_s",
+}
+_BUDGETS = {"gpu-memory": "gpu_memory", "cpu-memory": "cpu_memory", "disk-memory": "disk_memory"}
+
+
+def what_if(
+    hardware: HardwareProfile, request: PlanRequest, changes: Mapping[str, str]
+) -> tuple[HardwareProfile, PlanRequest]:
+    """The machine and the request with some sizes or rates changed.
+
+    A changed size is the machine's and the budget alike.
+
+    Args:
+        hardware: The machine as it is.
+        request: What is given of the plan.
+        changes: {"gpu-memory": "48GiB", "cpu-memory": "+64GiB", "disk-read": "7GB/s", "h2d": "x2"}.
+
+    Raises:
+        InputError: There is no such size or rate here, or a value is none of it.
+    """
+    for name, text in changes.items():
+        if name not in _SIZES | _RATES:
+            raise InputError(f"--what-if {name}: give one of {', '.join(_SIZES | _RATES)}, as in gpu-memory=48GiB")
+        field = (_SIZES | _RATES)[name]
+        if getattr(hardware, field) is None:
+            raise InputError(f"--what-if {name}: {hardware.name} has no GPU; --hardware gives a machine that has one")
+        changed = _change(name, text)
+        hardware_changes: dict[str, Any] = {field: changed(getattr(hardware, field))}
+        if name in _BUDGETS:
+            budget = getattr(request, _BUDGETS[name])
+            request_changes: dict[str, Any] = {_BUDGETS[name]: changed(budget or getattr(hardware, field))}
+            request = replace(request, **request_changes)
+        hardware = replace(hardware, **hardware_changes)
+    return hardware, request
+
+
+def _change(name: str, text: str) -> Callable[[float], float]:
+    """What turns a size in bytes, or a rate in bytes/s, into the new one. Raises InputError."""
+    if factor := re.fullmatch(r"x\s*([0-9]*\.?[0-9]+)", text):
+        times = float(factor[1])
+        if times <= 0:
+            raise InputError(f"--what-if {name}={text} must be above 0")
+        return lambda value: type(value)(value * times)
+    example = "25GB/s" if name in _RATES else "48GiB"
+    forms = f"give --what-if {name}={example}, {name}=+{example} or {name}=x2"
+    parts = re.fullmatch(r"(\+?)([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)(/s)?", text)
+    if parts is None:
+        raise InputError(f"{text!r} is not a {'rate' if name in _RATES else 'size'}: {forms}")
+    sign, number, unit, per_s = parts.groups()
+    if float(number) <= 0:
+        raise InputError(f"--what-if {name}={text} must be above 0")
+    if per_s and name in _SIZES:
+        raise InputError(f"--what-if {name}={text} is a rate, not a size: {forms}")
+    if not unit:
+        raise InputError(f"--what-if {name}={text} has no unit: {forms}")
+    if unit[0].isupper() and unit.endswith("b"):
+        raise InputError(f"--what-if {name}={text} is in bits, not bytes: {forms}")
+    count = parse_bytes(number + unit)
+    return (lambda value: value + count) if sign else (lambda value: count)

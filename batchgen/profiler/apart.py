@@ -1,0 +1,123 @@
+"""This machine's profile, measured in a process of its own.
+
+What measuring takes of the memory is gone afterwards, and it keeps to a budget that the job's process is a part of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.machine import available_memory_bytes, keep_within, resident_bytes
+from batchgen.profiler.cache import Wanted, load_or_measure, recall
+
+# The least that anything can be measured in, beside the process itself.
+_LEAST_BYTES = 64 << 20
+_COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from batchgen.profiler.apart import main; main()"
+
+
+def recall_or_measure(
+    wanted: Wanted,
+    *,
+    cache_dir: Path,
+    offload_dir: Path,
+    refresh: bool,
+    memory_bytes: int | None,
+    notify: Callable[[str], None],
+) -> HardwareProfile:
+    """Return this machine's profile, as `load_or_measure` does, which runs in another process if anything has to be measured.
+
+    Args:
+        wanted: the rates.
+        cache_dir: where profiles are kept.
+        offload_dir: the directory of the disk tier.
+        refresh: measure even what the cache has.
+        memory_bytes: what this process and the other one may have resident, together; None: what is free.
+        notify: told what is measured.
+
+    Raises:
+        InputError: as of `load_or_measure`.
+        BatchgenError: the process has ended without a result.
+    """
+    if not refresh:
+        kept = recall(wanted, cache_dir=cache_dir, offload_dir=offload_dir)
+        if kept is not None:
+            return kept
+    allowed = available_memory_bytes()
+    if memory_bytes is not None:
+        allowed = min(allowed, max(0, memory_bytes - resident_bytes()))
+    task = (wanted, cache_dir, offload_dir, refresh, allowed)
+    return _answer([sys.executable, "-c", _COMMAND, *(path or os.getcwd() for path in sys.path)], task, notify)
+
+
+def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> HardwareProfile:
+    """Runs the command of `main`, which ends with this process in any case."""
+    # A session of its own: Ctrl-C is this process's to handle.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None and process.stdout is not None
+    found = None
+    try:
+        pickle.dump(task, process.stdin)
+        process.stdin.flush()
+        for line in process.stdout:
+            kind, value = json.loads(line)
+            if kind == "note":
+                notify(value)
+            elif kind == "error":
+                raise InputError(value)
+            else:
+                found = HardwareProfile.from_json(value)
+    except BrokenPipeError:
+        pass  # it has ended, and its exit code is told below
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if found is None:
+        raise BatchgenError(
+            f"measuring this machine ended with code {process.returncode} and no result: run the command again with more"
+            " memory, or give --hardware a profile"
+        )
+    return found
+
+
+def main() -> None:
+    """Measure what standard input asks for; lines of JSON on standard output say what goes on, and the last one the result."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print
+
+    def say(kind: str, value: Any) -> None:
+        out.write(json.dumps([kind, value]) + "\n")
+        out.flush()
+
+    wanted, cache_dir, offload_dir, refresh, allowed = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch  # noqa: F401  (a part of what the process has anyway)
+
+    keep_within(max(allowed, resident_bytes() + _LEAST_BYTES))
+    try:
+        profile = load_or_measure(
+            wanted,
+            cache_dir=cache_dir,
+            offload_dir=offload_dir,
+            refresh=refresh,
+            notify=lambda line: say("note", line),
+        )
+        say("profile", profile.to_json())
+    except InputError as error:
+        say("error", str(error))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the other end of standard input is closed, as it is however that process ends."""
+    os.read(0, 1)
+    os._exit(1)

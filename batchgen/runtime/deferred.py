@@ -1,0 +1,77 @@
+"""What the Steps of class `deferred` do: queries to the CPU, its attention, and what comes of it back to the compute device.
+
+Queries and results lie in two tables in host memory, [slots, heads * head_dim], with a row for each sequence in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.ops import dispatch as ops
+from batchgen.runtime.memory.transfers import Link
+from batchgen.runtime.scheduling.sequence import LogitsRow
+
+
+@dataclass
+class CohortRows:
+    """Sequences at the same layer of a token (`steps.cohorts`).
+
+    rows: whose logits they will have. positions: int64, on the compute device. slots: int64, of each in the tables. kv_rows: where
+    new K and V go in the host's pool, flat. plans: by sliding window. hidden: [rows, hidden] on the compute device, as sending,
+    (q, k, v) on their way to the CPU, and attended, what came back.
+    """
+
+    rows: list[LogitsRow]
+    positions: Tensor
+    slots: Tensor
+    slots_on_device: Tensor
+    kv_rows: tuple[Tensor, Tensor]
+    plans: Mapping[int | None, ops.PreparedAttention]
+    hidden: Tensor | None = None
+    sending: tuple[Tensor, Tensor, Tensor] | None = None
+    attended: Tensor | None = None
+
+    def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Takes along what it needs while it is in no batch. qkv: queries, keys and values as they are stored."""
+        q, k, v = qkv
+        self.hidden = hidden.clone()
+        # Kept until compute has waited for the CPU, which has waited for the copies.
+        self.sending = q.flatten(1).contiguous(), k.contiguous(), v.contiguous()
+
+    def send(self, to_host: Link, pool: Tensor, queries: Tensor) -> None:
+        """New KV to the host's pool of the layer, queries to their table."""
+        q, k, v = self.sending
+        flat = pool.view(-1, pool.shape[-1])
+        for rows, new in zip(self.kv_rows, (k, v), strict=True):
+            to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
+        to_host.scatter(queries, self.slots_on_device, q)
+
+    def attend(
+        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, softcap: float
+    ) -> None:
+        """Attention on the CPU, from the table of queries to that of results."""
+        queries, attended = tables
+        q = queries[self.slots].view(len(self.slots), num_heads, -1)
+        attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], softcap=softcap)
+
+    def join(self, from_host: Link, attended: Tensor) -> None:
+        """Brings the results to the compute device."""
+        self.attended = self.hidden.new_empty(len(self.rows), attended.shape[1])
+        from_host.gather(self.attended, attended, self.slots_on_device)
+        self.sending = None
+
+
+def slices(start: int, cohorts: Iterable[CohortRows]) -> Iterator[slice]:
+    """The rows of each in a batch, from `start` on, one after the other."""
+    for cohort in cohorts:
+        yield slice(start, start + len(cohort.rows))
+        start += len(cohort.rows)
+
+
+def with_cohorts(own: Tensor, theirs: list[Tensor]) -> Tensor:
+    """A batch's own rows and those of cohorts that are with it."""
+    return torch.cat([own, *theirs]) if theirs else own

@@ -1,0 +1,58 @@
+"""Sequences of class `deferred` on their way through the layers: a layer in a sweep, while the CPU attends beside it (APEX section 3.3).
+
+A cohort begins a token together, in one micro-batch: embedding, norm and QKV of the first layer. Then the CPU attends, and the
+sweep goes on without it. In a later sweep it joins the first micro-batch where that comes to the same layer: output projection,
+MLP, norm and QKV of the next layer, with the batch's own rows in one product. Then the CPU attends again. After the last layer it
+has its logits with the batch. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# Sweeps that pass a cohort by because the CPU is not done with it; the next one waits.
+MOST_PASSED_BY = 8
+
+
+@dataclass
+class Cohort:
+    """Sequences that are at the same layer of a token.
+
+    number: of the cohort. batch: the micro-batch in which it began. layer, attention, sweep: the CPU attends for this layer, in
+    this Step, since this sweep.
+    """
+
+    number: int
+    batch: int
+    layer: int = 0
+    attention: int = -1
+    sweep: int = -1
+
+
+@dataclass
+class Cohorts:
+    """Those of one job.
+
+    waiting: for the CPU, or for a sweep to come to their layer; in the order in which they were sent. ended: those that had
+    their logits in the latest sweep.
+    """
+
+    waiting: list[Cohort] = field(default_factory=list)
+    ended: list[Cohort] = field(default_factory=list)
+
+    def take_due(self, layer: int, sweep: int, can_join: Callable[[Cohort], bool]) -> list[Cohort]:
+        """Those that join at this layer, which wait no more.
+
+        Args:
+            layer: At which the sweep is.
+            sweep: Its number; who was sent in the same one is not due.
+            can_join: Whether the CPU is done; where a cohort was passed by too often, nobody asks.
+        """
+        due = [
+            c
+            for c in self.waiting
+            if c.layer == layer and c.sweep < sweep and (sweep - c.sweep > MOST_PASSED_BY or can_join(c))
+        ]
+        self.waiting = [c for c in self.waiting if c not in due]
+        return due

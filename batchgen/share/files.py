@@ -1,0 +1,98 @@
+"""The few operations that sharing asks of a file system, and a directory that has them.
+
+No file locks and no clocks: names that only one of several creators gets are all that is needed. NFS, Lustre and Ceph have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from batchgen.core.errors import InputError
+
+FOLDERS = ("leases", "workers", "done", "parts")
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class Files(Protocol):
+    """Small files under names such as "leases/000003.0000". What one worker lists or reads may be older than what others wrote."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Make a file that is there with all of its content, or not at all; False where the name is taken."""
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Put a file at a name, whatever was there."""
+
+    def read(self, name: str) -> bytes | None:
+        """The content; None where there is no such file."""
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder, in order, without those that are still being written."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+
+class DirectoryFiles:
+    """`Files` in a directory, which may be on a network file system. All methods may raise OSError, as once it was removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def make(self) -> None:
+        """Make the directory and its folders."""
+        for folder in FOLDERS:
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """As `Files.create`, by a hard link. Raises InputError where the file system has none."""
+        temporary = self._written(name, content)
+        try:
+            os.link(temporary, self.path / name)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise InputError(
+                    f"--share needs hard links, which the file system of {self.path} does not have: give an --output elsewhere"
+                ) from error
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        return True
+
+    def replace(self, name: str, content: bytes) -> None:
+        """As `Files.replace`."""
+        os.replace(self._written(name, content), self.path / name)
+
+    def read(self, name: str) -> bytes | None:
+        """As `Files.read`."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """As `Files.names`."""
+        return sorted(name for name in os.listdir(self.path / folder) if not name.startswith("."))
+
+    def remove(self, name: str) -> None:
+        """As `Files.remove`."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def _written(self, name: str, content: bytes) -> Path:
+        """A file of a name of its own beside `name`."""
+        target = self.path / name
+        temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            temporary.write_bytes(content)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        return temporary

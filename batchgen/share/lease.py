@@ -1,0 +1,199 @@
+"""The lease protocol: one worker at a time has a range of rows, and only one result of a range counts.
+
+    leases/NAME.GENERATION   who has NAME, and which parts of earlier generations it goes on from; never changed
+    workers/WORKER           a counter that its worker raises; one that does not change for the lease time is dead
+    done/NAME                all rows of NAME are in parts, and in these; never changed, and the first one counts
+
+NAME is a range ("000017") or a phase ("open", "join"). The worker of the highest generation has the lease. It is taken over by
+creating the next generation, which only one worker can. Clocks of machines are never compared: each worker sees by its own monotonic
+clock how long a counter has stood still.
+
+Fencing: parts belong to a generation. A worker that was taken for dead and lives may write parts that nobody goes on from, and never
+another result: `done` names the parts that count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchgen.share.files import Files
+
+Parts = Mapping[int, int]  # generation: number of its parts that count, the first ones
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who has a name. adopted: parts of earlier generations that it goes on from."""
+
+    name: str
+    generation: int
+    worker: str
+    adopted: Parts = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        """Of this generation."""
+        return f"leases/{self.name}.{self.generation:04d}"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A range that is finished. parts: which ones have its rows, a row in several being that of the highest generation."""
+
+    parts: Parts
+    ok: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """What a worker says of itself, every few seconds.
+
+    Attributes:
+        counter: Raised each time.
+        process: Where it runs, "process 12 on node3".
+        ended: It will do nothing more: its leases are free.
+        phase: What it is at: "loading", "running", "waiting", "joining".
+        seconds: Since it began to run rows.
+        rows: It has saved in that time.
+        ranges: (ok, failed) rows in parts of the ranges that it has, by name.
+    """
+
+    counter: int
+    process: str
+    ended: bool = False
+    phase: str = "loading"
+    seconds: float = 0.0
+    rows: int = 0
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def write_worker(files: Files, worker: str, record: WorkerRecord) -> None:
+    """Say that a worker lives."""
+    files.replace(f"workers/{worker}", json.dumps(asdict(record)).encode())
+
+
+class Table:
+    """What a worker has seen of the common directory; leases and ends never change, so each is read once.
+
+    Attributes:
+        leases: The highest generation seen of each name.
+        done: By name.
+        workers: What each said last.
+        lease_s: A worker that gives no sign for so long is dead.
+    """
+
+    def __init__(self, files: Files, lease_s: float, now: Callable[[], float]) -> None:
+        self.leases: dict[str, Lease] = {}
+        self.done: dict[str, Done] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.lease_s = lease_s
+        self._files, self._now = files, now
+        self._seen: dict[str, tuple[int | None, float]] = {}  # worker: its counter, and since when it has been that
+
+    def refresh(self) -> None:
+        """Look again."""
+        done = {name: self.done.get(name) or read_done(self._files, name) for name in self._files.names("done")}
+        self.done = {name: one for name, one in done.items() if one is not None}
+        for file in self._files.names("leases"):
+            name, _, generation = file.partition(".")
+            known = self.leases.get(name)
+            if known is not None and known.generation >= int(generation):
+                continue
+            if (lease := read_lease(self._files, name, int(generation))) is not None:
+                self.leases[name] = lease
+        for worker in self._files.names("workers"):
+            content = self._files.read(f"workers/{worker}")
+            if content is not None:
+                self.workers[worker] = _worker_record(json.loads(content))
+        for worker in {*self.workers, *(lease.worker for lease in self.leases.values())}:
+            record = self.workers.get(worker)
+            counter = record.counter if record else None
+            if worker not in self._seen or self._seen[worker][0] != counter:
+                self._seen[worker] = counter, self._now()
+
+    def is_dead(self, worker: str) -> bool:
+        """Whether it said that it ended, or its counter has not changed for the lease time."""
+        record = self.workers.get(worker)
+        if record is not None and record.ended:
+            return True
+        seen = self._seen.get(worker)
+        return seen is not None and self._now() - seen[1] >= self.lease_s
+
+    @property
+    def alive(self) -> list[str]:
+        """Workers that are not dead."""
+        return [worker for worker in self.workers if not self.is_dead(worker)]
+
+    def is_free(self, name: str, me: str) -> bool:
+        """Whether `me`, who does not have it, may claim it."""
+        if name in self.done:
+            return False
+        lease = self.leases.get(name)
+        return lease is None or lease.worker == me or self.is_dead(lease.worker)
+
+
+def claim(files: Files, table: Table, name: str, me: str, count_parts: Callable[[int], int]) -> Lease | None:
+    """Try to get a name that is free.
+
+    Args:
+        table: Has just been refreshed.
+        count_parts: Of a generation, the parts that are there, from the first one on without a gap.
+
+    Returns:
+        The lease; None where another worker was faster.
+    """
+    held = table.leases.get(name)
+    generation = 0 if held is None else held.generation + 1
+    adopted = {g: n for g in range(generation) if (n := count_parts(g))}
+    lease = Lease(name, generation, me, adopted)
+    content = json.dumps({"worker": me, "adopted": adopted}).encode()
+    if not files.create(lease.file, content):
+        # A network file system may say so of a file that it has just made: the answer was lost and it asked again.
+        there = read_lease(files, name, generation)
+        if there is None or there.worker != me:
+            return None
+        lease = there
+    table.leases[name] = lease
+    return lease
+
+
+def is_held(files: Files, lease: Lease) -> bool:
+    """Whether nobody has taken it over, as far as this worker sees."""
+    return files.read(Lease(lease.name, lease.generation + 1, "").file) is None
+
+
+def finish(files: Files, lease: Lease, parts: int, ok: int, failed: int) -> bool:
+    """Say that all rows of a range are in parts, `parts` of them of this generation. False where it had been said before."""
+    done = Done({**lease.adopted, **({lease.generation: parts} if parts else {})}, ok, failed)
+    return files.create(f"done/{lease.name}", json.dumps(asdict(done)).encode())
+
+
+def read_done(files: Files, name: str) -> Done | None:
+    """Which parts of a range count; None where it is not finished."""
+    content = files.read(f"done/{name}")
+    if content is None:
+        return None
+    record = json.loads(content)
+    return Done(_parts(record["parts"]), record["ok"], record["failed"])
+
+
+def read_lease(files: Files, name: str, generation: int) -> Lease | None:
+    """A lease as it was created; None where it is not there."""
+    content = files.read(Lease(name, generation, "").file)
+    if content is None:
+        return None
+    record = json.loads(content)
+    return Lease(name, generation, record["worker"], _parts(record["adopted"]))
+
+
+def _parts(record: dict[str, int]) -> Parts:
+    return {int(generation): count for generation, count in record.items()}
+
+
+def _worker_record(record: dict[str, Any]) -> WorkerRecord:
+    ranges = {name: (ok, failed) for name, (ok, failed) in record.pop("ranges").items()}
+    return WorkerRecord(**record, ranges=ranges)

@@ -1,0 +1,94 @@
+"""Parts of a shared job: `parts/RANGE-GENERATION/part-NUMBER.parquet`, and how those that count become a plain run's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.output.parts import DamagedPart, part_number, part_paths, scan_part, set_aside, write_part
+from batchgen.share.lease import Parts
+
+
+class PartStore:
+    """Part files in a folder for each generation of a range. All methods may raise OSError.
+
+    origin: of the job, as of `write_part`.
+    """
+
+    def __init__(self, path: Path, origin: dict[str, Any]) -> None:
+        self._path, self._origin = path, origin
+
+    def count(self, name: str, generation: int) -> int:
+        """Intact parts, from the first one on without a gap."""
+        count = 0
+        with contextlib.suppress(DamagedPart, FileNotFoundError):
+            for path in self.paths(name, generation):
+                if part_number(path) != count:
+                    break
+                for _ in scan_part(path):
+                    pass
+                count += 1
+        return count
+
+    def rows(self, name: str, generation: int, count: int) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        """(rows, which of them failed) of the first parts."""
+        for path in self.paths(name, generation)[:count]:
+            for group in scan_part(path):
+                yield group.rows.tolist(), group.failed.tolist()
+
+    def write(self, name: str, generation: int, number: int, results: Mapping[int, Any]) -> int:
+        """Write a part, on stable storage on return; returns how many of its rows failed."""
+        folder = self._folder(name, generation)
+        folder.mkdir(exist_ok=True)
+        batch = write_part(folder, number, results, self._origin)
+        return batch.num_rows - batch.column("error").null_count
+
+    def paths(self, name: str, generation: int) -> list[Path]:
+        """The part files of a generation, oldest first. Raises FileNotFoundError where there are none."""
+        return part_paths(self._folder(name, generation))
+
+    def damaged(self, name: str, parts: Parts) -> bool:
+        """Whether a part that counts is damaged or gone; a damaged one is set aside."""
+        for generation, count in parts.items():
+            paths = self.paths(name, generation)[:count]
+            if len(paths) < count:
+                return True
+            for path in paths:
+                try:
+                    for _ in scan_part(path):
+                        pass
+                except DamagedPart:
+                    set_aside(path)
+                    return True
+        return False
+
+    def _folder(self, name: str, generation: int) -> Path:
+        return self._path / f"{name}-{generation:04d}"
+
+
+def link_parts(store: PartStore, done: Mapping[str, Parts], parts_dir: Path, first_number: int) -> None:
+    """Give the parts that count their numbers in `parts_dir`, from `first_number` on: of two with the same row the later one counts.
+
+    Raises OSError.
+    """
+    number = first_number
+    for name, parts in sorted(done.items()):
+        for generation, count in sorted(parts.items()):
+            for path in store.paths(name, generation)[:count]:
+                _link(path, parts_dir / f"part-{number:06d}.parquet")
+                number += 1
+    for path in part_paths(parts_dir):
+        if part_number(path) >= number:
+            path.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    if target.exists() and target.samefile(source):
+        return
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    os.link(source, temporary)
+    os.replace(temporary, target)

@@ -1,0 +1,425 @@
+"""One worker's hold on a shared output, with what a `Run` has: opening, parts, the join.
+
+Beside the files of a plain run, `out.parquet.batchgen/` has `share/` until the output is complete:
+
+    job.json        fingerprint, number of rows, lease time; made by the worker that opened the output, never changed
+    kernels.json    what rows are made with: what the first worker that runs rows has chosen
+    leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)
+
+The worker that joins gives the parts that count to a plain run, which makes the output, and `share/` goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.atomic_file import storage_error
+from batchgen.core.digest import json_sha256
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.kernel_choice import KernelChoice
+from batchgen.output.error_kinds import ErrorKind, error_kinds
+from batchgen.output.join import Dataset
+from batchgen.output.manifest import Manifest, describe_changes
+from batchgen.output.part_writer import PartWriter
+from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
+from batchgen.output.row_map import DoneRows
+from batchgen.output.run_directory import SHARE_FOLDER, Run, open_run, run_directory, target_path
+from batchgen.share.files import DirectoryFiles
+from batchgen.share.lease import Lease, is_held
+from batchgen.share.part_store import PartStore, link_parts
+from batchgen.share.ranges import row_ranges
+from batchgen.share.worker import TICKS_PER_LEASE, Worker
+
+_VERSION = 1
+_HURRY_S = 0.5  # how often rows are saved once no range is left to claim: others wait for these
+_LONGEST_POLL_S = 1.0
+
+
+class _LeaseLost(BatchgenError):
+    """Another worker has taken over what this one was at."""
+
+
+@dataclass(frozen=True)
+class SharedJob:
+    """What all workers of a job agree on.
+
+    Attributes:
+        fingerprint: All that decides the output.
+        rows: Of the job.
+        lease_s: A worker that gives no sign for so long is dead to the others.
+        first_part: Parts of smaller numbers are those of plain runs before.
+    """
+
+    fingerprint: dict[str, Any]
+    rows: int
+    lease_s: float
+    first_part: int
+
+    def to_json(self) -> bytes:
+        """As the file has it."""
+        return (json.dumps({"version": _VERSION, **vars(self)}, indent=1, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, content: bytes, path: Path) -> SharedJob:
+        """Raises InputError where another version wrote it."""
+        record = json.loads(content)
+        if record.pop("version") != _VERSION:
+            raise InputError(f"{path} is of another version of batchgen: use the same one for all workers")
+        return cls(**record)
+
+
+class Tally:
+    """How many rows of a job are done, by all workers: `ok`, `failed`, `len()`."""
+
+    def __init__(self) -> None:
+        self.ok = self.failed = 0
+
+    def __len__(self) -> int:
+        return self.ok + self.failed
+
+
+class SharedRun:
+    """One worker's hold on an output that it shares, from `open_shared_run` to `close`.
+
+    Attributes are those of `Run`; done_rows: counts of the rows that are done, by all workers, as far as this one has seen.
+    """
+
+    def __init__(self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict) -> None:
+        self.output_path = output_path
+        self.directory = directory = run_directory(output_path)
+        self.totals: dict[str, int] | None = None
+        self.done_rows = Tally()
+        self.rows_resumed = 0
+        self.notices: list[str] = []
+        self._files = DirectoryFiles(directory / SHARE_FOLDER)
+        self._open_plain, self._fingerprint = open_plain, fingerprint
+        origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
+        self._parts = PartStore(directory / SHARE_FOLDER / "parts", origin)
+        self._before = DoneRows()
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        self.worker = Worker(f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}", self._files, lease_s, process=process)
+        self._lease_s = lease_s
+        self._ended = threading.Event()
+        self._changed = threading.Event()
+        self._writer: SharedPartWriter | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the output is there and nothing is to be done."""
+        return self.totals is not None
+
+    def is_done(self, total_rows: int | None) -> bool:
+        """Whether all rows are saved, by whomever."""
+        return self.complete or self.worker.all_done
+
+    @property
+    def rows_of_others(self) -> int:
+        """Rows that the others have saved since this worker came."""
+        return max(0, len(self.done_rows) - self.rows_resumed - self.rows_here)
+
+    @property
+    def rows_here(self) -> int:
+        """Rows that this worker has saved."""
+        return self.worker.saved
+
+    @property
+    def kernels(self) -> KernelChoice | None:
+        """What all workers make rows with; None: nobody has begun."""
+        content = self._files.read("kernels.json")
+        return None if content is None else KernelChoice.from_json(json.loads(content))
+
+    def record_kernels(self, kernels: KernelChoice) -> None:
+        """Note what rows are made with, unless another worker has: then its choice stays. Raises BatchgenError."""
+        with self._storage("write"):
+            self._files.create("kernels.json", json.dumps(kernels.to_json()).encode())
+
+    def writer(self, *, flush_interval_s: float = 5.0) -> SharedPartWriter:
+        """A part writer for this worker's results."""
+        self._writer = SharedPartWriter(self, self.directory / "parts", self._before, flush_interval_s=flush_interval_s)
+        return self._writer
+
+    def save(self) -> int:
+        """Put all rows that the writer was given on stable storage, and leave; returns how many rows are done, by all workers."""
+        if self._writer is not None:
+            self._writer.stop()
+        self.close()
+        if not self.complete:
+            self._count()
+        return self.totals["rows"] if self.totals else len(self.done_rows)
+
+    def claims(self, ahead: int, should_stop: Callable[[], bool]) -> Iterator[list[int] | None]:
+        """The rows that this worker is to run, range by range, until all rows of the job are saved by whomever.
+
+        None before it waits for more, since ranges of others come free when these die.
+
+        Args:
+            ahead: Rows to have in hand.
+            should_stop: Ends it.
+
+        Raises:
+            BatchgenError: The disk failed.
+        """
+        self.worker.phase = "running"
+        ran_since = False
+        try:
+            while not should_stop() and not self._ended.is_set():
+                self._changed.clear()
+                rows = self.worker.claim_range(ahead)
+                if rows is not None:
+                    ran_since = True
+                    yield rows
+                    continue
+                if self.worker.all_done:
+                    return
+                if self._writer is not None and self.worker.all_claimed:
+                    self._writer.hurry()
+                if ran_since:
+                    yield None
+                ran_since = False
+                self._changed.wait(self._poll_s)
+        except OSError as error:
+            if not self.complete_elsewhere():
+                raise storage_error(error, f"work in {self._files.path}", len(self.done_rows)) from error
+
+    def finish(self, dataset: Dataset, **how: Any) -> dict[str, int]:
+        """Wait until all rows are done, and join them, or wait until another worker has; returns the output's totals.
+
+        `how` and errors as of `Run.finish`.
+        """
+        self.worker.phase = "waiting"
+        while not self.complete:
+            try:
+                if self.complete_elsewhere():
+                    break
+                lease = self.worker.claim_phase("join") if self.worker.all_done else None
+                if lease is not None:
+                    self.worker.phase = "joining"
+                    self.totals = self._join(lease, dataset, how)
+                    break
+                self._ended.wait(self._poll_s)
+            except (OSError, _LeaseLost) as error:
+                if self.complete_elsewhere():
+                    break
+                if isinstance(error, OSError):
+                    raise storage_error(error, f"work in {self._files.path}", len(self.done_rows)) from error
+        self.close()
+        assert self.totals is not None
+        return self.totals
+
+    def output_lens(self) -> list[int]:
+        """Of rows that are done; a worker does not look into the parts of others."""
+        return []
+
+    def error_kinds(self) -> list[ErrorKind]:
+        """As of `Run`."""
+        with contextlib.suppress(DamagedPart, OSError):
+            return error_kinds(self.directory / "parts")
+        return []
+
+    def close(self) -> None:
+        """Leave: what this worker has not finished, others take over at once."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._changed.set()
+            with contextlib.suppress(OSError):  # completed: the folder is gone
+                self.worker.end()
+
+    def __enter__(self) -> SharedRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def changed(self) -> None:
+        """A row is finished: it may be time for another range."""
+        self.worker.row_finished()
+        self._changed.set()
+
+    def open(self, rows: int) -> None:
+        """Open the output, or join those who have. Raises BatchgenError."""
+        with self._storage("open"):
+            self._files.make()
+            while (content := self._files.read("job.json")) is None:
+                self.worker.tick()
+                lease = self.worker.claim_phase("open")
+                if lease is not None and self._files.read("job.json") is None:
+                    self._open_first(rows)
+                    if self.complete:
+                        return
+                else:
+                    time.sleep(min(0.1, self._poll_s))
+            job = SharedJob.from_json(content, self._files.path / "job.json")
+            if changes := describe_changes(job.fingerprint, self._fingerprint):
+                raise InputError(
+                    f"{self.directory} is worked on with other settings: {changes}. "
+                    "Give all workers the same ones, or another --output"
+                )
+            self._take_part(job)
+
+    def give_up(self) -> None:
+        """Leave nothing behind of an output that was refused, unless others are at it."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.worker.table.refresh()
+            if self._files.read("job.json") is None and set(self.worker.table.workers) <= {self.worker.name}:
+                self._remove()
+
+    def _open_first(self, rows: int) -> None:
+        """As the first worker: what a plain run looks at and refuses, and then the file for the others."""
+        with self._open_plain() as plain:
+            self.notices += plain.notices
+            if plain.complete:
+                self.totals, self.rows_resumed = plain.totals, plain.rows_resumed
+                self._remove()
+                return
+            if plain.kernels is not None and plain.rows_resumed:
+                self.record_kernels(plain.kernels)
+            job = SharedJob(self._fingerprint, rows, self._lease_s, next_part_number(plain.parts_dir))
+        self._files.create("job.json", job.to_json())
+
+    def _take_part(self, job: SharedJob) -> None:
+        self._job = job
+        for path in part_paths(self.directory / "parts"):
+            if part_number(path) < job.first_part:
+                for group in scan_part(path):
+                    self._before.mark(group.rows, group.failed)
+        self.worker.work_on(row_ranges(job.rows), self._parts, self._before)
+        self.worker.table.lease_s = self._lease_s = job.lease_s
+        self.worker.tick()
+        self._count()
+        self.rows_resumed = len(self.done_rows)
+        threading.Thread(target=self._heartbeat, name="batchgen-share", daemon=True).start()
+
+    def _heartbeat(self) -> None:
+        while not self._ended.wait(self._lease_s / TICKS_PER_LEASE):
+            with contextlib.suppress(OSError):  # the part writer will tell of a disk that is full, or gone
+                self.worker.tick()
+            self._count()
+
+    def _count(self) -> None:
+        ok, failed = self.worker.counts()
+        self.done_rows.ok, self.done_rows.failed = ok + self._before.ok, failed + self._before.failed
+
+    def _join(self, lease: Lease, dataset: Dataset, how: dict[str, Any]) -> dict[str, int]:
+        """Give the parts that count to a plain run, which makes the output."""
+        done = {name: one.parts for name, one in self.worker.table.done.items()}
+        for name, parts in done.items():
+            if self._parts.damaged(name, parts):
+                self._files.remove(f"done/{name}")
+                raise BatchgenError(
+                    f"a part of rows {name} is damaged: run the same command again to compute its rows anew"
+                )
+
+        def check() -> None:
+            if not is_held(self._files, lease):
+                raise _LeaseLost("another worker joins the parts")
+
+        check()
+        link_parts(self._parts, done, self.directory / "parts", self._job.first_part)
+        with self._open_plain() as plain:
+            if plain.complete:
+                totals = plain.totals or {}
+            else:
+                if (kernels := self.kernels) is not None:
+                    plain.record_kernels(kernels)
+                totals = plain.finish(dataset, before_replacing=check, **how)
+        self.close()
+        self._remove()
+        return totals
+
+    def _remove(self) -> None:
+        """The folder goes at once: others find all of it or nothing."""
+        gone = self._files.path.with_name(f"{SHARE_FOLDER}.{uuid.uuid4().hex}.tmp")
+        with contextlib.suppress(OSError):
+            os.replace(self._files.path, gone)
+            shutil.rmtree(gone)
+
+    def complete_elsewhere(self) -> bool:
+        """Whether another worker has made the output."""
+        held = Manifest.read(self.directory / "manifest.json")
+        if held is None or held.state != "complete" or describe_changes(held.fingerprint, self._fingerprint):
+            return False
+        self.totals = held.totals
+        return True
+
+    @property
+    def _poll_s(self) -> float:
+        return min(_LONGEST_POLL_S, self._lease_s / TICKS_PER_LEASE)
+
+    @contextlib.contextmanager
+    def _storage(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, f"{action} {self._files.path}", len(self.done_rows)) from error
+
+
+class SharedPartWriter(PartWriter):
+    """A `PartWriter` whose parts are those of ranges."""
+
+    def __init__(self, run: SharedRun, parts_dir: Path, before: DoneRows, *, flush_interval_s: float) -> None:
+        self._run_shared = run
+        super().__init__(parts_dir, before, flush_interval_s=flush_interval_s)
+
+    def add(self, row: int, result: Result) -> None:
+        """As `PartWriter.add`."""
+        super().add(row, result)
+        self._run_shared.changed()
+
+    def hurry(self) -> None:
+        """From now on save at short intervals: others wait."""
+        if self._flush_interval_s > _HURRY_S:
+            self._flush_interval_s = _HURRY_S
+            self.flush_soon()
+
+    def _save(self, results: dict[int, Result]) -> None:
+        try:
+            self._run_shared.worker.save(results)
+        except OSError:
+            if not self._run_shared.complete_elsewhere():
+                raise
+
+
+def open_shared_run(
+    output_path: str | os.PathLike[str],
+    fingerprint: dict[str, Any],
+    *,
+    rows: int,
+    lease_s: float,
+    errors_file: bool = False,
+) -> SharedRun:
+    """Become one of the workers on an output.
+
+    Args:
+        output_path: Of all workers.
+        fingerprint: All that decides the output; that of the worker who opened it must be the same.
+        rows: Of the input.
+        lease_s: See `SharedJob`; that of the worker who opened it counts.
+        errors_file: As of `open_run`.
+
+    Raises:
+        BatchgenError: The output cannot be written, is something else's, or of workers with another fingerprint.
+    """
+    fingerprint = json.loads(json.dumps(fingerprint))
+
+    def open_plain() -> Run:
+        return open_run(output_path, fingerprint, errors_file=errors_file, shared=True)
+
+    run = SharedRun(target_path(Path(output_path)), lease_s, open_plain, fingerprint)
+    try:
+        run.open(rows)
+    except BaseException:
+        run.give_up()
+        raise
+    return run

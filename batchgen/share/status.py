@@ -1,0 +1,125 @@
+"""How far the job of an output is, and who works on it: `batchgen status`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import InputError
+from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.units import format_seconds
+from batchgen.output.manifest import Manifest
+from batchgen.output.parts import DamagedPart, part_number, part_paths, scan_part
+from batchgen.output.row_map import DoneRows
+from batchgen.output.run_directory import SHARE_FOLDER, run_directory, target_path
+from batchgen.share.files import DirectoryFiles
+from batchgen.share.lease import Table
+from batchgen.share.run import SharedJob
+from batchgen.share.worker import TICKS_PER_LEASE, saved_rows
+
+
+def output_status(output: str | Path, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+    """Look how far a job is, without disturbing it.
+
+    Args:
+        output: As `batchgen run --output` has it.
+        sleep: Waits for the workers' next signs of life.
+
+    Returns:
+        JSON values: state ("complete", "shared", "running" or "stopped"), rows_ok, rows_failed; of a shared job rows_left, seconds_left
+        (None: nobody knows) and workers, each with name, process, state ("loading", "running", "waiting", "joining", "silent" or "left"), rows and
+        rows_per_s.
+
+    Raises:
+        InputError: There is no job.
+    """
+    directory = run_directory(target_path(Path(output)))
+    held = Manifest.read(directory / "manifest.json")
+    if held is None:
+        raise InputError(f"{output} has no job: give the --output of a `batchgen run` that has begun")
+    if held.state == "complete" and held.totals:
+        return {"state": "complete", **{name: held.totals[name] for name in ("rows_ok", "rows_failed")}}
+    files = DirectoryFiles(directory / SHARE_FOLDER)
+    content = files.read("job.json")
+    if content is None:
+        return _plain(directory)
+    return _shared(files, SharedJob.from_json(content, files.path), directory, sleep)
+
+
+def describe_status(status: dict[str, Any]) -> list[str]:
+    """The same for a person."""
+    rows = f"{status['rows_ok']:,} rows ok, {status['rows_failed']:,} failed"
+    if status["state"] != "shared":
+        process = f" by {status['process']}" if status.get("process") else ""
+        return [f"{status['state']}{process}: {rows}"]
+    left = "" if status["seconds_left"] is None else f", {format_seconds(status['seconds_left'])}"
+    lines = [f"shared by {len(status['workers'])} workers: {rows}, {status['rows_left']:,} left{left}"]
+    for worker in status["workers"]:
+        rate = f", {worker['rows_per_s']:.2f} rows/s" if worker["rows_per_s"] else ""
+        ranges = f", {worker['ranges']} ranges in hand" if worker["ranges"] else ""
+        lines.append(
+            f"{worker['name']} ({worker['process']}): {worker['state']}, {worker['rows']:,} rows{rate}{ranges}"
+        )
+    return lines
+
+
+def _plain(directory: Path) -> dict[str, Any]:
+    done = _rows_of_parts(directory, None)
+    status = {"state": "stopped", "rows_ok": done.ok, "rows_failed": done.failed}
+    try:
+        os.close(lock_file(directory / "lock", shared=True))
+    except LockHeld as error:
+        status |= {"state": "running", "process": error.holder}
+    except OSError:
+        pass  # a file system without locks
+    return status
+
+
+def _shared(files: DirectoryFiles, job: SharedJob, directory: Path, sleep: Callable[[float], None]) -> dict[str, Any]:
+    table = Table(files, job.lease_s, time.monotonic)
+    table.refresh()
+    counters = {name: record.counter for name, record in table.workers.items()}
+    sleep(1.5 * job.lease_s / TICKS_PER_LEASE)
+    table.refresh()
+    workers = []
+    for name, record in table.workers.items():
+        alive = not record.ended and record.counter != counters.get(name)
+        in_hand = [
+            n for n, lease in table.leases.items() if lease.worker == name and n.isdigit() and n not in table.done
+        ]
+        workers.append({
+            "name": name,
+            "process": record.process,
+            "state": record.phase if alive else "left" if record.ended else "silent",
+            "rows": record.rows,
+            "rows_per_s": record.rows / record.seconds if alive and record.seconds else 0.0,
+            "ranges": len(in_hand),
+        })  # fmt: skip
+    before = _rows_of_parts(directory, job.first_part)
+    ok, failed = saved_rows(table, {})
+    left = job.rows - ok - failed - before.ok - before.failed
+    rate = sum(worker["rows_per_s"] for worker in workers)
+    return {
+        "state": "shared",
+        "rows_ok": ok + before.ok,
+        "rows_failed": failed + before.failed,
+        "rows_left": left,
+        "seconds_left": left / rate if rate else None,
+        "workers": workers,
+    }
+
+
+def _rows_of_parts(directory: Path, below: int | None) -> DoneRows:
+    """Rows in a plain run's parts, those of numbers below some one."""
+    done = DoneRows()
+    for path in part_paths(directory / "parts"):
+        if below is None or part_number(path) < below:
+            try:
+                for group in scan_part(path):
+                    done.mark(group.rows, group.failed)
+            except (DamagedPart, FileNotFoundError):  # the next run tells of it; or it is complete by now
+                continue
+    return done

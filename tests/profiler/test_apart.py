@@ -1,0 +1,150 @@
+"""Measuring in a process of its own: within its memory, gone with it, and as busy as the machine is."""
+
+import json
+import mmap
+import os
+import sys
+import textwrap
+
+import pytest
+
+from batchgen.core import machine
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.machine import CpuTime
+from batchgen.profiler import apart
+from batchgen.profiler.apart import recall_or_measure
+from batchgen.profiler.busy import why_busy
+from batchgen.profiler.cache import Wanted
+from batchgen.profiler.calibration import _SWEEPS, _kv_tokens, affordable_sweeps
+from batchgen.profiler.shipped import shipped_profile
+from batchgen.profiler.timing import Device, Effort
+from batchgen.profiler.transfer import first_touch_rate
+
+GIB = 1 << 30
+
+
+def answer(tmp_path, code, notify=lambda line: None, task=None):
+    """What the parent makes of a process that runs `code`, with `say(kind, value)`."""
+    script = tmp_path / "child.py"
+    said = "import json, sys, pickle, os\ndef say(kind, value): print(json.dumps([kind, value]), flush=True)\n"
+    script.write_text(said + textwrap.dedent(code))
+    return apart._answer([sys.executable, str(script)], task, notify)
+
+
+class TestProcess:
+    def test_notes_come_as_they_are_made_and_the_profile_last(self, tmp_path):
+        profile = shipped_profile("zen4")
+        notes = []
+        code = f"""
+            task = pickle.load(sys.stdin.buffer)
+            say("note", task)
+            say("note", str(os.getpid()))
+            say("profile", {profile.to_json()!r})
+        """
+        found = answer(tmp_path, code, notes.append, task="measure this")
+        assert isinstance(found, HardwareProfile) and found == HardwareProfile.from_json(
+            json.loads(json.dumps(profile.to_json()))
+        )
+        assert notes[0] == "measure this" and int(notes[1]) != os.getpid()
+
+    def test_what_is_refused_there_is_refused_here(self, tmp_path):
+        with pytest.raises(InputError, match="no such disk"):
+            answer(tmp_path, 'say("error", "no such disk")')
+
+    @pytest.mark.parametrize("code", ["os._exit(9)", 'say("note", "x"); os.kill(os.getpid(), 9)', ""])
+    def test_one_that_dies_is_told_in_a_line(self, tmp_path, code):
+        with pytest.raises(BatchgenError, match=r"no result.*--hardware"):
+            answer(tmp_path, code)
+
+    def test_an_interrupt_ends_it(self, tmp_path):
+        seen = []
+
+        def interrupted(line):
+            seen.append(int(line))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            answer(tmp_path, 'say("note", str(os.getpid())); sys.stdin.buffer.read()', interrupted)
+        with pytest.raises(ProcessLookupError):
+            os.kill(seen[0], 0)
+
+    def test_it_ends_with_its_parent(self, monkeypatch):
+        ended = []
+        read, write = os.pipe()
+        monkeypatch.setattr(apart.os, "read", lambda number, count, whole=os.read: whole(read, count))
+        monkeypatch.setattr(apart.os, "_exit", ended.append)
+        os.close(write)
+        apart._end_with_parent()
+        assert ended == [1]
+        os.close(read)
+
+    def test_its_memory_is_what_the_budget_leaves_beside_this_process(self, tmp_path, monkeypatch):
+        tasks = []
+        monkeypatch.setattr(apart, "_answer", lambda command, task, notify: tasks.append(task))
+        monkeypatch.setattr(apart, "resident_bytes", lambda: GIB)
+        monkeypatch.setattr(apart, "available_memory_bytes", lambda: 20 * GIB)
+        for budget in (None, 3 * GIB, GIB // 2):
+            recall_or_measure(
+                Wanted("cpu", ("float32",)), cache_dir=tmp_path, offload_dir=tmp_path, refresh=False, memory_bytes=budget,
+                notify=lambda line: None,
+            )  # fmt: skip
+        assert [task[-1] for task in tasks] == [20 * GIB, 2 * GIB, 0]
+
+
+class TestMemory:
+    @pytest.fixture
+    def within(self, monkeypatch):
+        """within(bytes): what this process may have more than it has now."""
+        monkeypatch.setattr(machine, "_most_resident_bytes", None)
+        monkeypatch.setattr(machine, "resident_bytes", lambda: GIB)
+        return lambda more: machine.keep_within(GIB + more)
+
+    def test_operands_are_a_part_of_what_is_allowed(self, within):
+        for more in (1 << 20, 64 << 20, 512 << 20):
+            within(more)
+            assert machine.available_memory_bytes() <= more
+            assert Device("cpu").pool_bytes(Effort()) <= more // 8
+
+    def test_fresh_memory_is_a_part_of_it_too(self, within, monkeypatch):
+        sizes = []
+        whole = mmap.mmap
+        monkeypatch.setattr(
+            "batchgen.profiler.transfer.mmap.mmap", lambda *a, **k: sizes.append(a[1]) or whole(*a, **k)
+        )
+        within(8 << 20)
+        assert first_touch_rate(Effort()) > 0
+        assert sizes == [2 << 20]
+
+    @pytest.mark.parametrize("memory_bytes", [8 * GIB, GIB, 100 << 20, 1 << 20])
+    def test_whole_sweeps_have_the_layers_and_kv_that_fit(self, memory_bytes):
+        layer_bytes, token_bytes = 14 << 20, 1536
+        layers, sweeps = affordable_sweeps(list(_SWEEPS), 30, layer_bytes, token_bytes, memory_bytes)
+        most = layers * (layer_bytes + max(map(_kv_tokens, sweeps)) * token_bytes)
+        assert 1 <= layers <= 30 and sweeps
+        assert most <= memory_bytes or (layers == 1 and len(sweeps) == 1)
+        assert (layers, len(sweeps)) == (30, len(_SWEEPS)) if memory_bytes == 8 * GIB else len(sweeps) <= len(_SWEEPS)
+
+
+class TestBusy:
+    def after(self, **spent):
+        """On two cores, ten seconds later."""
+        before = CpuTime(100.0, 30.0, 1.0)
+        return before, CpuTime(120.0, 30.0 + spent.get("others", 0.0), 1.0 + spent.get("stolen", 0.0))
+
+    def test_a_machine_that_is_left_alone(self):
+        assert why_busy(*self.after(others=1.0, stolen=0.4), spread=1.1) is None
+        assert why_busy(None, None, 1.1) is None
+        assert why_busy(CpuTime(1.0, 0.0, 0.0), CpuTime(1.0, 0.0, 0.0), 1.1) is None
+
+    def test_others_their_host_and_times_that_differ_each_tell(self):
+        assert "other processes took 50%" in why_busy(*self.after(others=10.0), spread=1.1)
+        assert "the host took 10%" in why_busy(*self.after(stolen=2.0), spread=1.1)
+        assert "2.5 times" in why_busy(*self.after(), spread=2.5)
+        assert "2.5 times" in why_busy(None, None, 2.5)
+
+    @pytest.mark.skipif(CpuTime.now() is None, reason="the kernel does not count")
+    def test_own_work_is_not_that_of_others(self):
+        before = CpuTime.now()
+        assert 0 <= before.stolen_s <= before.total_s
+        assert before.others_s <= before.total_s

@@ -1,0 +1,106 @@
+"""`batchgen.ray.Generate`, without Ray."""
+
+import asyncio
+import pickle
+from concurrent.futures import Future
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import run
+from batchgen.core.errors import InputError
+from batchgen.core.request import Completion, Request, Sample
+from batchgen.ray import Generate
+from batchgen.ray.generate import share_of
+from batchgen.ray.job import ids_done, without_ids, write_part
+from batchgen.ray.stream import EngineStream
+
+
+class FakeEngine:
+    """Answers the last of what it has first, when it is told that there may be no more for a while."""
+
+    closed = False
+
+    def generate(self, requests):
+        held = []
+        for request in requests:
+            if request is None:
+                yield from [self.answer(r) for r in reversed(held)]
+                held = []
+            else:
+                held.append(request)
+
+    def answer(self, request):
+        if request.prompt == "break":
+            raise ValueError("broken")
+        sample = Sample(request.prompt, (1, 2), "stop")
+        return Completion(0, request.id, 3, (sample,), row=request.row)
+
+    def close(self):
+        self.closed = True
+
+
+def texts(future: Future):
+    return [completion.text for completion in future.result(20)]
+
+
+def test_batches_that_overlap_get_their_own_rows_in_order():
+    engine = FakeEngine()
+    stream = EngineStream(engine)
+    futures = [stream.submit([Request(f"{batch}{i}") for i in range(batch)]) for batch in range(5)]
+    assert [texts(future) for future in futures] == [[f"{b}{i}" for i in range(b)] for b in range(5)]
+    stream.close()
+    assert engine.closed
+    with pytest.raises(ValueError, match="closed"):
+        stream.submit([Request("late")]).result(20)
+
+
+def test_what_the_engine_raises_comes_to_all_who_wait():
+    stream = EngineStream(FakeEngine())
+    future = stream.submit([Request("fine"), Request("break")])
+    for late in (future, stream.submit([Request("late")])):
+        with pytest.raises(ValueError, match="broken"):
+            late.result(20)
+
+
+def test_an_actor_takes_its_share_of_the_machine():
+    assert share_of({"CPU": 4.0}, 16, 64 << 30) == (4, 16 << 30)
+    assert share_of({"CPU": 4.0, "memory": 8 << 30}, 16, 64 << 30) == (4, 8 << 30)
+    assert share_of({"CPU": 0.5}, 16, 64 << 30) == (1, 2 << 30)
+    assert share_of({}, 1, 100) == (1, 100)
+
+
+def test_options_that_mean_nothing():
+    with pytest.raises(TypeError, match="no option 'prompt_colum'"):
+        Generate("demo", prompt_colum="x")
+    with pytest.raises(InputError, match="give an id_column"):
+        Generate("demo", temperature=1.0)
+
+
+def test_parts_and_the_rows_that_are_left(tmp_path):
+    assert len(ids_done(tmp_path, "id")) == 0
+    table = pa.table({"id": ["a", "b", "c"]})
+    for _ in range(2):  # Ray may run a task again
+        assert write_part(table.slice(0, 2), str(tmp_path), "id").to_pylist() == [{"rows": 2}]
+    assert ids_done(tmp_path, "id").to_pylist() == ["a", "b"]
+    assert without_ids(table, ids_done(tmp_path, "id"), "id").to_pylist() == [{"id": "c"}]
+    assert write_part(table.slice(0, 0), str(tmp_path), "id").to_pylist() == [{"rows": 0}]
+
+
+def test_rows_are_those_of_a_job(tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    table = pa.table({"prompt": [None if i == 5 else "quay " * (i + 1) for i in range(12)], "i": range(12)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 4, "max_tokens": 5}
+    run(path, tmp_path / "in.parquet", tmp_path / "out.parquet", offload_dir=tmp_path, **options)
+    generate = pickle.loads(pickle.dumps(Generate(path, **options)))
+
+    async def both():
+        return await asyncio.gather(*(generate(table.slice(i, 4)) for i in (0, 4, 8)), generate(table.slice(0, 0)))
+
+    try:
+        batches = asyncio.run(both())
+    finally:
+        generate.close()
+    assert pa.concat_tables(batches).equals(pq.read_table(tmp_path / "out.parquet").replace_schema_metadata(None))

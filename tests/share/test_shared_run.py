@@ -1,0 +1,195 @@
+"""Workers on one output, with real files."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from fake_rows import FakeDataset, expected_rows, result_of
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.kernel_choice import KernelChoice
+from batchgen.output.run_directory import check_output, open_run
+from batchgen.share.files import DirectoryFiles
+from batchgen.share.ranges import may_claim, row_ranges
+from batchgen.share.run import open_shared_run
+
+ROWS = 300
+
+
+def fails(row):
+    return result_of(row, fail_every=13)
+
+
+def share(output, **more):
+    return open_shared_run(output, {"job": "shared"}, rows=ROWS, **{"lease_s": 60.0, **more})
+
+
+def add(run, rows):
+    with run.writer(flush_interval_s=0.01) as writer:
+        for row in rows:
+            writer.add(row, fails(row))
+
+
+def work(run, dataset):
+    """All that a worker does."""
+    with run, run.writer(flush_interval_s=0.01) as writer:
+        for rows in run.claims(40, lambda: False):
+            for row in rows or ():
+                writer.add(row, fails(row))
+        writer.close()
+        run.finish(dataset)
+
+
+def check(output, rows=ROWS):
+    table = pq.read_table(output)
+    assert table.to_pylist() == expected_rows(FakeDataset(rows), fails)
+    assert not list(Path(f"{output}.batchgen").glob("share*"))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 512, 513, 100_000])
+def test_ranges_cover_all_rows_the_larger_ones_first(rows):
+    ranges = row_ranges(rows)
+    assert [row for r in ranges for row in r] == list(range(rows))
+    sizes = [len(r) for r in ranges]
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True) and len(ranges) < 400
+
+
+def test_a_worker_takes_no_more_than_its_share_of_what_is_left():
+    assert may_claim(outstanding=0, unclaimed=10, workers=50, ahead=320)
+    assert may_claim(outstanding=100, unclaimed=1000, workers=2, ahead=320)
+    assert not may_claim(outstanding=320, unclaimed=1000, workers=2, ahead=320)
+    assert not may_claim(outstanding=200, unclaimed=100, workers=2, ahead=320)
+
+
+def test_of_several_creators_one_gets_the_name(tmp_path):
+    files = DirectoryFiles(tmp_path)
+    files.make()
+    assert files.create("leases/a", b"first") and not files.create("leases/a", b"second")
+    assert files.read("leases/a") == b"first" and files.names("leases") == ["a"]
+    assert files.read("leases/b") is None
+
+
+def test_workers_in_threads_make_the_file_of_one(tmp_path):
+    output, dataset = tmp_path / "out.parquet", FakeDataset(ROWS)
+    runs = [share(output, lease_s=2.4) for _ in range(3)]
+    threads = [threading.Thread(target=work, args=(run, dataset)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(output)
+    assert sum(run.rows_here for run in runs) == ROWS
+    assert [run.totals["rows_failed"] for run in runs] == [ROWS // 13] * 3
+    with share(output) as late:
+        assert late.complete and late.rows_resumed == 0
+    with open_run(output, {"job": "shared"}) as plain:
+        assert plain.complete
+
+
+def test_a_worker_that_leaves_gives_its_rows_to_the_others_at_once(tmp_path):
+    output = tmp_path / "out.parquet"
+    with share(output) as first:
+        rows = next(first.claims(40, lambda: False))
+        add(first, rows[:3])
+    second = share(output)
+    assert second.rows_resumed == 3
+    work(second, FakeDataset(ROWS))
+    assert second.rows_here == ROWS - 3
+    check(output)
+
+
+def test_rows_of_a_plain_run_are_kept_and_a_plain_run_keeps_out(tmp_path):
+    output = tmp_path / "out.parquet"
+    with open_run(output, {"job": "shared"}) as plain:
+        add(plain, range(50))
+        with pytest.raises(BatchgenError, match="another batchgen is writing"):
+            check_output(output, shared=True)
+    with share(output) as run:
+        for refused in (lambda: check_output(output), lambda: open_run(output, {"job": "shared"})):
+            with pytest.raises(InputError, match="add --share to this command"):
+                refused()
+        check_output(output, shared=True)
+        work(run, FakeDataset(ROWS))
+        assert run.rows_resumed == 50 and run.rows_here == ROWS - 50
+    check(output)
+
+
+def test_another_job_is_refused_and_leaves_nothing(tmp_path):
+    output = tmp_path / "out.parquet"
+    with (
+        share(output),
+        pytest.raises(InputError, match=r'worked on with other settings: job was "shared", now "other"'),
+    ):
+        open_shared_run(output, {"job": "other"}, rows=ROWS, lease_s=60.0)
+    other = tmp_path / "other.parquet"
+    with open_run(other, {"job": "plain"}) as plain:
+        add(plain, range(5))
+    with pytest.raises(InputError, match="5 rows made with other settings"):
+        share(other)
+    with open_run(other, {"job": "plain"}) as plain:
+        assert plain.rows_resumed == 5
+
+
+def test_a_damaged_part_costs_its_range_alone(tmp_path):
+    output = tmp_path / "out.parquet"
+    run = share(output)
+    with run.writer(flush_interval_s=0.01) as writer:
+        for claimed in run.claims(40, lambda: False):
+            for row in claimed or ():
+                writer.add(row, fails(row))
+    part = sorted(Path(f"{output}.batchgen/share/parts").rglob("part-*"))[0]
+    part.write_bytes(b"PAR1" + b"?" * 40)
+    with pytest.raises(BatchgenError, match="is damaged: run the same command again"):
+        run.finish(FakeDataset(ROWS))
+    run.close()
+    again = share(output)
+    assert 0 < ROWS - again.rows_resumed <= 16
+    work(again, FakeDataset(ROWS))
+    check(output)
+
+
+def test_kernels_are_those_of_the_first_worker(tmp_path):
+    with share(tmp_path / "out.parquet") as first, share(tmp_path / "out.parquet") as second:
+        assert first.kernels is None
+        first.record_kernels(KernelChoice(default="avx2"))
+        second.record_kernels(KernelChoice(default="scalar"))
+        assert first.kernels == second.kernels == KernelChoice(default="avx2")
+
+
+def test_killed_and_suspended_workers(tmp_path):
+    """Workers are killed, and suspended for longer than the lease, at random moments; late ones come instead."""
+    output, rng = tmp_path / "out.parquet", random.Random(0)
+    lease_s, rows = 0.6, 300
+    count = 0
+
+    def start():
+        nonlocal count
+        count += 1
+        script = Path(__file__).parents[1] / "support" / "shared_worker.py"
+        arguments = [output, rows, count, 0.01, lease_s]
+        return subprocess.Popen([sys.executable, script, *map(str, arguments)], stdout=subprocess.DEVNULL)
+
+    workers = [start() for _ in range(2)]
+    for signum in (signal.SIGKILL, signal.SIGSTOP):
+        folder = Path(f"{output}.batchgen/share/parts")
+        before = len(list(folder.glob("*/*.parquet"))) if folder.exists() else 0
+        while folder.exists() and len(list(folder.glob("*/*.parquet"))) < before + 4:
+            time.sleep(0.01)
+        victim = rng.choice(workers)
+        if signum == signal.SIGKILL:
+            victim.kill()
+            workers.remove(victim)
+        else:
+            os.kill(victim.pid, signal.SIGSTOP)
+            threading.Timer(2 * lease_s, os.kill, (victim.pid, signal.SIGCONT)).start()
+        workers.append(start())
+    for worker in workers:
+        assert worker.wait(300) == 0
+    check(output, rows)
