@@ -174,8 +174,7 @@ def clear_tokens(sample):
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, stores):
     path, prompts, wanted = expected(model)
-    turn = list(MODELS).index(model) % 2
-    for admission, num_batches in quick_or(schedules(model, tier)[turn:][:1], schedules(model, tier)):
+    for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, kv_format, admission, num_batches)
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
         assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
@@ -204,9 +203,9 @@ def test_tokens_of_codes_equal_those_of_torch(model, tier, formats, expected_of_
 
 
 def schedules(model, tier):
-    """Both admissions; of numbers of micro-batches all, or one each that differs from the neighbours' in the table."""
+    """Admissions and numbers of micro-batches: all, or one that differs from the neighbours' in the table."""
     turn = list(MODELS).index(model) + list(TIERS).index(tier)
-    quick = [(admission, NUM_BATCHES[(turn + 2 * i) % len(NUM_BATCHES)]) for i, admission in enumerate(ADMISSIONS)]
+    quick = [(ADMISSIONS[turn % len(ADMISSIONS)], NUM_BATCHES[turn // 2 % len(NUM_BATCHES)])]
     return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
 
 
@@ -219,7 +218,7 @@ def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypa
     path, prompts, wanted = expected(model)
     monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
     turn = list(MODELS).index(model)
-    admission, num_batches = schedules(model, tier)[turn % 2]
+    admission, num_batches = schedules(model, tier)[0]
     policy = policy_of(path, tier, DTYPE, admission, num_batches)
     device = FakeDevice(*ORDERS[(turn + 3 * num_batches) % len(ORDERS)], warm=FIRST_USES)
     parts = run_on(make_parts(path, EMULATED, policy, stores, longest_tokens=80), device, monkeypatch)
@@ -228,9 +227,12 @@ def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypa
 
 
 def test_every_schedule_has_its_turn():
-    for column in [[(m, t) for m in MODELS] for t in TIERS] + [[(m, t) for t in TIERS] for m in MODELS]:
-        done = {schedule for cell in column for schedule in schedules(*cell)}
-        assert len(done) == len(ADMISSIONS) * len(NUM_BATCHES)
+    """On every tier all of them, with every model each admission and each number of micro-batches."""
+    for tier in TIERS:
+        assert len({schedule for m in MODELS for schedule in schedules(m, tier)}) == len(ADMISSIONS) * len(NUM_BATCHES)
+    for model in MODELS:
+        done = [schedule for tier in TIERS for schedule in schedules(model, tier)]
+        assert [len(set(found)) for found in zip(*done, strict=True)] == [len(ADMISSIONS), len(NUM_BATCHES)]
 
 
 def test_the_table_has_every_family_and_tier(expected, stores):
