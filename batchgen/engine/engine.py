@@ -92,10 +92,10 @@ class _Call:
     handler: RequestHandler
     scheduler: Scheduler
     source: Prefetch
-    drop: Callable[[Cohorts], None]
     adaptation: Adaptation | None = None
     under_way: deque[_Sweep] = field(default_factory=deque)
     cohorts: Cohorts = field(default_factory=Cohorts)
+    drop: Callable[[Cohorts], None] = lambda cohorts: None
 
     @property
     def has_work(self) -> bool:
@@ -338,7 +338,7 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        call = _Call(handler, scheduler, source, self.parts.executor.drop, adaptation)
+        call = _Call(handler, scheduler, source, adaptation, drop=self.parts.executor.drop)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
