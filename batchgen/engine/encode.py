@@ -15,7 +15,7 @@ from batchgen.core.request import Request, ScoreRequest
 if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
 
-_CHUNK = 64  # requests tokenized together
+ENCODE_CHUNK = 64  # requests tokenized together
 R = TypeVar("R")
 Texts = Mapping[tuple[str, bool], list[int]]  # (text, whether special tokens are added) -> its tokens
 
@@ -32,7 +32,7 @@ def chunks(requests: Iterable[R | None]) -> Iterator[list[tuple[int, R]]]:
         if request is not None:
             chunk.append((number, request))
             number += 1
-        if chunk and (request is None or len(chunk) == _CHUNK):
+        if chunk and (request is None or len(chunk) == ENCODE_CHUNK):
             yield chunk
             chunk = []
     if chunk:

@@ -16,8 +16,8 @@ from tiered import CPU, make_parts, make_policy
 from tiny_models import MODELS
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
+from batchgen.engine.encode import ENCODE_CHUNK
 from batchgen.engine.engine import Engine, _Call, _Sweep
-from batchgen.engine.generation import ENCODE_CHUNK
 from batchgen.runtime.sampler import Sampled
 from batchgen.runtime.token_table import TokenTable
 

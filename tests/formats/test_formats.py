@@ -58,6 +58,11 @@ WRITERS = {
     "hf_datasets.py": "map_function",
     "profiler/cache.py": "hardware_profile",
     "profiler/overheads.py": "a temporary model",
+    "ray/generate.py": "a copy of an actor, which has its options alone",
+    "ray/job.py": "outputs: Parquet",
+    "share/files.py": "for the others",
+    "share/part_store.py": "run_directory",
+    "share/run.py": "what workers of one version agree on while a job runs",
     "runtime/steps/trace.py": "a timeline, for a browser",
 }
 WRITES = re.compile(

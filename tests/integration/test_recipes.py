@@ -227,7 +227,7 @@ def test_the_command_itself(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, run_recipes, tmp_path):
-    rows = quick_or(64, 192)
+    rows = quick_or(64, 100)  # each with a prompt of its own
     slow = [
         *tiny,
         "--ignore-eos",
@@ -239,10 +239,10 @@ def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, run_r
         "0.05s",
     ]
     slow += ["--limit", str(rows)]
-    assert run_recipes("error_detection", "--output-dir", tmp_path / "whole", *slow)[0] == 0
-    job = ["error_detection", "--output-dir", str(tmp_path / "killed"), *slow]
+    assert run_recipes("imputation", "--output-dir", tmp_path / "whole", *slow)[0] == 0
+    job = ["imputation", "--output-dir", str(tmp_path / "killed"), *slow]
     process = start_in_process(recipe, [job, str(tmp_path)], tmp_path / "log")
-    parts = tmp_path / "killed" / "error_detection.parquet.batchgen" / "parts"
+    parts = tmp_path / "killed" / "imputation.parquet.batchgen" / "parts"
     while len(list(parts.glob("part-*.parquet"))) < 3:
         assert process.is_alive(), "done before it was killed"
         time.sleep(0.005)
@@ -253,12 +253,12 @@ def test_killed_in_the_middle_a_recipe_computes_only_what_is_missing(tiny, run_r
     kept = sum(pc.sum(pc.list_flatten(part["generated_tokens"])).as_py() for part in saved)
     code, printed = run_recipes(*job)
     assert code == 0, printed
-    report = json.loads((tmp_path / "killed" / "error_detection.report.json").read_text())
+    report = json.loads((tmp_path / "killed" / "imputation.report.json").read_text())
     assert report["rows_resumed"] == safe and 0 < safe < report["rows_ok"] == rows
     # Tokens of this run are those of the rows that were missing, and of no other.
-    table = pq.read_table(tmp_path / "killed" / "error_detection.parquet")
+    table = pq.read_table(tmp_path / "killed" / "imputation.parquet")
     assert kept + report["generated_tokens"] == pc.sum(table["generated_tokens"]).as_py()
-    assert table.equals(pq.read_table(tmp_path / "whole" / "error_detection.parquet"))
+    assert table.equals(pq.read_table(tmp_path / "whole" / "imputation.parquet"))
     assert len(parsed(printed)) == 1
 
 
