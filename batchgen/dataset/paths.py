@@ -32,9 +32,9 @@ class InputPaths:
         """Of an input as `open_dataset` takes it. An input that is not on disk, or not there, has none."""
         if not isinstance(source, (str, os.PathLike)):
             return cls(tuple(files_behind(source)))
-        if is_url(source):
+        name = os.path.expanduser(os.fspath(source)).removeprefix("file://")
+        if is_url(name):
             return cls()
-        name = os.path.expanduser(os.fspath(source))
         if os.path.isdir(name):
             return cls(folder=name)
         if os.path.isfile(name):

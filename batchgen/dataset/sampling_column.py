@@ -37,7 +37,7 @@ class SamplingColumn:
             return self.job
         if not isinstance(value, dict):
             raise RowError(f"column {self.name!r} is not an object of sampling parameters")
-        own = {name: item for name, item in value.items() if item is not None}
+        own = {name: _without_nulls(item) for name, item in value.items() if item is not None}
         unknown = sorted(set(own) - set(SamplingParams.names()))
         if unknown:
             raise RowError(f"column {self.name!r}: {unknown[0]!r} is no sampling parameter")
@@ -53,6 +53,11 @@ class SamplingColumn:
         if sampling.logprobs is not None and self.job.logprobs is None:
             raise RowError(f"column {self.name!r}: logprobs are given, but not to the job: give it --logprobs as well")
         return sampling
+
+
+def _without_nulls(value: Any) -> Any:
+    """Structs have the fields of all rows, nulls where a row has none."""
+    return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def compile_sampling_column(name: str, schema: pa.Schema, job: SamplingParams) -> SamplingColumn:

@@ -6,7 +6,9 @@ Once the output is whole it is copied to where it is to go.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
+import os
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import BatchgenError, InputError, one_line
+from batchgen.dataset.paths import InputPaths
 from batchgen.dataset.storage import file_system, is_url
 from batchgen.job.options import JobOptions
 from batchgen.models.files import cache_dir
@@ -50,6 +53,8 @@ class Destination:
             return
         path = self._local_path()
         system, inner = file_system(self.name)
+        if self._is_read(inner, options.input):
+            raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
         try:
             there = bool(system.exists(inner))
         except Exception as error:  # each file system has errors of its own
@@ -61,16 +66,19 @@ class Destination:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def put(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
-        """Copy a whole output there, and its file of errors.
+    def names(self, output: Path, *, errors_file: bool) -> dict[str, Any]:
+        """What a report calls the output and its file of errors."""
+        folder, _, _ = self.name.rpartition("/")
+        errors_name = f"{folder}/{errors_path(output).name}" if errors_file and not self.is_stdout else None
+        return {"output": self.name, "errors_output": errors_name}
 
-        Returns:
-            What a report calls them.
+    def put(self, output: Path, *, errors_file: bool) -> None:
+        """Copy a whole output there, and its file of errors.
 
         Raises:
             BatchgenError: It cannot be written; the same command tries again.
         """
-        errors_name = None
+        errors_name = self.names(output, errors_file=errors_file)["errors_output"]
         try:
             if self.is_stdout:
                 for path in (output, errors_path(output)) if errors_file else (output,):
@@ -80,16 +88,23 @@ class Destination:
             else:
                 system, inner = file_system(self.name)
                 system.put_file(str(output), inner)
-                if errors_file:
-                    folder, _, _ = self.name.rpartition("/")
-                    errors_name = f"{folder}/{errors_path(output).name}"
+                if errors_name is not None:
                     system.put_file(str(errors_path(output)), file_system(errors_name)[1])
         except Exception as error:  # each file system has errors of its own
             where = "standard output" if self.is_stdout else self.name
+            if isinstance(error, BrokenPipeError):  # or the interpreter would try again as it ends, and exit with 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise BatchgenError(
                 f"cannot write {where} ({_reason(error)}): all rows are kept, the same command tries again"
             ) from error
-        return {"output": self.name, "errors_output": errors_name}
+
+    def _is_read(self, inner: str, given: object) -> bool:
+        """Whether the output would be a part of the input. inner: its path in its file system."""
+        if not is_url(given):
+            return self.name.startswith("file://") and InputPaths.of(given).includes(inner) is not None
+        same_system = self.name.partition("://")[0] == str(given).partition("://")[0]
+        read = file_system(str(given))[1].rstrip("/")
+        return same_system and (inner == read or inner.startswith(f"{read}/") or fnmatch.fnmatch(inner, read))
 
     def _local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()

@@ -55,6 +55,7 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
     prompts: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
     seen, candidates = RowMap(np.uint8), dict[int, Path]()  # row -> its part
+    shown = _FROM_FIRST + next(source.dataset.batches(0, 1), (0, None))[0]  # a shard begins later
     made, lengths_made = _MADE[task]
     for path in reversed(part_paths(parts_dir)):
         with contextlib.suppress(DamagedPart):
@@ -66,7 +67,7 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
             fine = lengths.filter(lengths.column("error").is_null())
             prompts.update(fine.column("prompt_tokens").to_pylist())
             outputs.update(fine.column(lengths_made).combine_chunks().flatten().to_pylist())
-            candidates |= dict.fromkeys(rows[newest & (rows < _FROM_FIRST)].tolist(), path)
+            candidates |= dict.fromkeys(rows[newest & (rows < shown)].tolist(), path)
     ordered = sorted(candidates)
     chosen = {ordered[i * len(ordered) // SAMPLE_ROWS] for i in range(SAMPLE_ROWS)} if ordered else set()
     results = _results({row: candidates[row] for row in chosen}, made)

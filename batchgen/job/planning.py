@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.search import Candidate, Problem, block_latency_s, search
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
 from batchgen.profiler.calibration import corrected_by_disk_probe, corrected_by_probe
@@ -393,17 +394,23 @@ def plan_job(
             simulated_s=simulated_s,
         )
 
-    limited = problem
+    limited, shortest_s = problem, math.inf
     while True:
         try:
             found = simulate_candidates(limited, plan_of)
         except InputError as error:
+            if limited is not problem:
+                raise InputError(
+                    f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest simulated is"
+                    f" {shortest_s:.3g} s, give --max-block-latency at least that"
+                ) from error
             raise InputError(f"{error}{_store_hint(problem, request)}") from error
         chosen = choose(found, problem.max_block_latency_s)
         if chosen is not None:
             return plan_of(chosen.candidate, chosen.seconds)
         # Blocks take longer than the cost model says: it is asked for shorter ones.
         assert limited.max_block_latency_s is not None
+        shortest_s = min(shortest_s, *(block_latency_s(s.candidate) * s.slower for s in found))
         limited = replace(limited, max_block_latency_s=limited.max_block_latency_s / max(1.05, found[0].slower))
 
 

@@ -87,7 +87,7 @@ class Repeats:
             self._num_waiting += 1
             self._firsts.move_to_end(key)
             if first.result is None:
-                first.waiting.append(replace(request, prompt="", more_prompts=()))
+                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None))
             else:
                 self._ready.append(_for(request, first.result))
             return True

@@ -40,6 +40,7 @@ from batchgen.job.source import RequestSource, open_source
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
 from batchgen.models.files import ModelFiles, cache_dir, model_identity, resolve_model
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
+from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
@@ -106,12 +107,16 @@ class _Job:
         """The report of how it ended, which is also written where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.started_s, outcome)
         report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.repeats.count}
-        if self.destination is not None and outcome != "stopped":
-            report |= self.destination.put(state.output_path, errors_file=self.source.is_openai)
+        put = self.destination if outcome != "stopped" else None
+        errors_file = self.source.is_openai
+        if put is not None:
+            report |= put.names(state.output_path, errors_file=errors_file)
         if self.options.report:
             write_report(report, self.options.report)
         if self.page is not None and self.options.report_html:
             write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
+        if put is not None:
+            put.put(state.output_path, errors_file=errors_file)
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
@@ -148,6 +153,8 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
+        elif options.output is None:  # names of columns, as of a file
+            output_schema(source.dataset.schema, source.columns, options.output_prefix)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
@@ -186,6 +193,8 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         if state.rows_resumed:
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         state.record_kernels(plan.kernels)
+        if state.complete:  # by other workers, meanwhile
+            return job.ended(state, None, None, "already complete")
         if state.kernels != plan.kernels:  # those of the worker that was first
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
         for line in (*headline(plan), *_kernel_lines(plan)):

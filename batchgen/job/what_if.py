@@ -48,8 +48,10 @@ def what_if(
         hardware_changes: dict[str, Any] = {field: changed(getattr(hardware, field))}
         if name in _BUDGETS:
             budget = getattr(request, _BUDGETS[name])
-            request_changes: dict[str, Any] = {_BUDGETS[name]: changed(budget or getattr(hardware, field))}
-            request = replace(request, **request_changes)
+            relative = text.startswith(("+", "x"))
+            if budget is not None or not relative:  # else the budget follows from the machine, as it did
+                request_changes: dict[str, Any] = {_BUDGETS[name]: changed(budget or 0)}
+                request = replace(request, **request_changes)
         hardware = replace(hardware, **hardware_changes)
     return hardware, request
 

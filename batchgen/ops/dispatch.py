@@ -117,7 +117,7 @@ def _in_parts(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """`reference.linear`, TORCH_ROWS rows at a time."""
-    columns = len(weight) // 2 if activation == "silu_mul" else len(weight)
+    columns = len(weight) // 2 if activation in kernels.GATED else len(weight)
     if out is None:
         out = x.new_empty(len(x), columns, dtype=out_dtype)
     for start in range(0, len(x), TORCH_ROWS):

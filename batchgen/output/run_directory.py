@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -303,7 +304,10 @@ class Run:
         """Read what is there and leave the manifest saying what this run does."""
         for folder in (self.directory, self.parts_dir):
             for leftover in folder.glob("*.tmp"):
-                leftover.unlink(missing_ok=True)
+                if leftover.is_dir():  # what workers shared
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
         if overwrite:
             self._start_afresh(may_replace=True)
             return

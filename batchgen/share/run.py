@@ -146,8 +146,11 @@ class SharedRun:
 
     def record_kernels(self, kernels: KernelChoice) -> None:
         """Note what rows are made with, unless another worker has: then its choice stays. Raises BatchgenError."""
-        with self._storage("write"):
+        try:
             self._files.create("kernels.json", json.dumps(kernels.to_json()).encode())
+        except OSError as error:
+            if not self.complete_elsewhere():
+                raise storage_error(error, f"write {self._files.path}", len(self.done_rows)) from error
 
     def writer(self, *, flush_interval_s: float = 5.0) -> SharedPartWriter:
         """A part writer for this worker's results."""
@@ -207,7 +210,11 @@ class SharedRun:
             try:
                 if self.complete_elsewhere():
                     break
-                lease = self.worker.claim_phase("join") if self.worker.all_done else None
+                if not self.worker.all_done:
+                    raise BatchgenError(
+                        "rows have to be computed anew, as a part of them is damaged: run the same command again"
+                    )
+                lease = self.worker.claim_phase("join")
                 if lease is not None:
                     self.worker.phase = "joining"
                     self.totals = self._join(lease, dataset, how)
@@ -256,8 +263,14 @@ class SharedRun:
         with self._storage("open"):
             self._files.make()
             while (content := self._files.read("job.json")) is None:
-                self.worker.tick()
-                lease = self.worker.claim_phase("open")
+                try:
+                    self.worker.tick()
+                    lease = self.worker.claim_phase("open")
+                except FileNotFoundError:  # a worker that found the output complete has taken the folder away
+                    if self.complete_elsewhere():
+                        return
+                    self._files.make()
+                    continue
                 if lease is not None and self._files.read("job.json") is None:
                     self._open_first(rows)
                     if self.complete:

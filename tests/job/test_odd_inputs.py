@@ -141,6 +141,10 @@ def test_standard_output(model, tmp_path, rows_of_jsonl):
         code, stdout, stderr = run(model, rows_of_jsonl, "-", *arguments)
         assert code == 0 and said in stderr
         assert stdout == (tmp_path / "out.jsonl").read_text()
+    same_name = tmp_path / "named.jsonl"
+    same_name.write_text('{"prompt": "a", "text": "b"}\n')
+    code, stdout, stderr = run(model, same_name, "-", *arguments)
+    assert (code, stdout) == (2, "") and "--output-prefix" in stderr and "plan" not in stderr, "before any row is run"
     code, stdout, stderr = run(model, rows_of_jsonl, "-", "--report", "-")
     assert (code, stdout) == (2, "") and "standard output" in stderr
 
@@ -159,6 +163,14 @@ def test_urls_as_outputs(model, tmp_path, rows_of_jsonl, monkeypatch):
     assert system.cat(inner) == here.read_bytes()
     code, _, stderr = run(model, rows_of_jsonl, url, *arguments, "--temperature", 1)
     assert code == 2 and "made with other settings" in stderr
+    folder = url.rpartition("/")[0]
+    system.pipe(file_system(f"{folder}/in.jsonl")[1], rows_of_jsonl.read_bytes())
+    for source, output in [
+        (f"{folder}/in.jsonl", f"{folder}/in.jsonl"), (folder, f"{folder}/more/out.jsonl"), (f"{folder}/*.jsonl", f"{folder}/x.jsonl"),
+        (rows_of_jsonl, f"file://{rows_of_jsonl}"), (rows_of_jsonl.parent, f"file://{rows_of_jsonl.parent}/out.jsonl"),
+    ]:  # fmt: skip
+        code, _, stderr = run(model, source, output, *arguments, "--overwrite")
+        assert code == 2 and "is a part of the input" in stderr
     other = url.replace("/out.", "/other.")
     system.pipe(file_system(other)[1], b"somebody's")
     code, _, stderr = run(model, rows_of_jsonl, other, *arguments)

@@ -136,6 +136,13 @@ class TestWhatIf:
         assert (request.gpu_memory, request.cpu_memory) == (48 * GIB, 8 * 10**9)
         assert problem_of(hardware, SMALL, WORKLOAD, request).budgets["gpu"] == 48 * GIB
 
+    def test_a_budget_of_nothing_and_none_at_all(self):
+        none = replace(REQUEST, disk_memory=0)
+        assert what_if(gpu_box(), none, {"disk-memory": "x2"})[1].disk_memory == 0
+        assert what_if(gpu_box(), none, {"disk-memory": "+1GiB"})[1].disk_memory == GIB
+        same, request = what_if(gpu_box(), REQUEST, {"disk-memory": "x1"})
+        assert problem_of(same, SMALL, WORKLOAD, request) == problem_of(gpu_box(), SMALL, WORKLOAD, REQUEST)
+
     @pytest.mark.parametrize(
         ("name", "field"),
         [
@@ -159,7 +166,7 @@ class TestWhatIf:
             hardware, changed = what_if(gpu_box(), request, {"gpu-memory": text})
             assert (hardware.gpu_memory_bytes, changed.gpu_memory) == (machine * GIB, budget * GIB)
             _, unlimited = what_if(gpu_box(), REQUEST, {"gpu-memory": text})
-            assert unlimited.gpu_memory == hardware.gpu_memory_bytes
+            assert problem_of(hardware, SMALL, WORKLOAD, unlimited).budgets["gpu"] == hardware.gpu_memory_bytes
 
     def test_more_is_never_slower(self):
         model, request = opt(5120, 40, 40), replace(REQUEST, max_num_seqs=128)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.core.kernel_choice import TORCH, KernelChoice, Measured
-from batchgen.ops import cpp, dispatch
+from batchgen.ops import cpp, dispatch, reference
 from batchgen.profiler import kernel_choice
 from batchgen.profiler.compute import _llama
 from batchgen.profiler.kernel_choice import Kernels, Shapes, best_seconds, choose, measure_kernels, rows_depend
@@ -138,6 +138,13 @@ class TestTorch:
         last = torch.zeros(512, 1)
         last[255] = 1e-5
         assert rows_depend(weight, lambda x, w: by_itself(x, w) + last[: len(x)])
+
+    @pytest.mark.parametrize("activation", [None, *cpp.GATED])
+    def test_in_parts_is_as_at_once(self, activation):
+        x, weight = torch.randn(dispatch.TORCH_ROWS + 7, 8), torch.randn(12, 8)
+        options = {"activation": activation, "residual": None, "out": None, "out_dtype": None}
+        found = dispatch._in_parts(x, weight, None, **options)
+        torch.testing.assert_close(found, reference.linear(x, weight, None, **options))
 
     def test_never_gets_more_rows_than_are_checked(self, monkeypatch):
         """In larger numbers its products may be blocked in another way."""

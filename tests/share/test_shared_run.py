@@ -193,3 +193,36 @@ def test_killed_and_suspended_workers(tmp_path):
     for worker in workers:
         assert worker.wait(300) == 0
     check(output, rows)
+
+
+def test_what_a_killed_worker_left_of_its_folder_is_taken_away(tmp_path):
+    output = tmp_path / "out.parquet"
+    work(share(output), FakeDataset(ROWS))
+    left = Path(f"{output}.batchgen", "share.0123.tmp")
+    left.mkdir()
+    (left / "job.json").write_text("{}")
+    with open_run(output, {"job": "shared"}) as plain:
+        assert plain.complete
+    assert not left.exists()
+
+
+def test_a_worker_that_comes_to_run_when_all_is_done(tmp_path):
+    output = tmp_path / "out.parquet"
+    with share(output) as late:
+        work(share(output), FakeDataset(ROWS))
+        late.record_kernels(KernelChoice())
+        assert late.complete
+    check(output)
+
+
+def test_rows_that_are_found_damaged_when_they_are_joined_are_not_waited_for(tmp_path):
+    output = tmp_path / "out.parquet"
+    with share(output) as run, run.writer(flush_interval_s=0.01) as writer:
+        for rows in run.claims(40, lambda: False):
+            for row in rows or ():
+                writer.add(row, fails(row))
+        writer.close()
+        next(Path(f"{output}.batchgen", "share", "done").iterdir()).unlink()  # as the worker does that joins
+        run.worker.table.refresh()
+        with pytest.raises(BatchgenError, match="run the same command again"):
+            run.finish(FakeDataset(ROWS))

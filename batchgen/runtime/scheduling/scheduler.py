@@ -74,8 +74,8 @@ class ScheduledSequence:
 
     @property
     def defers(self) -> bool:
-        """Whether the token only begins in this sweep."""
-        return self.sequence.kv_class == "deferred" and self.decodes
+        """Whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
+        return self.sequence.kv_class == "deferred" and self.decodes and self.num_keys == len(self.sequence.tokens)
 
     @property
     def samples(self) -> bool:

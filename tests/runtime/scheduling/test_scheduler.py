@@ -13,7 +13,7 @@ from batchgen.core.plan import KV_CLASSES
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
-from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
 from batchgen.runtime.scheduling.sequence import CLASSES, PENDING, Sequence, tier_of
 
 BLOCK = 4
@@ -278,6 +278,17 @@ def test_sequences_take_the_first_class_with_quota_and_capacity():
         "gpu", "gpu", "cpu", "streamed", "streamed", "disk",
     ]  # fmt: skip
     assert len(scheduler.waiting) == 2
+
+
+def test_a_token_that_others_follow_is_not_deferred():
+    """A sequence that was preempted runs its output again, in chunks that may have one token."""
+    sequence = make(0, [1, 2], 9)
+    sequence.kv_class, sequence.num_computed = "deferred", 3
+    sequence.tokens += [7, 8, 9]
+    assert ScheduledSequence(sequence, 2).samples
+    assert not ScheduledSequence(sequence, 1).defers and not ScheduledSequence(sequence, 1).samples
+    sequence.num_computed = 4
+    assert ScheduledSequence(sequence, 1).defers
 
 
 def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
