@@ -214,6 +214,21 @@ def figures():  # a line or two for each of the files
         "int8-amd-epyc-25-1-avx2",
         f"{min(few):.1f} to {max(few):.1f} and {min(many):.1f} to {max(many):.1f} times as fast",
     )
+    zen5 = "kernels-amd-epyc-26-2-avx512-bf16"
+    linear = read(zen5)["medians"]["avx512_bf16: linear bfloat16, all"]
+    yield zen5, f"{linear['geometric_mean']:.2f} times as fast (geometric mean; {linear['worst']:.2f} at worst"
+    prefill = [
+        row["ratio"] for name, row in read(zen5)["medians"].items() if name.startswith("avx512_bf16: prefill bf")
+    ]
+    yield zen5, f"{min(prefill):.1f} to {max(prefill):.1f} times as fast"
+    products = read("int8-amd-epyc-26-2-avx512-bf16")["gflop_per_s"].items()
+    many = [(name, row["ratio"]) for name, row in products if not name.endswith((", 1 tokens", ", 4 tokens"))]
+    large, small = ([r for name, r in many if ("576" in name) == narrow] for narrow in (False, True))
+    yield (
+        "int8-amd-epyc-26-2-avx512-bf16",
+        f"{min(large):.1f} to {max(large):.1f} and {min(small):.1f} to {max(small):.1f} times as fast",
+    )
+    yield "sweep_rest", f"{100 * read('sweep_rest')['shares']['here']['share']:.1f}%"
     shares = [100 * result["host_share"] for result in read("host_share")["results"]]
     yield "host_share", f"{min(shares):.1f} to {max(shares):.1f}%"
     few, many = (run["peak_bytes"] / 1e6 for run in read("memory_flat")["runs"])
