@@ -212,7 +212,7 @@ class Campaign:
         if name == "disk":
             plan = self.folder / "plan.json"
             self.complete(["plan", *map(str, common), "-o", str(plan)])
-            _put_on_disk(plan)
+            put_on_disk(plan)
             common = [*_without(common, "--max-num-seqs"), "--plan", plan]
 
         def arguments(output: Path) -> list[str]:
@@ -288,7 +288,7 @@ def _make_input(folder: Path, rows: int, draw: random.Random) -> None:
     pq.write_table(pa.table({"prompt": prompts, "sampling": sampling}), folder / "in.parquet", row_group_size=100)
 
 
-def _put_on_disk(plan: Path) -> None:
+def put_on_disk(plan: Path) -> None:
     """Changes a plan: all weights but one layer, and half of the KV."""
     planned = json.loads(plan.read_text())
     policy = planned["policy"]

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from kills import put_on_disk
 from processes import start_in_process
 
 from batchgen.core.machine import cpu_name, resident_bytes
@@ -269,13 +270,7 @@ class Soak:
         process.join()
         if process.exitcode:
             raise SystemExit(log.read_text())
-        planned = json.loads(plan.read_text())
-        policy = planned["policy"]
-        layers = sum(next(iter(policy["weight_layers"].values())))
-        policy["weight_layers"] = {group: [0, 1, layers - 1] for group in policy["weight_layers"]}
-        half = policy["max_num_seqs"] // 2
-        policy["kv_seqs"] = {"cpu": policy["max_num_seqs"] - half, "disk": half}
-        plan.write_text(json.dumps(planned))
+        put_on_disk(plan)
         self.options |= {"plan": str(plan), "cpu_memory": "1GiB"}
 
 

@@ -113,11 +113,6 @@ class Workload:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Workload:
-        lengths = {name: Lengths(tuple(values[name]["values"])) for name in ("prompt_len", "output_len")}
-        return cls(**(values | lengths))
-
 
 def uniform_workload(num_prompts: int, input_len: int, output_len: int, samples: int, context: int) -> Workload:
     """num_prompts rows of `samples` samples each, all of equal lengths in tokens. Raises InputError."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
+from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.options import JobOptions
 from batchgen.job.source import open_source
@@ -57,7 +58,7 @@ class TestWorkload:
 
     def test_survives_json(self):
         workload = Workload(900, Lengths((64, 200, 900)), Lengths((4, 40, 128)), 128, shared_prefix_len=100.5)
-        assert Workload.from_json(json.loads(json.dumps(workload.to_json()))) == workload
+        assert read_typed(Workload, json.loads(json.dumps(workload.to_json()))) == workload
 
     @pytest.mark.parametrize(
         ("values", "words"),
