@@ -42,10 +42,12 @@ def pytest_configure(config):
         config.addinivalue_line("markers", "timeout(seconds): has no effect without pytest-timeout")
     if getattr(config.option, "all", False):
         os.environ["BATCHGEN_TEST_ALL"] = "1"
-    from thorough import SEED
+    from thorough import SEED, THOROUGH, same_draws_in_every_process
 
     if getattr(config.option, "hypothesis_seed", "") is None:
         config.option.hypothesis_seed = str(SEED)
+    if not THOROUGH:
+        same_draws_in_every_process()
 
 
 def pytest_collection_modifyitems(config, items):

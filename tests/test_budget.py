@@ -1,11 +1,15 @@
 """What a run reports of its time, and that BUDGET.md names tests that there are."""
 
+import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from budget import listed, longest_first, not_listed, read_budget
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from thorough import THOROUGH
 
 TESTS = Path(__file__).parent
 
@@ -44,3 +48,25 @@ def test_the_report_names_what_took_long_and_is_not_listed(budget):
     lines = not_listed(many, budget)
     assert lines[0] == " 149.0 s  tests/b.py::test_49" and lines[-1] == "and 30 more"
     assert not_listed(Counter(), budget) == []
+
+
+@pytest.mark.skipif(THOROUGH, reason="draws of make test-all may find more")
+def test_draws_do_not_depend_on_the_modules_that_are_loaded(monkeypatch):
+    def drawn():
+        found = []
+
+        @seed(0)
+        @settings(database=None, max_examples=200)
+        @given(st.integers())
+        def test(number):
+            found.append(number)
+
+        test()
+        return found
+
+    before = drawn()
+    for number, path in enumerate(sorted((TESTS.parent / "benchmarks").glob("*.py"))):
+        module = ModuleType(f"loaded_{number}")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert drawn() == before

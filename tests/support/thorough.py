@@ -26,6 +26,15 @@ def some_draws(count: int) -> int:
     return quick_or(-(-count // 3), count)
 
 
+def same_draws_in_every_process() -> None:
+    """Hypothesis also draws numbers that it finds in the modules loaded so far, and which those are depends on the tests that a
+    process of pytest-xdist happened to run before: without them a seed means the same examples everywhere."""
+    from hypothesis.internal.conjecture import providers
+
+    nothing = providers.Constants()
+    providers._get_local_constants = lambda: nothing
+
+
 def rotating(*what) -> random.Random:
     """A generator for what it is called; in `make test-all` another one every day."""
     return random.Random(repr((SEED, *what)))
