@@ -9,6 +9,7 @@ the rate of plain matrix products, and the KV that decoding reads at the rate of
 
     python benchmarks/cpu_engines.py
     python benchmarks/cpu_engines.py --engines batchgen,vllm --workloads fixed --rows 8 --output trial.json
+    python benchmarks/cpu_engines.py --bits 8    batchgen's int8 weights and KV against OpenVINO's defaults
 """
 
 from __future__ import annotations
@@ -62,6 +63,31 @@ class Setup:
 def setups(args: argparse.Namespace) -> dict[str, Setup]:
     """The engines, in the order of their turns."""
     seqs = args.max_num_seqs
+    openvino = {
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": args.openvino_batched_tokens,
+        "cache_gb": args.cache_gb,
+        "bits": args.bits,
+    }
+    if args.bits == 8:
+        return {
+            BATCHGEN: Setup(
+                "run_batchgen.py",
+                lambda source, folder: source,
+                {
+                    "max_num_seqs": seqs,
+                    "max_num_batched_tokens": args.max_num_batched_tokens,
+                    "cpu_memory": args.cpu_memory,
+                    "quantization": "int8",
+                    "kv_cache_dtype": "int8",
+                },
+            ),
+            "openvino": Setup(
+                "run_openvino.py",
+                lambda source, folder: write_gguf(source, folder / "demo-q8_0.gguf", "Q8_0"),
+                openvino,
+            ),
+        }
     return {
         BATCHGEN: Setup(
             "run_batchgen.py",
@@ -74,8 +100,8 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
         ),
         "openvino": Setup(
             "run_openvino.py",
-            lambda source, folder: write_gguf(source, folder / "demo-float16.gguf", as_float16=True),
-            {"max_num_seqs": seqs, "max_num_batched_tokens": args.openvino_batched_tokens, "cache_gb": args.cache_gb},
+            lambda source, folder: write_gguf(source, folder / "demo-float16.gguf", "F16"),
+            openvino,
         ),
         "vllm": Setup(
             "run_vllm.py",
@@ -204,6 +230,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=names, help="separated by commas [default: all]")
     parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help="separated by commas [default: all]")
+    parser.add_argument("--bits", type=int, default=16, choices=(16, 8), help="of weights and KV [default: 16]")
     parser.add_argument("--rows", type=int, help="only the first rows [default: 64, and all of `match`]")
     parser.add_argument("--repeats", type=int, default=2, help="the engines take turns this many times")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
@@ -268,12 +295,12 @@ def main() -> None:  # a benchmark from top to bottom
                 )
     found = {name: compare(jobs[name], by_engine) for name, by_engine in runs.items() if by_engine}
     for name, summary in found.items():
-        if ours := summary["wall_s"].get(BATCHGEN):
+        if args.bits == 16 and (ours := summary["wall_s"].get(BATCHGEN)):
             summary["bound"] = bound(jobs[name], config, rates, statistics.median(ours))
     last = {name: done[-1] for by_engine in runs.values() for name, done in by_engine.items()}
     result = {
         "benchmark": "cpu_engines",
-        "command": "python benchmarks/cpu_engines.py",
+        "command": "python benchmarks/cpu_engines.py" + (" --bits 8" if args.bits == 8 else ""),
         "arguments": {k: v for k, v in vars(args).items() if k not in _PLACES},
         "machine": on
         | {"cores": available_cores(), "available_memory_bytes": available_memory_bytes(), "rates": rates},
@@ -284,7 +311,8 @@ def main() -> None:  # a benchmark from top to bottom
         "skipped": skipped,
         "versions": versions() | {"engines": {name: run["versions"] for name, run in last.items()}},
     }
-    output = args.output or HERE / "results" / f"cpu_engines-{slug(on)}.json"
+    kind = "cpu_engines" if args.bits == 16 else "cpu_engines_int8"
+    output = args.output or HERE / "results" / f"{kind}-{slug(on)}.json"
     output.write_text(json.dumps(result, indent=2) + "\n")
     for name, summary in found.items():
         ratios = ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in summary.get("batchgen_over", {}).items())

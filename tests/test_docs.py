@@ -168,6 +168,14 @@ def figures():  # a line or two for each of the files
             )
         over = [work["batchgen_over"][name] for name in ("openvino", "vllm", "llama.cpp", "transformers")]
         yield engines, times(over, (2, 2, 1, 1))
+    zen5_engines = "cpu_engines-amd-epyc-26-2-avx512-bf16"
+    for work in read(zen5_engines)["workloads"].values():
+        over = times([work["batchgen_over"][name] for name in ("openvino", "vllm")], (2, 2))
+        share = work["bound"]["share_of_wall"]
+        yield zen5_engines, f"{work['wall_s']['batchgen'][0]:.1f} s; {over} as fast; {share:.0%} of the bound"
+    eight_bits = "cpu_engines_int8-amd-epyc-26-2-avx512-bf16"
+    over = [work["batchgen_over"]["openvino"] for work in read(eight_bits)["workloads"].values()]
+    yield eight_bits, times(over, (2, 2, 2)) + " as fast"
     against = read("azure_vs_transformers")
     rates = against["total_tokens_per_s"]
     yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"

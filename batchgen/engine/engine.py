@@ -138,6 +138,7 @@ class Engine:
             "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
         quantization: Of the layers' matrices: "none", "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
             multiplied as integers with tokens quantized to 8 bits). A checkpoint of compressed-tensors is "int8" by itself.
+        kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
         gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
@@ -162,6 +163,7 @@ class Engine:
         *,
         dtype: str = "auto",
         quantization: str = "none",
+        kv_cache_dtype: str = "auto",
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -193,6 +195,7 @@ class Engine:
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
             quantization=resolve_quantization(files, quantization),
+            kv_cache_dtype=kv_cache_dtype,
         )
         store = find_or_convert(files, cache_dir(), dtype, policy.weight_format) if needs_store(policy) else None
         request = LoadRequest(

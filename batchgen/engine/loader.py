@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -163,6 +163,7 @@ def in_memory_policy(
     max_model_len: int,
     share_prefixes: bool,
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
 ) -> Policy:
     """The policy that holds everything in the compute device's memory.
 
@@ -176,12 +177,15 @@ def in_memory_policy(
         max_model_len: As of `resolve_context`.
         share_prefixes: Whether rows take over the KV of a prompt prefix that another row has computed.
         quantization: Of the layers' matrices, as of `resolve_quantization`.
+        kv_cache_dtype: "auto" (KV in `dtype`), "int8" or "int4".
 
     Raises:
         InputError: A value is out of range.
     """
     if quantization not in QUANTIZATIONS:
         raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    if kv_cache_dtype not in ("auto", *KV_CODE_BITS):
+        raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of auto, {', '.join(KV_CODE_BITS)}")
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -199,7 +203,7 @@ def in_memory_policy(
         kv_blocks={},
         share_prefixes=share_prefixes,
         weight_format=dtype if quantization == "none" else quantization,
-        kv_format=dtype,
+        kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=tier,
         embedding_tier=tier,

@@ -1,4 +1,5 @@
-"""A quantised GGUF's weights rounded to bfloat16, in the files that the peers read: all engines compute the same."""
+"""A quantised GGUF's weights rounded to bfloat16, in the files that the peers read: all engines compute the same. And the same
+weights in 8 bits (Q8_0), for engines that multiply those."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ import shutil
 from pathlib import Path
 
 
-def write_gguf(source: Path, path: Path, *, as_float16: bool = False) -> Path:
-    """Writes the GGUF `source` with its matrices in bfloat16, unless it is there already; or as_float16, the same numbers
-    for a reader that knows no bfloat16. Returns the file."""
+def write_gguf(source: Path, path: Path, kind: str = "BF16") -> Path:
+    """Writes the GGUF `source` with its matrices in bfloat16, unless it is there already. kind: "F16" for the same numbers where a
+    reader knows no bfloat16, "Q8_0" for the same in 8 bits. Returns the file."""
     import gguf
     import numpy as np
 
     if path.exists():
         return path
-    bf16 = gguf.GGMLQuantizationType.BF16
+    bf16, as_kind = gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType[kind]
     reader = gguf.GGUFReader(source)
     architecture, file_type = "general.architecture", "general.file_type"
     partial = path.with_name(path.name + ".partial")
     writer = gguf.GGUFWriter(partial, reader.fields[architecture].contents())
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if as_float16 else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in (architecture, file_type):
             item_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
@@ -30,11 +31,11 @@ def write_gguf(source: Path, path: Path, *, as_float16: bool = False) -> Path:
         if values.ndim == 1:  # norms stay in float32, as llama.cpp wants them
             writer.add_tensor(tensor.name, values)
             continue
-        packed = gguf.quants.quantize(values, bf16)
-        if as_float16:
-            writer.add_tensor(tensor.name, gguf.quants.dequantize(packed, bf16).astype(np.float16))
+        values = gguf.quants.dequantize(gguf.quants.quantize(values, bf16), bf16)
+        if kind == "F16":
+            writer.add_tensor(tensor.name, values.astype(np.float16))
         else:
-            writer.add_tensor(tensor.name, packed, raw_dtype=bf16)
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, as_kind), raw_dtype=as_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,7 +1,8 @@
-"""The job by OpenVINO GenAI's continuous batching, weights in 16 bits, computing and keeping KV in bfloat16.
+"""The job by OpenVINO GenAI's continuous batching: weights in 16 bits, computing and keeping KV in bfloat16; or with `bits` of 8
+as it does by itself, weights in 8 bits, tokens quantized as they are multiplied, KV in 8 bits.
 
 It looks for a prompt's beginning among what is cached when the prompt comes: where prompts begin alike, one goes ahead
-of the others. Settings: max_num_seqs, max_num_batched_tokens, cache_gb.
+of the others. Settings: max_num_seqs, max_num_batched_tokens, cache_gb, bits.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ def load(job: Job) -> tuple[Generate, dict]:
     scheduler.cache_size = job.settings["cache_gb"]
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = job.share_prefixes
+    in_bf16 = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     properties = {
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        **(in_bf16 if job.settings["bits"] == 16 else {}),
         "PERFORMANCE_HINT": "LATENCY",  # one stream with all threads: requests are batched before they come to it
         "INFERENCE_NUM_THREADS": job.threads,
     }
@@ -35,7 +36,8 @@ def load(job: Job) -> tuple[Generate, dict]:
         results = [result for part in parts for result in pipeline.generate(ids[part], wanted[part])]
         return [result.m_generation_ids[0] for result in results]
 
-    return generate, job.settings | properties | {"prefix_caching": job.share_prefixes, "weights": "float16 GGUF"}
+    weights = {16: "float16 GGUF", 8: "Q8_0 GGUF"}[job.settings["bits"]]
+    return generate, job.settings | properties | {"prefix_caching": job.share_prefixes, "weights": weights}
 
 
 if __name__ == "__main__":
