@@ -70,13 +70,17 @@ class PartWriter:
         size_bytes = result.memory_bytes
         while self._added_bytes - self._settled_bytes > 2 * self._flush_bytes and self._failure is None:
             time.sleep(0.005)
-        self._check()
+        self._check_open()
         self._added_bytes += size_bytes
         self._inbox.put(_Row(row, result, size_bytes))
 
+    def check(self) -> None:
+        """Raise what went wrong in the writing, if anything did; for any thread."""
+        self._raise_failure()
+
     def flush(self) -> None:
         """Return when everything added so far is on stable storage."""
-        self._check()
+        self._check_open()
         answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox.put(_Barrier(answer, last=False))
         answer.get()
@@ -111,7 +115,7 @@ class PartWriter:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         self._raise_failure()
         if self._ended:
             raise ValueError("the part writer is closed")

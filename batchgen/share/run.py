@@ -183,6 +183,8 @@ class SharedRun:
         try:
             while not should_stop() and not self._ended.is_set():
                 self._changed.clear()
+                if self._writer is not None:
+                    self._writer.check()  # rows that it cannot save are not done, and nobody else is to wait for them
                 rows = self.worker.claim_range(ahead)
                 if rows is not None:
                     ran_since = True

@@ -226,3 +226,60 @@ def test_rows_that_are_found_damaged_when_they_are_joined_are_not_waited_for(tmp
         run.worker.table.refresh()
         with pytest.raises(BatchgenError, match="run the same command again"):
             run.finish(FakeDataset(ROWS))
+
+
+def test_a_shared_disk_that_is_full_keeps_what_it_has(small_disk):
+    """Each of the workers ends with the reason; with more space those that come later go on."""
+    output, dataset = small_disk("size=160k") / "out.parquet", FakeDataset(ROWS)
+    ended = []
+
+    def until_full():
+        try:
+            work(share(output, lease_s=1.2), dataset)
+        except BatchgenError as error:
+            ended.append(str(error))
+
+    threads = [threading.Thread(target=until_full) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 2 and all("No space left" in message and "\n" not in message for message in ended), ended
+    small_disk("size=8m")
+    later = share(output, lease_s=1.2)
+    work(later, dataset)
+    assert 0 < later.rows_resumed < ROWS
+    check(output)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_wrong_takes_nothing_from_one_that_lives(tmp_path, monkeypatch, hours):
+    output, now = tmp_path / "out.parquet", time.time
+    with share(output) as living:
+        held = next(living.claims(40, lambda: False))
+        monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+        with share(output) as other, other.writer(flush_interval_s=0.01) as writer:
+            for rows in other.claims(40, lambda: other.worker.all_claimed):
+                assert not set(rows or ()) & set(held)
+                for row in rows or ():
+                    writer.add(row, fails(row))
+        assert other.rows_here == ROWS - len(held)
+        add(living, held)
+    work(share(output), FakeDataset(ROWS))
+    check(output)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_wrong_takes_over_from_one_that_is_dead(tmp_path, monkeypatch, hours):
+    output, now = tmp_path / "out.parquet", time.time
+    script = Path(__file__).parents[1] / "support" / "shared_worker.py"
+    command = [sys.executable, script, output, ROWS, 0, 0.05, 0.6]
+    dead = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
+    parts = Path(f"{output}.batchgen/share/parts")
+    while not list(parts.glob("*/*.parquet")):
+        time.sleep(0.01)
+    dead.kill()
+    dead.wait()
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    work(share(output), FakeDataset(ROWS))
+    check(output)
