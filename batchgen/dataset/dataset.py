@@ -76,6 +76,19 @@ class Dataset:
         columns = {field.name: str(field.type) for field in self.schema}
         return {"format": self.format, "columns": columns, **self._source.identity()}
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether a later job may have these rows and then more."""
+        return self._shard is None and (self._limit is not None or self._source.begins_with is not None)
+
+    def begins_with(self, was: dict[str, Any]) -> bool:
+        """Whether the input's first rows are all those of the input that had the identity `was`; columns may differ."""
+        now = self.identity()
+        if {**now, "columns": None} == {**was, "columns": None}:
+            return True
+        begins_with = self._source.begins_with
+        return was["format"] == self.format and begins_with is not None and begins_with(now, was)
+
     def _bounds(self) -> tuple[int, int | None]:
         """First row and the one after the last; None: to the end."""
         if self._total is None:

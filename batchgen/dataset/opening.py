@@ -91,7 +91,8 @@ def _open_path(name: str, input_format: str | None, split: str | None, limit: in
     if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0], on_bad_line):
         file_format = "openai"
     if file_format == "parquet":
-        return parquet_source(paths, partitions)
+        opened = parquet_source(paths, partitions)
+        return replace(opened, begins_with=None) if paths == [name] else opened  # a file is written once
     if file_format == "csv":
         return csv_source(paths, limit, partitions)
     if file_format == "openai":

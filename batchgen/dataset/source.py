@@ -30,6 +30,8 @@ class Source:
         total_rows: None where only a full pass can tell.
         read: yields batches in order; it may begin with rows before `start_row` where that is cheaper than cutting, and
             batches may be larger than `batch_rows`.
+        begins_with: (identity now, identity before) -> whether its first rows are all those that it had before. None: it
+            gets no more rows.
     """
 
     format: str
@@ -38,6 +40,7 @@ class Source:
     read: ReadRows
     identity: Callable[[], dict[str, Any]]
     duplicates: frozenset[int] = frozenset()
+    begins_with: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
 
 
 @contextmanager

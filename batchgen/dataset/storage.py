@@ -46,8 +46,7 @@ def open_bytes(path: str) -> BinaryIO:
     import gzip
 
     file = open_raw(path)
-    magic = file.read(4)
-    file.seek(0)
+    magic = _magic(file)
     if magic.startswith(_GZIP):
         return cast(BinaryIO, gzip.open(file))
     if magic == _ZSTD:
@@ -55,6 +54,20 @@ def open_bytes(path: str) -> BinaryIO:
             BinaryIO, io.BufferedReader(cast(Any, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")))
         )
     return file
+
+
+def is_compressed(file: BinaryIO) -> bool:
+    """Whether bytes are gzip or Zstandard."""
+    magic = _magic(file)
+    return magic.startswith(_GZIP) or magic == _ZSTD
+
+
+def _magic(file: BinaryIO) -> bytes:
+    """The first four bytes, after which the file is at its beginning."""
+    file.seek(0)
+    magic = file.read(4)
+    file.seek(0)
+    return magic
 
 
 def is_file(path: str) -> bool:

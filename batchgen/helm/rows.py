@@ -139,9 +139,6 @@ def _check(request: Any) -> None:
     for field in ("embedding", "multimodal_prompt", "image_generation_parameters"):
         if getattr(request, field, None):
             raise RowError(f"requests with {field} are not supported: this deployment generates plain text")
-    for field in ("presence_penalty", "frequency_penalty"):
-        if getattr(request, field):
-            raise RowError(f"{field} is not supported: leave it at 0")
     if request.num_completions < 1:
         raise RowError(f"num_completions must be at least 1, not {request.num_completions}")
     if request.max_tokens < 0:
@@ -166,6 +163,9 @@ def _generated(request: Any, prompt: str | tuple[dict, ...]) -> tuple[Row, ...]:
         "top_p": float(request.top_p),
         "stop": list(request.stop_sequences),
     }
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        if getattr(request, penalty):  # others have the ids that they had before there were penalties
+            sampling[penalty] = float(getattr(request, penalty))
     if request.response_format and request.response_format.json_schema:
         sampling["json_schema"] = json.dumps(request.response_format.json_schema, sort_keys=True)
     if request.temperature == 0:  # whatever `random` is, and as often as it is asked for

@@ -1,13 +1,16 @@
 """Outputs that are no file on this machine's disks: standard output, and URLs of fsspec's.
 
 Such a job has its output and its run directory in the cache directory, where it goes on after an interruption as any other.
-Once the output is whole it is copied to where it is to go.
+Once the output is whole it is copied to where it is to go. What a copy is then, as its file system tells it, is noted beside the output: one that
+somebody changed is not replaced, one that is gone is made again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -15,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.dataset.paths import InputPaths
 from batchgen.dataset.storage import file_system, is_url
@@ -23,6 +27,19 @@ from batchgen.models.files import cache_dir
 from batchgen.output.run_directory import errors_path, run_directory
 
 STANDARD_OUTPUT = "-"
+# What file systems say of a file's contents or of when they were written, the surest first.
+_TAGS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,7 @@ class Destination:
         return replace(options, output=None if self.is_stdout else self._local_path())
 
     def check(self, options: JobOptions) -> None:
-        """Raises InputError where it cannot be reached, or somebody else's output is there."""
+        """Raises InputError where it cannot be reached, or somebody else's output is there, or this job's was changed."""
         if self.is_stdout:
             if options.report == STANDARD_OUTPUT:
                 raise InputError("--output - and --report - are both standard output: give one of them a file")
@@ -57,12 +74,17 @@ class Destination:
             raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
         try:
             there = bool(system.exists(inner))
+            changed = [url for url, copied in _copies(path).items() if _version(url) not in ("", copied["there"])]
         except Exception as error:  # each file system has errors of its own
             raise InputError(f"--output {self.name} cannot be reached: {_reason(error)}") from error
         if there and not options.overwrite and not run_directory(path).exists():
             raise InputError(
                 f"{self.name} exists and is not the output of this job: move it, give another --output, "
                 "or replace it with --overwrite"
+            )
+        if changed and not options.overwrite:
+            raise InputError(
+                f"{changed[0]} was changed since this job wrote it: move it away and run again, or replace it with --overwrite"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -72,24 +94,23 @@ class Destination:
         errors_name = f"{folder}/{errors_path(output).name}" if errors_file and not self.is_stdout else None
         return {"output": self.name, "errors_output": errors_name}
 
-    def put(self, output: Path, *, errors_file: bool) -> None:
-        """Copy a whole output there, and its file of errors.
+    def put(self, output: Path, *, errors_file: bool) -> bool:
+        """Copy a whole output there, and its file of errors, unless they are there already; returns whether they were missing at a URL.
 
         Raises:
             BatchgenError: It cannot be written; the same command tries again.
         """
-        errors_name = self.names(output, errors_file=errors_file)["errors_output"]
+        paths = (output, errors_path(output)) if errors_file else (output,)
         try:
             if self.is_stdout:
-                for path in (output, errors_path(output)) if errors_file else (output,):
+                for path in paths:
                     with path.open("rb") as file:
                         shutil.copyfileobj(file, sys.stdout.buffer)
                 sys.stdout.buffer.flush()
-            else:
-                system, inner = file_system(self.name)
-                system.put_file(str(output), inner)
-                if errors_name is not None:
-                    system.put_file(str(errors_path(output)), file_system(errors_name)[1])
+                return False
+            names = self.names(output, errors_file=errors_file)
+            urls = [url for url in (names["output"], names["errors_output"]) if url is not None]
+            return _copy(dict(zip(urls, paths, strict=True)), output)
         except Exception as error:  # each file system has errors of its own
             where = "standard output" if self.is_stdout else self.name
             if isinstance(error, BrokenPipeError):  # or the interpreter would try again as it ends, and exit with 120
@@ -109,6 +130,44 @@ class Destination:
     def _local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()
         return cache_dir() / "outputs" / digest[:32] / self.name.rpartition("/")[2]
+
+
+def _copy(files: dict[str, Path], output: Path) -> bool:
+    """Copy files to their URLs, where they are not there as they were noted. Raises whatever a file system does."""
+    here = {url: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for url, path in files.items()}
+    if _copies(output) == {url: {"here": here[url], "there": _version(url)} for url in files}:
+        return False
+    note = _note(output)
+    note.unlink(missing_ok=True)  # should this be cut short, nothing is known of what is there
+    for url, path in files.items():
+        system, inner = file_system(url)
+        system.put_file(str(path), inner)
+    copies = {url: {"here": here[url], "there": _version(url)} for url in files}
+    write_atomically(note, json.dumps(copies, indent=1).encode())
+    return True
+
+
+def _note(output: Path) -> Path:
+    return output.with_name(f"{output.name}.copies.json")
+
+
+def _copies(output: Path) -> dict[str, dict[str, str]]:
+    """Of each URL that a file was copied to: the file then, and what was there after it; nothing where that is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        copies: dict[str, dict[str, str]] = json.loads(_note(output).read_bytes())
+        return copies
+    return {}
+
+
+def _version(url: str) -> str:
+    """What differs once the file at a URL does; "" where there is none. Raises whatever a file system does."""
+    system, inner = file_system(url)
+    system.invalidate_cache()
+    if not system.exists(inner):
+        return ""
+    info = system.info(inner)
+    tag = next((info[name] for name in _TAGS if info.get(name) is not None), "")
+    return f"{info.get('size')} {tag}"
 
 
 def _reason(error: Exception) -> str:

@@ -115,8 +115,8 @@ class _Job:
             write_report(report, self.options.report)
         if self.page is not None and self.options.report_html:
             write_text(self.page.render(report, plan), self.options.report_html, "--report-html")
-        if put is not None:
-            put.put(state.output_path, errors_file=errors_file)
+        if put is not None and put.put(state.output_path, errors_file=errors_file) and outcome == "already complete":
+            self.progress.say(f"all rows were done: they are written to {put.name} again")
         return report
 
     def ended(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.request import Request, ScoreRequest
+from batchgen.job.growth import growing_from
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.source import RequestSource
 from batchgen.output.run_directory import Run, open_run
@@ -23,6 +24,10 @@ def open_output(
     options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource
 ) -> Run | SharedRun:
     """Open a job's output, alone or as one of several workers. Raises BatchgenError."""
+    # A file that is called after the fingerprint is never that of another job.
+    named = options.output is not None
+    extends = growing_from(source) if named else None
+    keep_parts = named and source.dataset.may_grow
     if options.share:
         return open_shared_run(
             output,
@@ -30,6 +35,8 @@ def open_output(
             rows=source.dataset.count_rows(),
             lease_s=seconds(options.share_lease),
             errors_file=source.is_openai,
+            extends=extends,
+            keep_parts=keep_parts,
         )
     return open_run(
         output,
@@ -38,6 +45,8 @@ def open_output(
         overwrite=options.overwrite,
         retry_failed=options.retry_failed,
         errors_file=source.is_openai,
+        extends=extends,
+        keep_parts=keep_parts,
     )
 
 

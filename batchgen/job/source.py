@@ -35,9 +35,9 @@ class DoneRows(Protocol):
 class RequestSource:
     """The input, and how its rows become requests.
 
-    requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. columns:
-    what the output adds. scores_prompts: whether the prompts themselves are scored. format_row: OpenAI batches are answered in
-    their own format.
+    requests_of: gives those of a record batch, by the batch and its first row. identity: of the prompts, JSON values. reads: the
+    input's columns that requests are made of. columns: what the output adds. scores_prompts: whether the prompts themselves are scored.
+    format_row: OpenAI batches are answered in their own format.
     """
 
     dataset: Dataset
@@ -45,6 +45,7 @@ class RequestSource:
     identity: dict[str, Any]
     needs_chat_template: bool
     columns: Columns
+    reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
     format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
 
@@ -128,7 +129,13 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
         identity,
         compiled.uses_chat,
         _columns(options),
+        _names(*compiled.columns, options.id_column, options.sampling_column),
     )
+
+
+def _names(*columns: str | None) -> frozenset[str]:
+    """Those that are given."""
+    return frozenset(name for name in columns if name is not None)
 
 
 def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
@@ -147,6 +154,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
         spec.identity() | {"continuations": wanted.identity()},
         compiled.uses_chat,
         _columns(options),
+        _names(*compiled.columns, *continuations.columns, options.id_column),
         scores_prompts=wanted.whole,
     )
 
@@ -194,5 +202,6 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         {"format": "openai"},
         False,
         SampleColumns(),
+        frozenset(dataset.schema.names),
         format_row=format_row,
     )

@@ -35,6 +35,7 @@ class Manifest:
             it. totals and files (name: bytes) of the output: once it is complete.
         kernels: what rows are made with; None: no row has been started, or by a version that did not record it.
         parts: how many parts there were when a run last ended in order; there may be more.
+        first: of a job that goes on from the rows of smaller ones, the hash of the first one's fingerprint.
     """
 
     fingerprint: dict[str, Any]
@@ -44,6 +45,7 @@ class Manifest:
     files: dict[str, int] | None = None
     kernels: KernelChoice | None = None
     parts: int = 0
+    first: str | None = None
 
     def write(self, path: Path) -> None:
         """Put it at `path` atomically. Raises OSError."""
@@ -62,9 +64,10 @@ class Manifest:
                     f"{path} was written by batchgen {writer}, in a format that this version does not read: "
                     "use that version, or start again with --overwrite"
                 )
-            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in ("kernels", "parts")}
-            # Those of earlier versions lack these.
-            return cls(**fields, kernels=read_kernels(record.get("kernels")), parts=int(record.get("parts", 0)))
+            later = ("kernels", "parts", "first")  # those of earlier versions lack these
+            fields = {name: record[name] for name in cls.__dataclass_fields__ if name not in later}
+            kernels, parts = read_kernels(record.get("kernels")), int(record.get("parts", 0))
+            return cls(**fields, kernels=kernels, parts=parts, first=record.get("first"))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

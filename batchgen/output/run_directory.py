@@ -3,7 +3,7 @@
 `out.parquet.batchgen/` has `lock` (an flock, which the kernel releases however the process ends),
 `manifest.json` and `parts/` (finished rows). States, and what leads on:
 
-    (nothing) --open--> running --finish--> complete --open with retry_failed, or output gone--> running
+    (nothing) --open--> running --finish--> complete --open with retry_failed, more rows, or output gone--> running
 
 An output that is there is replaced only with `overwrite`, or where the manifest says that this job may.
 """
@@ -54,6 +54,9 @@ RUN_FILES = (
     "parts/part-000000.parquet.tmp",
 )
 
+# (fingerprint before, fingerprint now) -> whether the rows of the job before are the first ones of the job now.
+Extends = Callable[[dict[str, Any], dict[str, Any]], bool]
+
 # Where several workers share a job (`--share`): there until the output is complete.
 SHARE_FOLDER = "share"
 
@@ -82,6 +85,8 @@ def open_run(
     retry_failed: bool = False,
     errors_file: bool = False,
     shared: bool = False,
+    extends: Extends | None = None,
+    keep_parts: bool = False,
 ) -> Run:
     """Lock the run directory of `output_path`, made where there is none, and find out what is left to do.
 
@@ -92,6 +97,8 @@ def open_run(
         retry_failed: count failed rows as not done, so that they are run again.
         errors_file: the output is JSON lines, and comes with a second file at `errors_path(output_path)`.
         shared: the caller is one of several workers, who has the lease for this; no lock is taken.
+        extends: tells from which other jobs' rows this one goes on; None: from none.
+        keep_parts: another job may go on from this one's rows, once the output is complete.
 
     Raises:
         InputError: where the output cannot be written or is something else's.
@@ -112,7 +119,7 @@ def open_run(
         lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
-    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock)
+    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock, extends, keep_parts)
     try:
         run._open(resume, overwrite, retry_failed)
     except OSError as error:
@@ -165,7 +172,13 @@ class Run:
     rows_of_others = 0
 
     def __init__(
-        self, targets: tuple[Path, ...], directory: Path, fingerprint: dict[str, Any], lock: int | None
+        self,
+        targets: tuple[Path, ...],
+        directory: Path,
+        fingerprint: dict[str, Any],
+        lock: int | None,
+        extends: Extends | None,
+        keep_parts: bool,
     ) -> None:
         self.output_path = targets[0]
         self.directory = directory
@@ -177,6 +190,8 @@ class Run:
         self._targets = targets
         self._manifest = Manifest(fingerprint)
         self._lock = lock
+        self._extends = extends
+        self._keep_parts = keep_parts
         self._writer: PartWriter | None = None
 
     @property
@@ -205,6 +220,8 @@ class Run:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
         kernels = None if self.kernels is None else self.kernels.to_json()
         origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
+        if self._manifest.first is not None:
+            origin["first"] = self._manifest.first
         self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
         return self._writer
 
@@ -257,12 +274,13 @@ class Run:
             self._write_manifest(replace(self._manifest, may_replace=True))
             for path, target in moves:
                 replace_durably(path, target)
-            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes, parts=0)
+            parts = next_part_number(self.parts_dir) if self._needs_parts(totals) else 0
+            complete = replace(self._manifest, state="complete", totals=totals, files=sizes_bytes, parts=parts)
             self._write_manifest(complete)
         except OSError as error:
             raise storage_error(error, f"write {self.output_path}", len(self.done_rows)) from error
         self.totals = totals
-        if not totals["rows_failed"]:
+        if not self._needs_parts(totals):
             with contextlib.suppress(OSError):  # the next open tries again
                 self._delete_parts()
         return totals
@@ -317,16 +335,23 @@ class Run:
             self._start_afresh(may_replace=False)
             return
         is_complete, is_intact = held.state == "complete", self._is_intact(held)
-        if not is_intact or retry_failed:
+        grows = self._grows(held)
+        if not is_intact or retry_failed or grows:
             self._scan_parts(held.parts)
+        totals = held.totals or {}  # which an intact output has
+        if grows and not (is_intact and len(self.done_rows) < totals["rows"]):  # or it would lose rows
+            self.notices.append(
+                f"{self.output_path.name} goes on from the {len(self.done_rows):,} rows of a smaller job"
+            )
+            first = held.first or json_sha256(held.fingerprint)
+            held = replace(held, fingerprint=self._manifest.fingerprint, first=first)
         if not self._belongs_here(held, is_intact, resume):
             _refuse_existing(self._targets)
             self._start_afresh(may_replace=False)
             return
-        totals = held.totals or {}  # which an intact output has
-        if is_intact and not (retry_failed and totals["rows_failed"]):
+        if is_intact and not grows and not (retry_failed and totals["rows_failed"]):
             self._manifest, self.totals, self.done_rows = held, held.totals, DoneRows()
-            if not totals["rows_failed"]:
+            if not self._needs_parts(totals):
                 self._delete_parts()
             return
         if not is_complete and not held.may_replace:
@@ -338,6 +363,15 @@ class Run:
             self.done_rows.forget_failed()
         self.rows_resumed = len(self.done_rows)
         self._write_manifest(replace(held, state="running", may_replace=held.may_replace or is_complete))
+
+    def _grows(self, held: Manifest) -> bool:
+        """Whether what is there is of a job whose rows are the first ones of this one's."""
+        now = self._manifest.fingerprint
+        return self._extends is not None and held.fingerprint != now and self._extends(held.fingerprint, now)
+
+    def _needs_parts(self, totals: dict[str, int]) -> bool:
+        """Whether a later run may go on from the parts of a complete output."""
+        return self._keep_parts or totals["rows_failed"] > 0
 
     def _is_intact(self, held: Manifest) -> bool:
         """Whether the output is complete and there. Raises InputError where somebody worked on it since."""
@@ -393,11 +427,14 @@ class Run:
         for part in part_paths(self.parts_dir):
             with contextlib.suppress(DamagedPart):  # it will be set aside
                 origins.append(part_origin(part))
+        # The newest part is of this very job, and the others of it or of the smaller ones that it goes on from.
         own = json_sha256(self._manifest.fingerprint)
-        if not origins or any(origin.get("fingerprint") != own for origin in origins):
+        first = origins[-1].get("first", own) if origins and origins[-1].get("fingerprint") == own else None
+        if first is None or any(origin.get("first", origin.get("fingerprint")) != first for origin in origins):
             raise problem
         self.notices.append(f"{path} was damaged or gone: it is made again from {len(origins)} parts of this job")
-        return replace(self._manifest, kernels=read_kernels(origins[-1].get("kernels")))
+        kernels = read_kernels(origins[-1].get("kernels"))
+        return replace(self._manifest, kernels=kernels, first=origins[-1].get("first"))
 
     def _note_parts(self) -> None:
         count = next_part_number(self.parts_dir)

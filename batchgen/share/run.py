@@ -34,7 +34,7 @@ from batchgen.output.manifest import Manifest, describe_changes
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
 from batchgen.output.row_map import DoneRows
-from batchgen.output.run_directory import SHARE_FOLDER, Run, open_run, run_directory, target_path
+from batchgen.output.run_directory import SHARE_FOLDER, Extends, Run, open_run, run_directory, target_path
 from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Lease, is_held
 from batchgen.share.part_store import PartStore, link_parts
@@ -418,6 +418,8 @@ def open_shared_run(
     rows: int,
     lease_s: float,
     errors_file: bool = False,
+    extends: Extends | None = None,
+    keep_parts: bool = False,
 ) -> SharedRun:
     """Become one of the workers on an output.
 
@@ -426,7 +428,7 @@ def open_shared_run(
         fingerprint: All that decides the output; that of the worker who opened it must be the same.
         rows: Of the input.
         lease_s: See `SharedJob`; that of the worker who opened it counts.
-        errors_file: As of `open_run`.
+        errors_file, extends, keep_parts: As of `open_run`.
 
     Raises:
         BatchgenError: The output cannot be written, is something else's, or of workers with another fingerprint.
@@ -434,7 +436,9 @@ def open_shared_run(
     fingerprint = json.loads(json.dumps(fingerprint))
 
     def open_plain() -> Run:
-        return open_run(output_path, fingerprint, errors_file=errors_file, shared=True)
+        return open_run(
+            output_path, fingerprint, errors_file=errors_file, shared=True, extends=extends, keep_parts=keep_parts
+        )
 
     run = SharedRun(target_path(Path(output_path)), lease_s, open_plain, fingerprint)
     try:

@@ -808,3 +808,92 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, kind):
     few, many = (peak_bytes(lambda source=s: open_dataset(source)) for s in (small, large))
     assert many < 1.1 * few + (1 << 20)
     assert many < 10 << 20
+
+
+# ---- inputs that get more rows
+
+
+def begins(source, was, **options) -> bool:
+    return open_dataset(source, **options).begins_with(was)
+
+
+def test_lines_may_be_appended(tmp_path):
+    rows = [row(i) for i in range(9)]
+    path = write_jsonl(tmp_path / "in.jsonl", rows[:5])
+    was = open_dataset(path).identity()
+    assert open_dataset(path).may_grow and begins(path, was)
+    assert begins(path, was, limit=2)  # a limit is no part of an input's identity
+    write_jsonl(path, rows)
+    assert begins(path, was) and not begins(write_jsonl(path, rows[1:]), was)
+    assert not begins(write_jsonl(path, rows[:4]), was)
+    assert not begins(write_jsonl(tmp_path / "other.jsonl", rows), was)
+    text = write_jsonl(path, rows).read_bytes()
+    path.write_bytes(text.replace(b"row 1", b"row 7"))  # as long as it was
+    assert not begins(path, was)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("a,b\n1,2\n", "3,4\n", True),
+        ("a,b\n1,2", "\n3,4\n", True),
+        ("a,b\r\n1,2", "\r\n3,4\r\n", True),
+        ("a,b\n1,2", "3\n3,4\n", False),  # its last row is another one
+        ("a,b\n", "1,2\n", True),
+    ],
+)
+def test_the_last_line_may_not_change(tmp_path, before, after, same):
+    path = tmp_path / "in.csv"
+    path.write_bytes(before.encode())
+    was = open_dataset(path).identity()
+    path.write_bytes((before + after).encode())
+    assert begins(path, was) is same
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
+def test_files_may_be_added_after_those_that_were_there(tmp_path, kind):
+    def write(name, rows):
+        return (write_parquet if kind == "parquet" else write_jsonl)(tmp_path / f"{name}.{kind}", rows)
+
+    rows = [row(i) for i in range(9)]
+    write("b", rows[:4])
+    was = open_dataset(tmp_path).identity()
+    assert open_dataset(tmp_path).may_grow
+    write("c", rows[4:])
+    assert begins(tmp_path, was)
+    write("a", rows[:1])
+    assert not begins(tmp_path, was)
+    (tmp_path / f"a.{kind}").unlink()
+    write("b", rows)  # text may have more lines, which a compressed file does not show
+    assert begins(tmp_path, was) is (kind == "jsonl")
+    (tmp_path / f"b.{kind}").unlink()
+    assert not begins(tmp_path, was)
+
+
+def test_directories_may_be_added_after_those_that_were_there(tmp_path):
+    for day in (1, 2):
+        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
+    write_parquet(tmp_path / "in" / "day=1" / "rows.parquet", [row(0)])
+    was = open_dataset(tmp_path / "in").identity()
+    write_parquet(tmp_path / "in" / "day=2" / "rows.parquet", [row(1)])
+    assert begins(tmp_path / "in", was)
+    os.rename(tmp_path / "in" / "day=1", tmp_path / "in" / "day=0")
+    assert not begins(tmp_path / "in", was)
+
+
+def test_large_files_are_compared_by_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchgen.dataset.identity._HASH_WHOLE_BYTES", 1000)
+    monkeypatch.setattr("batchgen.dataset.identity._HASH_SAMPLE_BYTES", 40)
+    rows = [row(i) for i in range(200)]
+    path = write_jsonl(tmp_path / "in.jsonl", rows[:100])
+    was = open_dataset(path).identity()
+    assert begins(write_jsonl(path, rows), was) and not begins(write_jsonl(path, [*rows[:99], *rows[100:]]), was)
+
+
+def test_what_cannot_grow(tmp_path):
+    path = write_parquet(tmp_path / "in.parquet", [row(0), row(1)])
+    assert not open_dataset(path).may_grow and not open_dataset(tmp_path, shard=(0, 2)).may_grow
+    table = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    assert not open_dataset(table).may_grow
+    assert open_dataset(path, limit=1).may_grow and open_dataset(table, limit=1).may_grow
+    assert begins(table, open_dataset(table, limit=1).identity())

@@ -185,8 +185,6 @@ def test_tokens_end_where_the_text_ends_with_a_real_tokenizer():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"embedding": True}, "embedding"),
         ({"multimodal_prompt": object()}, "multimodal_prompt"),
         ({"prompt": ""}, "empty"),
@@ -198,6 +196,12 @@ def test_tokens_end_where_the_text_ends_with_a_real_tokenizer():
 def test_what_the_engine_cannot_do_is_refused(fields, message):
     with pytest.raises(RowError, match=message):
         want_of(**fields)
+
+
+def test_penalties_are_those_of_the_row():
+    (plain,), (given,) = want_of().generated, want_of(presence_penalty=0.5, frequency_penalty=-1).generated
+    assert given.sampling == {**plain.sampling, "presence_penalty": 0.5, "frequency_penalty": -1.0}
+    assert given.id != plain.id and not plain.sampling.keys() & {"presence_penalty", "frequency_penalty"}
 
 
 def test_a_failed_row_fails_its_request():

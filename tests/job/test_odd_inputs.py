@@ -103,7 +103,9 @@ def test_standard_input(model, tmp_path, monkeypatch):
         assert code == 0, stderr
     assert "already complete" in stdout, "the same rows were piped in"
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text() != ""
-    code, _, stderr = invoke("run", "-m", model, "-i", "-", "-o", tmp_path / "b.jsonl", *arguments, stdin=text + text)
+    code, _, stderr = invoke(
+        "run", "-m", model, "-i", "-", "-o", tmp_path / "b.jsonl", *arguments, stdin=text.replace("left", "came")
+    )
     assert code == 2 and "made with other settings" in stderr
     table = pa.BufferOutputStream()
     pq.write_table(pa.table({"prompt": ["The ferry"]}), table)
@@ -161,6 +163,17 @@ def test_urls_as_outputs(model, tmp_path, rows_of_jsonl, monkeypatch):
     code, stdout, _ = run(model, rows_of_jsonl, url, *arguments)
     assert code == 0 and "already complete" in stdout and url in stdout
     assert system.cat(inner) == here.read_bytes()
+    made = system.info(inner)["created"]
+    assert (
+        run(model, rows_of_jsonl, url, *arguments)[0] == 0 and system.info(inner)["created"] == made
+    )  # not copied again
+    system.pipe(inner, b"somebody's")
+    code, _, stderr = run(model, rows_of_jsonl, url, *arguments)
+    assert code == 2 and f"{url} was changed since this job wrote it" in stderr and system.cat(inner) == b"somebody's"
+    system.rm(inner)
+    assert run(model, rows_of_jsonl, url, *arguments)[0] == 0 and system.cat(inner) == here.read_bytes()
+    system.pipe(inner, b"somebody's")
+    assert run(model, rows_of_jsonl, url, *arguments, "--overwrite")[0] == 0 and system.cat(inner) == here.read_bytes()
     code, _, stderr = run(model, rows_of_jsonl, url, *arguments, "--temperature", 1)
     assert code == 2 and "made with other settings" in stderr
     folder = url.rpartition("/")[0]

@@ -362,6 +362,87 @@ def test_lost_parts_are_computed_again_on_retry(output):
     assert read(output) == expected_rows(FakeDataset(40))
 
 
+# ---- a job that goes on from a smaller one's rows
+
+
+def of_rows(number: int) -> dict:
+    return {"input": {"rows": number}, "seed": 0}
+
+
+def has_more(was: dict, now: dict) -> bool:
+    return was["seed"] == now["seed"] and was["input"]["rows"] < now["input"]["rows"]
+
+
+def grow(output, rows, **more):
+    """The job of so many rows, which goes on from those of fewer."""
+    fingerprint = of_rows(rows)
+    return work(
+        output,
+        range(rows),
+        fingerprint=fingerprint,
+        dataset=FakeDataset(rows),
+        extends=has_more,
+        keep_parts=True,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_more_rows_keep_those_that_are_done(output, finished):
+    first, _ = grow(output, 12, finish=finished)
+    then, run = grow(output, 30)
+    assert (first, then) == (list(range(12)), list(range(12, 30))) and run.rows_resumed == 12
+    assert "goes on from the 12 rows" in run.notices[0] and len(run.notices) == 1
+    computed, run = grow(output, 40)
+    assert computed == list(range(30, 40)) and run.rows_resumed == 30
+    assert read(output) == expected_rows(FakeDataset(40))
+    assert grow(output, 40)[0] == []
+    with pytest.raises(InputError, match=r"has 40 rows made with other settings: input.rows was 40, now 12"):
+        grow(output, 12)
+    with pytest.raises(InputError, match=r"has 40 finished rows: leave out --no-resume"):
+        grow(output, 50, resume=False)
+
+
+def test_parts_are_kept_only_for_more_rows(output):
+    assert part_paths(grow(output, 12)[1].parts_dir)
+    _, run = work(output, fingerprint=of_rows(40), extends=has_more)
+    assert run.rows_resumed == 12 and not part_paths(run.parts_dir)
+
+
+def test_more_rows_are_refused_where_finished_ones_are_no_longer_there(output):
+    _, run = grow(output, 12)
+    part_paths(run.parts_dir)[0].unlink()
+    with pytest.raises(InputError, match=r"has 12 rows made with other settings"):
+        grow(output, 40)
+    assert read(output) == expected_rows(FakeDataset(12))
+    output.unlink()  # then what is left is all there is
+    computed, run = grow(output, 40)
+    assert computed == [*range(7), *range(12, 40)] and any("deleted" in notice for notice in run.notices)
+
+
+def test_more_rows_and_failed_ones_again(output):
+    grow(output, 20, result=bad_every_5)
+    computed, _ = grow(output, 40, retry_failed=True)
+    assert computed == [4, 9, 14, *range(19, 40)]
+    assert read(output) == expected_rows(FakeDataset(40))
+
+
+def test_more_rows_of_an_output_without_rows(output):
+    grow(output, 0)
+    assert grow(output, 40)[0] == list(range(40))
+
+
+def test_a_damaged_manifest_of_a_job_that_went_on(output):
+    grow(output, 12)
+    grow(output, 40, finish=False)
+    Path(f"{output}.batchgen", "manifest.json").write_text("{ not json")
+    output.unlink()
+    with pytest.raises(InputError, match="--overwrite"):
+        grow(output, 50)
+    computed, run = grow(output, 40)
+    assert computed == [] and run.rows_resumed == 40
+
+
 # ---- where it cannot be written
 
 
@@ -544,6 +625,34 @@ def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
             *(expected_rows(FakeDataset(40), r) for r in (bad_every_5, result_of)),
         )
         assert rows == second or (k % 2 and all(row in (a, b) for row, a, b in zip(rows, first, second, strict=True)))
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_crash_at_any_step_of_going_on(tmp_path, monkeypatch, fail):
+    """From a complete job of 12 rows to one of 40: no finished row is run again, and the old output stays until the new one is whole."""
+    result = bad_every_5 if fail else result_of
+    crasher = Crasher(monkeypatch)
+
+    def smaller(name):
+        output = tmp_path / name
+        grow(output, 12, result=result)
+        return output
+
+    whole = smaller("whole.parquet")
+    steps = crasher.steps_of(lambda: grow(whole, 40, result=result))
+    assert steps > 10
+    for k in range(steps):
+        output = smaller(f"{k}.parquet")
+        crasher.crash_after(k, lambda output=output: grow(output, 40, result=result))
+        assert read(output) in [expected_rows(FakeDataset(n), result) for n in (12, 40)]
+        computed, run = grow(output, 40, result=result)
+        assert (
+            run.complete
+            and (len(computed) + run.rows_resumed == 40 or not computed)
+            and not set(computed) & set(range(12))
+        )
+        assert output.read_bytes() == whole.read_bytes(), k
+        assert not list(run.directory.rglob("*.tmp"))
 
 
 @pytest.mark.slow

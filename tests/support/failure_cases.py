@@ -79,6 +79,11 @@ def _half() -> None:
     invoke(*_arguments(("--on-error", "fail")))
 
 
+def _first_rows(stack: ExitStack) -> None:
+    """A complete job of the first three rows."""
+    invoke(*_arguments(("--limit", "3")))
+
+
 def _write(prompts: list[str | None]) -> None:
     pq.write_table(pa.table({"prompt": pa.array(prompts, pa.string())}), "in.parquet")
 
@@ -136,6 +141,7 @@ CASES = (
     Case(OUTPUT, "somebody else's file", prepare=lambda stack: Path("out.parquet").write_text("a text")),
     Case(OUTPUT, "another process writes it", prepare=_held),
     Case(OUTPUT, "other settings than those of its finished rows", ("--seed", "7"), lambda stack: _half()),
+    Case(OUTPUT, "fewer rows than are finished", ("--limit", "2"), lambda stack: _half()),
     Case(OUTPUT, "changed since the job wrote it", prepare=_whole_then_changed),
     Case(MEMORY, "memory for nothing", ("--cpu-memory", "10MiB")),
     Case(MEMORY, "a context that is too small", ("--max-model-len", "2")),
@@ -148,6 +154,7 @@ CASES = (
     Case(END, "Ctrl-C (SIGINT)", signal=signal.SIGINT),
     Case(END, "SIGTERM", signal=signal.SIGTERM),
     Case(END, "SIGKILL (137 in a shell)", signal=signal.SIGKILL),
+    Case(END, "SIGKILL of a job that goes on from a complete one of `--limit 3`", (), _first_rows, signal.SIGKILL),
 )  # fmt: skip
 
 

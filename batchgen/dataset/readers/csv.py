@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
-from batchgen.dataset.identity import files_identity
+from batchgen.dataset.identity import files_begin_with, files_identity
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.row_batches import row_reader
 from batchgen.dataset.source import Source, check_same_columns, check_unique, naming
@@ -37,7 +37,14 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions) -> S
     total = sum(1 for _ in itertools.islice(_csv_rows(paths), limit))
     schema = pa.schema([*((name, pa.string()) for name in columns[paths[0]]), *partitions.fields])
     read = row_reader(rows_from, schema, total, paths[0])
-    return Source("csv", schema, total, read, lambda: files_identity(paths, partitions))
+    return Source(
+        "csv",
+        schema,
+        total,
+        read,
+        lambda: files_identity(paths, partitions),
+        begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
+    )
 
 
 def _csv_rows(paths: list[str]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.text import repair_surrogates
 from batchgen.dataset.bad_lines import BadLine
-from batchgen.dataset.identity import files_identity
+from batchgen.dataset.identity import files_begin_with, files_identity
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
 from batchgen.dataset.partitions import Partitions
@@ -56,7 +56,14 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
             yield row if isinstance(row, BadLine) else row | partitions.row(path)
 
     read = row_reader(whole_rows, schema, total, paths[0])
-    return Source("jsonl", schema, total, read, lambda: files_identity(paths, partitions))
+    return Source(
+        "jsonl",
+        schema,
+        total,
+        read,
+        lambda: files_identity(paths, partitions),
+        begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
+    )
 
 
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
@@ -77,7 +84,15 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
         total += 1
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
     read = row_reader(rows_from, schema, total, paths[0])
-    return Source("openai", schema, total, read, lambda: files_identity(paths), frozenset(duplicates))
+    return Source(
+        "openai",
+        schema,
+        total,
+        read,
+        lambda: files_identity(paths),
+        frozenset(duplicates),
+        begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
+    )
 
 
 def looks_like_openai(path: str, on_bad_line: str = "fail") -> bool:

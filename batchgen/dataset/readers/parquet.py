@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.dataset.identity import files_identity
+from batchgen.dataset.identity import files_begin_with, files_identity
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import Source, check_same_columns, check_unique, conform, naming
 from batchgen.dataset.storage import is_url, open_raw
@@ -57,7 +57,14 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
 
     total = sum(map(sum, groups))
     schema = pa.schema([*own, *partitions.fields])
-    return Source("parquet", schema, total, read, lambda: files_identity(paths, partitions))
+    return Source(
+        "parquet",
+        schema,
+        total,
+        read,
+        lambda: files_identity(paths, partitions),
+        begins_with=lambda now, was: files_begin_with(paths, now, was),
+    )
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
