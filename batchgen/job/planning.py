@@ -313,7 +313,7 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     What stays on disk is not read, but where there is no store yet it is written first.
     """
     s, at = best.inputs, best.counts.placement(best.inputs)
-    layers = s.model.num_layers * s.model.params_per_layer / s.model.num_params
+    layers = s.model.layer_params / s.model.num_params
     seconds = whole_s * (1 - at.w_disk * layers)
     if at.w_disk or s.weight_format == INT4:
         seconds += whole_s * bool(request.store_bytes) + request.store_bytes / s.hardware.disk_write_bytes_per_s

@@ -216,7 +216,7 @@ class StepCosts:
                 self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
         self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
-        rows, columns = config.layer_matrices["qkv"]
+        rows, columns = config.product_shapes["qkv"]
         self._pre_frac = rows * columns / config.matmul_params_per_layer
         self._dequantize_s = dequantize_weights_s(s)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}

@@ -46,9 +46,10 @@ def embedding_layout(config: ModelConfig) -> Layout:
     return layout
 
 
-def layer_layout(config: ModelConfig) -> Layout:
-    """Tensors of one layer."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+def layer_layout(config: ModelConfig, layer: int) -> Layout:
+    """Tensors of a layer."""
+    hidden, dim = config.hidden_size, config.head_dim
+    inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
     gate_up = {"gate": inner, "up": inner}
     if config.family == "phi3":  # whose files have them fused
@@ -60,7 +61,7 @@ def layer_layout(config: ModelConfig) -> Layout:
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
-    if config.num_experts:
+    if config.has_experts(layer):
         return layout | _experts_layout(config)
     if config.gated_mlp:
         layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
@@ -70,12 +71,17 @@ def layer_layout(config: ModelConfig) -> Layout:
 
 
 def _experts_layout(config: ModelConfig) -> Layout:
-    """A router, and the experts' matrices one after the other in the rows."""
+    """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=False)
     gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
     layout |= _linear("gate_up", gate_up, hidden, bias=False)
-    return layout | _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
+    layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
+    if shared := config.shared_expert_size:
+        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
+        layout |= _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
+        layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
+    return layout
 
 
 def head_layout(config: ModelConfig) -> Layout:
@@ -131,7 +137,8 @@ class Checkpoint:
 
         "input_norm", "qkv" [(heads + 2 kv_heads) head_dim, hidden] (q, k, v),
         "q_norm" and "k_norm" [head_dim], "out", "out_norm" and "down_norm" where `output_norms`, "post_norm", "gate_up" [2 intermediate, hidden] (gate, up) or
-        "up", and "down"; of experts those of all in the rows, and "router" [experts, hidden]. Each has ".weight" and, where the model has it, ".bias".
+        "up", and "down"; of experts those of all in the rows, and "router" [experts, hidden]; of the one that all tokens share
+        "shared_gate" [1, hidden], "shared_gate_up" and "shared_down". Each has ".weight" and, where the model has it, ".bias".
         """
         return self.load("layer", layer, dtype)
 
@@ -174,7 +181,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
 
     coded = stored_quantization(files) == INT8
     wanted = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
-    wanted += [(layer_layout(config), layer, coded) for layer in range(config.num_layers)]
+    wanted += [(layer_layout(config, layer), layer, coded) for layer in range(config.num_layers)]
     for layout, layer, in_codes in wanted:
         for part, shape in (entry for parts in layout.values() for entry in parts):
             if in_codes and len(shape) == 2:
@@ -246,10 +253,11 @@ def _part_checkpoint(
     config: ModelConfig, fill: Callable[[str, int, Tensor], None], *, has_codes: bool = False
 ) -> Checkpoint:
     """A checkpoint put together by `fill(part, layer, tensor to fill)`; has_codes: it fills rows of 8 bits too."""
-    layouts = {"embeddings": embedding_layout(config), "layer": layer_layout(config), "head": head_layout(config)}
+    ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        return filled(layouts[which], layer, lambda shape: torch.empty(shape, dtype=dtype))
+        layout = layer_layout(config, layer) if which == "layer" else ends[which]
+        return filled(layout, layer, lambda shape: torch.empty(shape, dtype=dtype))
 
     def load_codes(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         def space(shape: tuple[int, ...]) -> Tensor:
@@ -257,7 +265,7 @@ def _part_checkpoint(
                 return torch.empty(shape, dtype=dtype)
             return torch.zeros(shape[0], weight_row_bytes(shape[1], INT8), dtype=torch.int8)
 
-        return filled(layouts["layer"], layer, space)
+        return filled(layer_layout(config, layer), layer, space)
 
     def filled(layout: Layout, layer: int, space: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
         tensors = {name: space(shape) for name, shape in tensor_shapes(layout).items()}

@@ -5,8 +5,9 @@ Families differ by flags, not classes. Nothing here reads a file or imports torc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchgen.core.errors import InputError
@@ -16,12 +17,11 @@ from batchgen.models.hf_fields import (
     DEFAULTS,
     GEMMA,
     GGUF_ARCHITECTURES,
-    MIXTURES,
     get_or,
     read_activation,
     read_architecture,
-    read_experts,
     read_heads,
+    read_mlps,
     read_query_scale,
     read_ropes,
     read_windows,
@@ -52,7 +52,8 @@ class ModelConfig:
     query_scale: of queries; None: head_dim ** -0.5. attention_softcap, logit_softcap: scores and logits x become
     cap * tanh(x / cap); 0: they stay.
     num_experts: MLPs of intermediate_size each, of which a router chooses `experts_per_token` for each token; 0: one MLP.
-    norm_topk: the weights of those chosen add up to 1.
+    norm_topk: the weights of those chosen add up to 1. shared_expert_size: width of one more, which all tokens go through, with a
+    weight by a gate of its own (Qwen2-MoE); 0: there is none. dense_layers: those with one MLP, of dense_size, in place of experts.
     """
 
     architecture: str
@@ -92,6 +93,9 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     norm_topk: bool = False
+    shared_expert_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_size: int = 0
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
@@ -112,6 +116,8 @@ class ModelConfig:
             )
         if self.num_experts and not (self.gated_mlp and 1 <= self.experts_per_token <= self.num_experts):
             raise InputError(f"{self.experts_per_token} of {self.num_experts} experts for each token: that cannot be")
+        if self.dense_layers:
+            require_positive("intermediate_size", self.dense_size)
         for name in ("attention_softcap", "logit_softcap"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must not be below 0, and is {getattr(self, name)}")
@@ -135,6 +141,7 @@ class ModelConfig:
         hidden = require_int(config, "hidden_size")
         layers = require_int(config, "num_hidden_layers")
         heads, kv_heads, head_dim = read_heads(config, family, hidden)
+        biases_of_qkv = {"qwen2": True, "mistral": False, "qwen2_moe": bool(config.get("qkv_bias", True))}
         all_biases = config.get("enable_bias", True) if opt else config.get("attention_bias", False)
         max_position = get_or(config, "max_position_embeddings", DEFAULTS[family]["max_position_embeddings"])
         rope, local_rope = (None, None) if opt else read_ropes(config, family, max_position)
@@ -142,15 +149,13 @@ class ModelConfig:
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         ends = (generation_config or {}).get("eos_token_id"), config["eos_token_id"]
         stated_dtype = str(get_or(config, "dtype", get_or(config, "torch_dtype", "float32")))
-        _, width = MIXTURES.get(family, (0, "intermediate_size"))
-        num_experts, experts_per_token = read_experts(config, family)
         norm_first = bool(config.get("do_layer_norm_before", True)) if opt else True
         return cls(
             architecture=architecture,
             family=family,
             num_layers=layers,
             hidden_size=hidden,
-            intermediate_size=require_int(config, "ffn_dim" if opt else width),
+            **read_mlps(config, family, layers),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -160,8 +165,8 @@ class ModelConfig:
             norm_eps=1e-5 if opt else float(get_or(config, "rms_norm_eps", 1e-6)),
             activation=read_activation(config, family),
             gated_mlp=not opt,
-            qkv_bias={"qwen2": True, "mistral": False}.get(family, bool(all_biases)),
-            out_bias={"qwen2": False, "mistral": False}.get(family, bool(all_biases)),
+            qkv_bias=biases_of_qkv.get(family, bool(all_biases)),
+            out_bias=False if family in biases_of_qkv else bool(all_biases),
             mlp_bias=bool(all_biases) if opt else family == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
             tied_embeddings=bool(get_or(config, "tie_word_embeddings", opt)),
@@ -180,9 +185,6 @@ class ModelConfig:
             query_scale=read_query_scale(config) if gemma else None,
             attention_softcap=float(config.get("attn_logit_softcapping") or 0) if gemma else 0.0,
             logit_softcap=float(config.get("final_logit_softcapping") or 0) if gemma else 0.0,
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            norm_topk=bool(config.get("norm_topk_prob")),
         )
 
     @classmethod
@@ -250,11 +252,17 @@ class ModelConfig:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
         """From what `to_json` gave. Raises InputError, or TypeError, KeyError where it is something else."""
-        lists = {name: tuple(value[name]) for name in ("windows", "eos_token_ids")}
+        lists = {name: tuple(value[name]) for name in ("windows", "eos_token_ids", "dense_layers") if name in value}
         ropes = {
             name: RopeConfig.from_json(value[name]) for name in ("rope", "local_rope") if value.get(name) is not None
         }
         return cls(**{**value, **lists, **ropes})
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """The model with so many of its layers, the first ones."""
+        dense = tuple(layer for layer in self.dense_layers if layer < count)
+        fields = {"dense_layers": dense, "dense_size": self.dense_size if dense else 0}
+        return replace(self, num_layers=count, windows=self.windows[:count], **fields)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary positions of a layer."""
@@ -275,50 +283,113 @@ class ModelConfig:
         """Rows of the fused query, key and value projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts, and not one MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have a mixture of experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
+
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one layer that a token is multiplied with: of a mixture, the router's and those of the experts chosen."""
-        dense = sum(rows * columns for rows, columns in self.product_shapes.values())
-        if not self.num_experts:
-            return dense
-        return dense + self.num_experts * self.hidden_size + (self.experts_per_token - 1) * self.expert_params
+        """Weights of one layer that a token is multiplied with: of a mixture, the router's and those of the experts chosen.
+
+        The mean, where layers differ.
+        """
+        return self._matmul_params // self.num_layers
+
+    @property
+    def _matmul_params(self) -> int:
+        """The same of all layers together."""
+        total = 0
+        for experts, layers in self._kinds.items():
+            matrices = sum(math.prod(shape) for shapes in self._matrices(experts).values() for shape in shapes)
+            not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if experts else 0
+            total += layers * (matrices + self._router_params(experts) - not_chosen)
+        return total
 
     @property
     def expert_params(self) -> int:
-        """Weights of one MLP that take part in matrix products."""
-        return sum(rows * columns for name, (rows, columns) in self.product_shapes.items() if name in ("up", "down"))
+        """Weights of one expert that take part in matrix products."""
+        return sum(math.prod(self.product_shapes[name]) for name in ("up", "down"))
 
     @property
     def layer_tensors(self) -> dict[str, int]:
         """The number of weights in each tensor of a layer, fused as they are loaded: what can be placed on its own.
 
-        Biases go with their matrix, norms with "qkv".
+        Biases go with their matrix, norms with "qkv". Of each the largest, where layers differ.
         """
-        biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
-        sizes = {name: rows * columns + biased[name] * rows for name, (rows, columns) in self.layer_matrices.items()}
-        sizes["up"] += self.num_experts * self.hidden_size
-        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
-        return sizes
+        kinds = [self._tensors(experts) for experts in self._kinds]
+        return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
 
     @property
-    def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of the matrix of each of the `layer_tensors`; the rest of them is biases, norms and a router.
+    def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """(rows, columns) of the matrices in each of the `layer_tensors`; the rest is biases, norms and what chooses experts.
 
         Experts stand one after the other in the rows.
         """
-        stacked = {"up": max(1, self.num_experts), "down": max(1, self.num_experts)}
-        return {name: (rows * stacked.get(name, 1), columns) for name, (rows, columns) in self.product_shapes.items()}
+        kinds = [(self._tensors(experts), self._matrices(experts)) for experts in self._kinds]
+        return {group: max(kinds, key=lambda kind: kind[0][group])[1][group] for group in kinds[0][0]}
+
+    @property
+    def _kinds(self) -> dict[bool, int]:
+        """Whether layers have experts -> how many of them there are."""
+        kinds = {True: self.expert_layers, False: self.num_layers - self.expert_layers}
+        return {experts: layers for experts, layers in kinds.items() if layers}
+
+    def _tensors(self, experts: bool) -> dict[str, int]:
+        """`layer_tensors` of a layer with experts, or of one without."""
+        matrices = self._matrices(experts)
+        biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
+        sizes = {
+            group: sum(rows * columns + biased[group] * rows for rows, columns in shapes)
+            for group, shapes in matrices.items()
+        }
+        sizes["up"] += self._router_params(experts)
+        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
+        return sizes
+
+    def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
+        """`layer_matrices` of a layer with experts, or of one without."""
+        shapes = self.product_shapes
+        found = {group: (shapes[group],) for group in ("qkv", "out")}
+        for group in ("up", "down"):
+            rows, columns = shapes[group]
+            if not experts:
+                found[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
+            elif self.shared_expert_size:
+                found[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
+            else:
+                found[group] = ((self.num_experts * rows, columns),)
+        return found
+
+    def _router_params(self, experts: bool) -> int:
+        """Weights that choose experts: a row for each, and one that weighs the shared expert."""
+        return (self.num_experts + (self.shared_expert_size > 0)) * self.hidden_size if experts else 0
 
     @property
     def product_shapes(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of the matrix of each product of a layer; of experts, of one of them."""
-        mlp_width = (2 if self.gated_mlp else 1) * self.intermediate_size
-        return {
+        """(rows, columns) of the matrix of each product of a layer; of experts, of one of them.
+
+        Of the shared expert, and of layers without experts in a model that has some, as "shared_up" and "dense_up".
+        """
+        shapes = {
             "qkv": (self.qkv_size, self.hidden_size),
             "out": (self.hidden_size, self.num_heads * self.head_dim),
-            "up": (mlp_width, self.hidden_size),
-            "down": (self.hidden_size, self.intermediate_size),
         }
+        widths = {"": self.intermediate_size, "shared_": self.shared_expert_size, "dense_": self.dense_size}
+        for kind, width in widths.items():
+            if width:
+                shapes[f"{kind}up"] = ((2 if self.gated_mlp else 1) * width, self.hidden_size)
+                shapes[f"{kind}down"] = (self.hidden_size, width)
+        return shapes
+
+    @property
+    def widest_mlp(self) -> int:
+        """Intermediate size of the widest MLP."""
+        return max(self.intermediate_size, self.shared_expert_size, self.dense_size)
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -332,7 +403,7 @@ class ModelConfig:
 
     @property
     def params_per_layer(self) -> int:
-        """Weights of one layer, biases and norms included."""
+        """Weights of one layer, biases and norms included; where layers differ, of one with the largest of each tensor."""
         return sum(self.layer_tensors.values())
 
     @property
@@ -350,7 +421,12 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """All weights; a tied embedding counts once."""
-        return self.embedding_params + self.num_layers * self.params_per_layer + self.head_params
+        return self.embedding_params + self.layer_params + self.head_params
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of all layers."""
+        return sum(layers * sum(self._tensors(experts).values()) for experts, layers in self._kinds.items())
 
     @property
     def _norm_params(self) -> int:
@@ -370,7 +446,7 @@ class ModelConfig:
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs of one token and its logits, attending to `context` positions, itself included."""
-        weights = self.num_layers * self.matmul_params_per_layer
+        weights = self._matmul_params
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = sum(context if window is None else min(context, window) for window in self.windows)
         return 2 * weights + 4 * self.num_heads * self.head_dim * seen
@@ -388,6 +464,7 @@ class ModelConfig:
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv
         activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)
+        activation += 3 * self.shared_expert_size
         activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes

@@ -178,8 +178,8 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
     config = checkpoint.config
     groups = {"embeddings": tensor_shapes(embedding_layout(config))}
     plan = [_PlannedFile("embeddings", 0, *lay_out(target / EMBEDDINGS_FILE, groups, dtype, dtype))]
-    groups = layer_groups(tensor_shapes(layer_layout(config)))
     for j in range(config.num_layers):
+        groups = layer_groups(tensor_shapes(layer_layout(config, j)))
         plan.append(_PlannedFile("layer", j, *lay_out(target / layer_file_name(j), groups, dtype, weight_format)))
     groups = {"head": tensor_shapes(head_layout(config))}
     return [*plan, _PlannedFile("head", 0, *lay_out(target / HEAD_FILE, groups, dtype, dtype))]

@@ -21,15 +21,15 @@ OnInput = Callable[[str, Tensor], None]
 STACKED = ("gate_up.weight", "down.weight")
 
 
-def split_experts(config: ModelConfig, tensors: Weights) -> dict[str, ops.Weight]:
-    """With the matrices of all experts, which stand one after the other in the rows, as one tensor for each: "down.3.weight"."""
-    if not config.num_experts:
+def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
+    """A layer's tensors, with one for each expert of what stands one after the other in the rows: "down.3.weight"."""
+    if not config.has_experts(layer):
         return dict(tensors)
     split: dict[str, ops.Weight] = {}
     for name, tensor in tensors.items():
         if name in STACKED and isinstance(tensor, Tensor):
-            stem = name.removesuffix(".weight")
-            split |= {f"{stem}.{e}.weight": part for e, part in enumerate(tensor.chunk(config.num_experts))}
+            stem, kind = name.rsplit(".", 1)
+            split |= {f"{stem}.{e}.{kind}": part for e, part in enumerate(tensor.chunk(config.num_experts))}
         else:
             split[name] = tensor
     return split
@@ -54,14 +54,15 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> tuple[Tensor, Ten
 def experts(
     config: ModelConfig, weights: Weights, x: Tensor, on_input: OnInput | None = None, *, by_expert: bool = True
 ) -> Tensor:
-    """What the chosen experts make of x [tokens, hidden], weighted and added: [tokens, hidden].
+    """What the chosen experts make of x [tokens, hidden], weighted and added, and the one that all tokens share: [tokens, hidden].
 
     weights: as `split_experts` has them. by_expert: False: every expert multiplies all tokens. That takes experts /
     experts_per_token times the work, but nothing depends on what the router chooses: for devices that the host must not wait for.
     """
     shares, chosen = route(config, weights, x)
     if not by_expert:
-        return _all_experts(config, weights, x, shares, chosen)
+        total = _all_experts(config, weights, x, shares, chosen)
+        return _with_shared(config, weights, x, total, on_input).to(x.dtype)
     tokens, k = chosen.shape
     order = chosen.view(-1).argsort(stable=True)  # of (token, choice), by expert
     counts = chosen.view(-1).bincount(minlength=config.num_experts).tolist()
@@ -79,7 +80,19 @@ def experts(
     total = by_choice[:, 0] * shares[:, :1]
     for j in range(1, k):
         total += by_choice[:, j] * shares[:, j : j + 1]
-    return total.to(x.dtype)
+    return _with_shared(config, weights, x, total, on_input).to(x.dtype)
+
+
+def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
+    """`total` and what the shared expert makes of all tokens, weighted by the sigmoid of its gate; fp32 as `total`."""
+    if not config.shared_expert_size:
+        return total
+    weight = ops.linear(x, weights["shared_gate.weight"], out_dtype=torch.float32).sigmoid_()
+    inner = ops.linear(x, weights["shared_gate_up.weight"], activation=config.mlp_activation)
+    if on_input:
+        on_input("shared_gate_up.weight", x)
+        on_input("shared_down.weight", inner)
+    return total.addcmul_(ops.linear(inner, weights["shared_down.weight"]), weight)
 
 
 def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tensor, inner: Tensor) -> None:
@@ -94,4 +107,4 @@ def _all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tenso
     for e in range(config.num_experts):
         _expert(config, weights, e, x, made, inner)
         total += made * of_each[:, e : e + 1]
-    return total.to(x.dtype)
+    return total

@@ -19,13 +19,19 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
     "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
 GEMMA = ("gemma2", "gemma3")
 # Families with a mixture of experts: how many where a config.json does not say, and what it calls the width of each.
-MIXTURES = {"mixtral": (8, "intermediate_size"), "qwen3_moe": (128, "moe_intermediate_size")}
+MIXTURES = {
+    "mixtral": (8, "intermediate_size"),
+    "qwen2_moe": (60, "moe_intermediate_size"),
+    "qwen3_moe": (128, "moe_intermediate_size"),
+}
+QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe")
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # where model_type is not the family
 _ACTIVATIONS = {
     "silu": "silu",
@@ -69,11 +75,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "qwen2_moe": {
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
     "qwen3_moe": {
         "max_position_embeddings": 32768,
         "bos_token_id": None,
         "eos_token_id": None,
         "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
@@ -90,10 +107,6 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")
     if family in MIXTURES and quantization:
         raise InputError("quantised mixture-of-experts checkpoints are not supported: take one in bfloat16")
-    if config.get("mlp_only_layers") or get_or(config, "decoder_sparse_step", 1) != 1:
-        raise InputError(
-            "mixtures of experts with dense layers in between (mlp_only_layers, decoder_sparse_step) are not supported"
-        )
     if config.get("use_bidirectional_attention"):
         raise InputError("models that attend in both directions (use_bidirectional_attention) are not supported")
 
@@ -132,14 +145,35 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def read_experts(config: Mapping[str, Any], family: str) -> tuple[int, int]:
-    """(experts, those that a token goes through)."""
+def read_mlps(config: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that say which MLPs layers have, and how wide they are."""
     if family not in MIXTURES:
-        return 0, 0
+        return {"intermediate_size": require_int(config, "ffn_dim" if family == "opt" else "intermediate_size")}
+    default_count, width = MIXTURES[family]
     # Under either name, by the version of transformers that wrote it.
-    count = get_or(config, "num_experts", get_or(config, "num_local_experts", MIXTURES[family][0]))
+    count = get_or(config, "num_experts", get_or(config, "num_local_experts", default_count))
     require_positive("num_experts", count)
-    return count, require_int(config, "num_experts_per_tok")
+    dense = _dense_layers(config, layers) if family in QWEN_MIXTURES else ()
+    if len(dense) == layers:  # no mixture at all
+        return {"intermediate_size": require_int(config, "intermediate_size")}
+    return {
+        "intermediate_size": require_int(config, width),
+        "num_experts": count,
+        "experts_per_token": require_int(config, "num_experts_per_tok"),
+        "norm_topk": bool(config.get("norm_topk_prob")),
+        "shared_expert_size": require_int(config, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+        "dense_layers": dense,
+        "dense_size": require_int(config, "intermediate_size") if dense else 0,
+    }
+
+
+def _dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Layers with one MLP in place of experts: those named, and all but every `decoder_sparse_step`-th."""
+    named, step = get_or(config, "mlp_only_layers", []), get_or(config, "decoder_sparse_step", 1)
+    require_positive("decoder_sparse_step", step)
+    if not isinstance(named, list) or not all(isinstance(layer, int) for layer in named):
+        raise InputError(f"mlp_only_layers must be a list of layers, not {named!r}")
+    return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
 def read_query_scale(config: Mapping[str, Any]) -> float:
@@ -229,6 +263,9 @@ def read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     if types is None and family in GEMMA:
         every = config.get("sliding_window_pattern", 6) if family == "gemma3" else 2
         types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if types is None and family == "qwen2_moe":
+        last = config.get("max_window_layers", 28)
+        types = ["full_attention" if layer % 2 or layer >= last else "sliding_attention" for layer in range(layers)]
     if types is None:
         first = config.get("max_window_layers", 28)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]

@@ -44,7 +44,7 @@ class ChannelImportance:
         tensors: as `Checkpoint.load_layer` gives them; all layers in turn.
         """
         config = self._config
-        weights = split_experts(config, tensors)
+        weights = split_experts(config, tensors, self._layer)
         seen: dict[str, Tensor] = {}
 
         def on_input(name: str, x: Tensor) -> None:

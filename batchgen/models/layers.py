@@ -19,8 +19,9 @@ from batchgen.ops import dispatch as ops
 Rope = tuple[Tensor, Tensor]
 
 
-# The matrix of a gate and what it is multiplied with, of each expert.
-GATED = "gate_up."
+def is_gated(name: str) -> bool:
+    """Whether a tensor is the matrix of a gate and of what it is multiplied with, of an expert perhaps."""
+    return name.startswith(("gate_up.", "shared_gate_up."))
 
 
 def linear(weights: Weights, name: str, x: Tensor, on_input: OnInput | None = None, **options) -> Tensor:
@@ -98,7 +99,7 @@ def post_attention(
     if not config.norm_first:
         hidden = norm(config, weights, "input_norm", hidden, out)
     x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
-    if config.num_experts:
+    if "router.weight" in weights:
         return torch.add(hidden, experts(config, weights, x, on_input, by_expert=by_expert), out=out)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
     hidden = _added(config, weights, "down", x, hidden, out, on_input)

@@ -19,8 +19,8 @@ TENSOR_ALIGNMENT = 64
 _LAYER_GROUPS = {
     "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
     "out": ("out",),
-    "up": ("gate_up", "up", "router"),
-    "down": ("down",),
+    "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
+    "down": ("down", "shared_down"),
 }
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", INT4: "U8", INT8: "I8"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,8 +29,8 @@ Shape = tuple[int, ...]
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for a router."""
-    return len(shape) == 2 and name != "router.weight"
+    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for what chooses and weighs experts."""
+    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.hf_fields import GEMMA
+from batchgen.models.hf_fields import GEMMA, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -72,10 +72,13 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
     """Of each family with a mixture of experts."""
-    mixtral, qwen3 = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
-    mixtral["router"], qwen3["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
+    mixtral, qwen = dict(_LLAMA_NAMES), dict(_LLAMA_NAMES)
+    mixtral["router"], qwen["router"] = "layers.{}.block_sparse_moe.gate", "layers.{}.mlp.gate"
     for e in range(num_experts):
         for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
             mixtral[f"experts.{e}.{part}"] = f"layers.{{}}.block_sparse_moe.experts.{e}.{name}"
-            qwen3[f"experts.{e}.{part}"] = f"layers.{{}}.mlp.experts.{e}.{part}_proj"
-    return {"mixtral": mixtral, "qwen3_moe": qwen3}
+            qwen[f"experts.{e}.{part}"] = f"layers.{{}}.mlp.experts.{e}.{part}_proj"
+    qwen["shared_gate"] = "layers.{}.mlp.shared_expert_gate"
+    for part in ("gate", "up", "down"):
+        qwen[f"shared.{part}"] = f"layers.{{}}.mlp.shared_expert.{part}_proj"
+    return {"mixtral": mixtral, **dict.fromkeys(QWEN_MIXTURES, qwen)}

@@ -59,7 +59,7 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
 
     if not model.num_experts:
         return seconds(model.matmul_params_per_layer, batch_tokens)
-    chosen = model.experts_per_token * model.expert_params
+    chosen = model.experts_per_token * model.expert_params * model.expert_layers // model.num_layers
     of_each = batch_tokens * model.experts_per_token / model.num_experts
     return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + seconds(chosen, of_each)
 

@@ -46,11 +46,12 @@ def activation_bytes(
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.num_heads * config.head_dim)
-    mlp = config.intermediate_size * (3 if config.gated_mlp else 2)
+    mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token
     if k:  # rows by expert, what they become, and that by token; then in fp32 and 8 bytes: probabilities, order, sums
-        mlp = k * (mlp + 3 * config.hidden_size)
-        mlp += (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
+        rows = config.intermediate_size * (3 if config.gated_mlp else 2) + 3 * config.hidden_size
+        shared = config.shared_expert_size and 3 * config.shared_expert_size + config.hidden_size
+        mlp = max(mlp, k * rows + shared) + (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
     per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads, mlp))
     if config.rope is not None:
         per_token += 4 * config.head_dim
@@ -69,7 +70,7 @@ def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
     """
     if on_gpu:
         return _GPU_CHUNK_TOKENS
-    widest = max(config.intermediate_size * (2 if config.gated_mlp else 1), config.qkv_size)
+    widest = max(config.widest_mlp * (2 if config.gated_mlp else 1), config.qkv_size)
     return max(_FEWEST_CHUNK_TOKENS, _CHUNK_BYTES // (widest * dtype_bytes))
 
 
@@ -96,8 +97,9 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str
     """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
     size = int(FORMAT_BYTES[dtype])
     return {
-        group: rows * weight_row_bytes(columns, weight_format) + (config.layer_tensors[group] - rows * columns) * size
-        for group, (rows, columns) in config.layer_matrices.items()
+        group: sum(rows * (weight_row_bytes(columns, weight_format) - columns * size) for rows, columns in matrices)
+        + config.layer_tensors[group] * size
+        for group, matrices in config.layer_matrices.items()
     }
 
 

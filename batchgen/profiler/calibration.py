@@ -90,7 +90,7 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     token_bytes = int(2 * model.num_kv_heads * model.head_dim * itemsize)
     sweeps = [s for s in _SWEEPS if max(s.new, s.cached) + 1 < model.max_position]
     layers, sweeps = affordable_sweeps(sweeps, layers, layer_bytes, token_bytes, memory_bytes)
-    part = replace(model, num_layers=layers, windows=model.windows[:layers], vocab_size=_VOCAB)
+    part = replace(model.first_layers(layers), vocab_size=_VOCAB)
     # A first factor of 1 for shared prefixes: what attention of a prompt to itself takes.
     cpu = profile.cpu
     cpu = replace(cpu, shared_attention_flops_per_s=dict(cpu.prefill_attention_flops_per_s))

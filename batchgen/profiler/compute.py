@@ -6,6 +6,7 @@ the caches, as weights and KV do in a sweep.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def measure_int8(device: Device, dtype_name: str, subjects: Subjects, effort: Ef
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
     """Expanded bytes per second of a layer's 4-bit matrices, as many rows of each as the pool has numbers for."""
     packed, targets = [], []
-    for rows, columns in model.layer_matrices.values():
+    for rows, columns in itertools.chain(*model.layer_matrices.values()):
         rows = min(rows, pool.numel() // columns)
         packed.append(ops.quantize(pool[: rows * columns].view(rows, columns)))
         targets.append(torch.empty(rows, columns, dtype=pool.dtype, device=pool.device))

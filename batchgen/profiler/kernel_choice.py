@@ -192,11 +192,11 @@ def _rates(shape: _Shape, candidates: Sequence[str], timer: Timer) -> dict[str, 
 
 
 def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
-    gated = model.product_shapes["up"] if model.gated_mlp else None
+    gated = [shape for name, shape in model.product_shapes.items() if name.endswith("up") and model.gated_mlp]
     head = (model.vocab_size, model.embed_size)
     for shape in _matrices(model):
         yield _linear_shape(
-            shape, getattr(torch, dtype), gated=shape == gated, head=shape == head, tied=model.tied_embeddings
+            shape, getattr(torch, dtype), gated=shape in gated, head=shape == head, tied=model.tied_embeddings
         )
 
 

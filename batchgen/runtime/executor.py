@@ -203,7 +203,9 @@ class Executor:
         """One layer of each kind, and the last one, which is told apart."""
         kinds: dict[tuple, int] = {}
         for layer, tiers in enumerate(self.weights.residency.layers):
-            kinds.setdefault((self.config.windows[layer], *sorted(tiers.items())), layer)
+            kinds.setdefault(
+                (self.config.windows[layer], self.config.has_experts(layer), *sorted(tiers.items())), layer
+            )
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(

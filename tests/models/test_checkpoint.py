@@ -27,6 +27,8 @@ VARIANTS = [
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {"attention_bias": True}),
     ("gemma2", {"tie_word_embeddings": False}),
+    ("qwen2_moe", {"mlp_only_layers": [1]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
 ]
 
 
@@ -67,15 +69,13 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             else:
                 tensors |= params(layer.post_attention_layernorm, "post_norm")
             tensors |= params(attention.o_proj, "out")
-            if family in ("mixtral", "qwen3_moe"):
-                tensors |= params(layer.mlp.gate, "router")
-                stacked = {"gate_up": layer.mlp.experts.gate_up_proj, "down": layer.mlp.experts.down_proj}
-                tensors |= {f"{name}.weight": value.detach().flatten(0, 1) for name, value in stacked.items()}
-            elif family == "phi3":
-                tensors |= params(layer.mlp.gate_up_proj, "gate_up")
+            if hasattr(layer.mlp, "experts"):
+                tensors |= expected_experts(layer.mlp)
             else:
-                tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
-            if family not in ("mixtral", "qwen3_moe"):
+                if family == "phi3":
+                    tensors |= params(layer.mlp.gate_up_proj, "gate_up")
+                else:
+                    tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
                 tensors |= params(layer.mlp.down_proj, "down")
         if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
@@ -92,6 +92,21 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     if not model.config.tie_word_embeddings:
         head |= params(model.lm_head, "lm_head")
     return embeddings, layers, head
+
+
+def expected_experts(mlp) -> dict:
+    """Of a mixture: the experts' rows one after the other, and those of the expert that all tokens share."""
+    found = {
+        "router.weight": mlp.gate.weight,
+        "gate_up.weight": mlp.experts.gate_up_proj.flatten(0, 1),
+        "down.weight": mlp.experts.down_proj.flatten(0, 1),
+    }
+    if hasattr(mlp, "shared_expert"):
+        shared = mlp.shared_expert
+        found["shared_gate.weight"] = mlp.shared_expert_gate.weight
+        found["shared_gate_up.weight"] = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+        found["shared_down.weight"] = shared.down_proj.weight
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def assert_same(tensors: dict, expected: dict, dtype: torch.dtype) -> None:

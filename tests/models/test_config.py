@@ -61,6 +61,8 @@ VARIANTS = [
     ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {"attention_bias": True, "head_dim": 16}),
+    ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
 ]
 
 
@@ -283,8 +285,8 @@ PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
     ({"architectures": ["GptOssForCausalLM"]}, ["GptOssForCausalLM", *ARCHITECTURES]),
     (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
-    (QWEN_MOE | {"mlp_only_layers": [1]}, ["mlp_only_layers"]),
-    (QWEN_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
+    (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list"]),
+    (QWEN_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1"]),
     ({"architectures": [], "model_type": "gemma3"}, ["gemma3"]),
     ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "gptq"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),

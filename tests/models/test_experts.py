@@ -19,9 +19,9 @@ QWEN = {
 }
 
 
-def mixture(num_experts, k, norm_topk=True, seed=0):
+def mixture(num_experts, k, norm_topk=True, seed=0, **fields):
     config = ModelConfig.from_hf(
-        QWEN | {"num_experts": num_experts, "num_experts_per_tok": k, "norm_topk_prob": norm_topk}
+        QWEN | {"num_experts": num_experts, "num_experts_per_tok": k, "norm_topk_prob": norm_topk} | fields
     )
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -30,6 +30,8 @@ def mixture(num_experts, k, norm_topk=True, seed=0):
         "gate_up": (num_experts * 2 * inner, hidden),
         "down": (num_experts * hidden, inner),
     }
+    if shared := config.shared_expert_size:
+        shapes |= {"shared_gate": (1, hidden), "shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     return config, tensors
 
@@ -48,24 +50,41 @@ def one_by_one(config, tensors, x):
         for e in chosen.tolist():
             gate, up = (gate_up[e] @ token).chunk(2)
             made.append(down[e] @ (F.silu(gate) * up))
-        out.append(shares @ torch.stack(made))
+        out.append(shares @ torch.stack(made) + shared_expert(config, tensors, token))
     return torch.stack(out)
+
+
+def shared_expert(config, tensors, token):
+    if not config.shared_expert_size:
+        return 0
+    weight, gate_up, down = (tensors[f"shared_{name}.weight"].double() for name in ("gate", "gate_up", "down"))
+    gate, up = (gate_up @ token).chunk(2)
+    return (weight @ token).sigmoid() * (down @ (F.silu(gate) * up))
 
 
 @pytest.mark.parametrize(("num_experts", "k"), [(4, 1), (4, 4), (8, 2), (64, 8), (128, 8)])
 @pytest.mark.parametrize("by_expert", [True, False])
 def test_tokens_go_through_their_experts(num_experts, k, by_expert):
     config, tensors = mixture(num_experts, k, norm_topk=k != 4)
-    weights = split_experts(config, tensors)
+    weights = split_experts(config, tensors, 0)
     for tokens in (1, 3, 64):
         x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
         got = experts(config, weights, x, by_expert=by_expert)
         torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_all_tokens_go_through_the_shared_expert(by_expert):
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 56}
+    config, tensors = mixture(8, 3, **fields)
+    x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    got = experts(config, split_experts(config, tensors, 0), x, by_expert=by_expert)
+    torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_does_not_depend_on_those_beside_it():
     config, tensors = mixture(8, 3)
-    weights = split_experts(config, tensors)
+    weights = split_experts(config, tensors, 0)
     x = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(7))
     together = experts(config, weights, x)
     for rows in (slice(0, 1), slice(17, 18), slice(3, 40)):
@@ -78,7 +97,7 @@ def test_one_expert_may_get_all_tokens_and_the_others_none(favourite):
     tensors["router.weight"].zero_()
     tensors["router.weight"][favourite] = 1.0
     x = torch.rand(9, config.hidden_size, generator=torch.Generator().manual_seed(1)) + 0.1
-    weights = split_experts(config, tensors)
+    weights = split_experts(config, tensors, 0)
     assert (route(config, weights, x)[1] == favourite).all()
     torch.testing.assert_close(
         experts(config, weights, x).double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5
@@ -88,14 +107,14 @@ def test_one_expert_may_get_all_tokens_and_the_others_none(favourite):
 def test_no_tokens_are_no_work():
     config, tensors = mixture(4, 2)
     x = torch.empty(0, config.hidden_size)
-    assert experts(config, split_experts(config, tensors), x).shape == x.shape
+    assert experts(config, split_experts(config, tensors, 0), x).shape == x.shape
 
 
 def test_inputs_of_all_experts_are_shown():
     config, tensors = mixture(4, 2)
     seen = {}
     x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    experts(config, split_experts(config, tensors), x, seen.__setitem__)
+    experts(config, split_experts(config, tensors, 0), x, seen.__setitem__)
     assert {name: tuple(rows.shape) for name, rows in seen.items()} == {
         "gate_up.weight": (10, 40),
         "down.weight": (10, 24),
@@ -109,3 +128,17 @@ def test_bytes_follow_all_experts_and_flops_those_chosen():
     assert more == 7 * (config.expert_params + config.hidden_size)
     assert config.matmul_params_per_layer - one.matmul_params_per_layer == config.expert_params + 7 * config.hidden_size
     assert set(config.linear_shapes) >= {(48, 40), (40, 24)}
+
+
+def test_layers_without_experts_count_as_what_they_have():
+    fields = {"num_hidden_layers": 3, "intermediate_size": 100, "mlp_only_layers": [1]}
+    config, plain = mixture(8, 2, **fields)[0], mixture(8, 2, num_hidden_layers=3)[0]
+    fewer = 8 * (plain.expert_params + plain.hidden_size) - 3 * 100 * 40
+    assert (config.expert_layers, config.num_params) == (2, plain.num_params - fewer)
+    # Each tensor of a layer is planned as large as the largest: of the MLP's those of the experts.
+    assert (config.layer_tensors, config.layer_matrices) == (plain.layer_tensors, plain.layer_matrices)
+    assert config.first_layers(1) == plain.first_layers(1)
+    computed = 2 * (config.hidden_size * 8 + 2 * config.expert_params) + 3 * 100 * 40
+    assert config.flops_per_token(1) - plain.flops_per_token(1) == 2 * (
+        computed - 3 * (config.hidden_size * 8 + 2 * config.expert_params)
+    )

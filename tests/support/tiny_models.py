@@ -7,7 +7,19 @@ from pathlib import Path
 
 import torch
 
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe")
+FAMILIES = (
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
 # reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -34,6 +46,10 @@ MODELS = {
     "qwen3_moe, 8 of 64, shares as they are": ("qwen3_moe", {
         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
     }),
+    "qwen2_moe, a dense layer, windows": ("qwen2_moe", {
+        "mlp_only_layers": [1], "num_experts_per_tok": 3, "use_sliding_window": True, "sliding_window": 20, "qkv_bias": False,
+    }),
+    "qwen3_moe, every second layer dense": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
 VOCAB_SIZE = 512
@@ -69,7 +85,7 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
+    prefix = {"opt": "OPT", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
     text = "Text" if family == "gemma3" else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
@@ -103,14 +119,10 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
     if family == "mixtral":
         fields |= {"num_local_experts": 4}
-    if family == "qwen3_moe":
-        fields |= {
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-        }
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        fields |= {"head_dim": 32, "norm_topk_prob": True} if family == "qwen3_moe" else {}
+        fields |= {"shared_expert_intermediate_size": 72} if family == "qwen2_moe" else {}
     if family == "gemma2":  # small caps, so that they change the tokens; only "eager" knows them
         fields |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
     config_class, model_class = classes_of(family)

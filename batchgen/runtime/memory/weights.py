@@ -7,7 +7,8 @@ computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import split_experts
-from batchgen.models.layers import GATED
+from batchgen.models.layers import is_gated
 from batchgen.models.store_format import is_quantized, layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
@@ -31,6 +32,7 @@ from batchgen.runtime.memory.transfers import as_buffer
 from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS
 
 Tensors = dict[str, ops.Weight]
+_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 OUTPUT_MATRIX = "lm_head.weight"
 
@@ -91,6 +93,9 @@ class Weights:
         tiers = tiers or Tiers()
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._h2d = tiers.links and tiers.links[0]
+        # Of each tensor of a layer with experts, and of one without.
+        kinds = {config.has_experts(j): j for j in range(config.num_layers)}
+        self._shapes = {kind: tensor_shapes(layer_layout(config, j)) for kind, j in kinds.items()}
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
         for j in range(config.num_layers):
@@ -123,8 +128,8 @@ class Weights:
         if (layer, slot) not in self._layers:  # buffers stay where they are
             tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
             if self._dequantized:
-                tensors |= self._dequantized[layer % len(self._dequantized)]
-            split = split_experts(self.config, tensors)
+                tensors |= self._dequantized_views(layer)
+            split = split_experts(self.config, tensors, layer)
             self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in split.items()}
         return self._layers[layer, slot]
 
@@ -150,14 +155,14 @@ class Weights:
 
     def load(self, layer: int, slot: int) -> None:
         """What is in host memory or has been read there, to the accelerator."""
-        target = self._slots[slot]
+        target = self._slot_tensors(layer, slot)
         for name, tensor in {**self._on_host[layer], **self._disk_views(layer, slot)}.items():
             self._h2d.copy(target[name], tensor)
 
     def dequantize(self, layer: int, slot: int | None) -> None:
         """4-bit matrices of a layer into the compute format."""
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
-        for name, target in self._dequantized[layer % len(self._dequantized)].items():
+        for name, target in self._dequantized_views(layer).items():
             ops.dequantize(packed[name], target)
 
     def load_head(self, chunk: int, slot: int) -> None:
@@ -201,15 +206,14 @@ class Weights:
         for group, tensors in groups.items():
             tensors = self.arenas[kept[group]].keep(tensors, "the weights")
             if kept[group] == self._compute_tier:
-                resident |= self._packed(tensors)
+                resident |= self._packed(tensors, layer)
             else:
                 on_host |= tensors
         self._resident.append(resident)
         self._on_host.append(on_host)
 
-    def _stored_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _stored(self, shapes: Mapping[str, tuple[int, ...]]) -> _Shapes:
         """Each tensor of a layer as it is stored."""
-        shapes = tensor_shapes(layer_layout(self.config))
         stored_format = self.residency.weight_format
         packed = {INT4: torch.uint8, INT8: torch.int8}.get(stored_format)
         if packed is None:
@@ -222,20 +226,19 @@ class Weights:
         }
 
     def _make_slots(self) -> None:
-        """Buffers of an accelerator for all groups that any layer has elsewhere."""
-        self._slots: list[Tensors] = []
+        """Buffers of an accelerator for all groups that any layer has elsewhere: of each tensor for the largest that a layer has."""
+        self._slots: list[dict[str, Tensor]] = []
         away = {g for groups in self.residency.layers for g, tier in groups.items() if tier != self._compute_tier}
         if self._h2d is None or not away:
             return
-        shapes = self._stored_shapes()
-        names = [
-            n
-            for g, members in layer_groups({n: s for n, (s, _) in shapes.items()}).items()
-            if g in away
-            for n in members
-        ]
+        largest: _Shapes = {}
+        for shapes in map(self._stored, self._shapes.values()):
+            groups = layer_groups({name: shape for name, (shape, _) in shapes.items()})
+            _keep_larger(largest, {name: shapes[name] for group in groups if group in away for name in groups[group]})
         for _ in range(WEIGHT_SLOTS):
-            self._slots.append({n: self.arenas["gpu"].empty(*shapes[n], "weights in transit") for n in names})
+            self._slots.append(
+                {n: self.arenas["gpu"].empty(*shape, "weights in transit") for n, shape in largest.items()}
+            )
 
     def _make_disk_buffers(self) -> None:
         self._stretches: list[list[_Stretch]] = []
@@ -272,9 +275,11 @@ class Weights:
             raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
 
     def _dequantized_buffers(self) -> Tensors:
-        shapes = tensor_shapes(layer_layout(self.config))
+        largest: _Shapes = {}
+        for shapes in self._shapes.values():
+            _keep_larger(largest, {n: (shape, self.dtype) for n, shape in shapes.items() if is_quantized(n, shape)})
         arena = self.arenas[self._compute_tier]
-        return {n: arena.empty(s, self.dtype, "expanded weights") for n, s in shapes.items() if is_quantized(n, s)}
+        return {n: arena.empty(*shape, "expanded weights") for n, shape in largest.items()}
 
     def _load_ends(self) -> tuple[Tensors, Tensors]:
         """Embeddings and head; the head's slots where it comes over in chunks."""
@@ -311,8 +316,18 @@ class Weights:
             return self._disk_views(layer, slot)
         if not self._slots:
             return {}
+        return self._slot_tensors(layer, slot)
+
+    def _slot_tensors(self, layer: int, slot: int) -> dict[str, Tensor]:
+        """Where an accelerator gets what a layer has elsewhere."""
+        shapes = self._stored(self._shapes[self.config.has_experts(layer)])
         names = [*self._on_host[layer], *self._disk_names(layer)]
-        return {name: self._slots[slot][name] for name in names}
+        return {name: _first_of(self._slots[slot][name], shapes[name][0]) for name in names}
+
+    def _dequantized_views(self, layer: int) -> dict[str, Tensor]:
+        buffers = self._dequantized[layer % len(self._dequantized)]
+        shapes = self._shapes[self.config.has_experts(layer)]
+        return {name: _first_of(buffers[name], shape) for name, shape in shapes.items() if is_quantized(name, shape)}
 
     def _disk_names(self, layer: int) -> Sequence[str]:
         return [t.name for s in self._stretches[layer] for g in s.groups for t in s.file.extents[g].tensors]
@@ -334,14 +349,12 @@ class Weights:
     def _isa(self, shape: tuple[int, int], dtype: torch.dtype) -> str:
         return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
 
-    def _packed(self, tensors: Tensors) -> Tensors:
-        """With matrices as products read them fastest; 4-bit ones are left as they are."""
-        if self.residency.weight_format != INT4:  # which are dequantized first
-            tensors = split_experts(self.config, tensors)
+    def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
+        """With matrices as products read them fastest; 4-bit ones are left as they are. layer: that they are of, if any."""
+        if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
+            tensors = split_experts(self.config, tensors, layer)
         return {
-            name: ops.pack_weight(t, gated=name.startswith(GATED), isa=self._isa(t.shape, t.dtype))
-            if _is_matrix(t)
-            else t
+            name: ops.pack_weight(t, gated=is_gated(name), isa=self._isa(t.shape, t.dtype)) if _is_matrix(t) else t
             for name, t in tensors.items()
         }
 
@@ -361,6 +374,18 @@ class Weights:
 def _is_matrix(weight: ops.Weight) -> bool:
     """Of numbers, or of rows of 8 bits; 4-bit ones are left as they are."""
     return isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype != torch.uint8
+
+
+def _keep_larger(shapes: _Shapes, others: _Shapes) -> None:
+    """Of tensors of the same name the shape with more numbers."""
+    for name, (shape, dtype) in others.items():
+        if name not in shapes or math.prod(shape) > math.prod(shapes[name][0]):
+            shapes[name] = shape, dtype
+
+
+def _first_of(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor in the first part of a buffer that may be larger."""
+    return buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
 
 
 def _bytes_of(tensors: Tensors) -> int:
