@@ -8,6 +8,7 @@ memory or a faster rate can never lead to a slower plan.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,17 +21,20 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import (
+    bounds,
     can_delegate,
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
+    layer_lanes,
     linear_s,
+    peak_bytes,
     prefill_attention_s,
     shared_attention_s,
     streamed_kv_bytes,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Phase, phases_of
+from batchgen.planner.flow import Phase, deferral_of, phases_of
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 
@@ -39,8 +43,14 @@ _MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _WORTH_SIMULATING = 1.25
+# What the cost model finds slower than the fastest so far by more than what `worth` forgives, over this, has nothing to gain.
+_AS_GOOD = 1.05
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
+# Of the time in which the CPU has nothing else to do, so much is given to deferred attention: sweeps are not all equally long.
+_DEFERRED_FRAC = 0.9
+# Deferred sequences take memory on the GPU too, so fewer others may fit: so many smaller sizes are tried, to half of them.
+_SMALLER_SIZES = 8
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
 _SHORT_SWEEP_TOKENS = 4096
 
@@ -117,7 +127,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with two micro-batches come in NEO's order of them too.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too, and
+    the one with KV on the GPU alone comes with deferred sequences beside it too.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
@@ -130,12 +141,13 @@ def candidates(
     best = _least_movement(best, problem.allowed)
     yield best
     if most > 1:
-        yield from _in_neos_order(problem, best, worth)
+        yield from _in_other_orders(problem, best, worth)
+        yield from _with_deferred(problem, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         candidate = _realised(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
             yield candidate
-            yield from _in_neos_order(problem, candidate, worth)
+            yield from _in_other_orders(problem, candidate, worth)
 
 
 def _search_kinds(problem: Problem, slower: float) -> tuple[Candidate, dict[tuple[int, int], _Relaxed]]:
@@ -204,7 +216,20 @@ def _realised(
     return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
 
 
-def _in_neos_order(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+def _in_other_orders(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+    """The candidate in NEO's order, and with micro-batches that are mixed, which are the same to the cost model.
+
+    These are tried only where the cost model leaves them something to gain.
+    """
+    yield from in_neos_order(problem, candidate, worth)
+    classes = [name for name, count in candidate.counts.kv_seqs.items() if count]
+    if candidate.inputs.num_gpu_batches > 1 and len(classes) > 1 and worth(candidate.seconds * _AS_GOOD):
+        yield replace(candidate, inputs=replace(candidate.inputs, batch_order="mixed"))
+
+
+def in_neos_order(
+    problem: Problem, candidate: Candidate, worth: Callable[[float], bool] = lambda seconds: True
+) -> Iterator[Candidate]:
     """The candidate in NEO's order, where it has two micro-batches, and sequences that the CPU attends to beside others."""
     classes = {name for name, count in candidate.counts.kv_seqs.items() if count}
     if candidate.inputs.num_gpu_batches != 2 or "cpu" not in classes or len(classes) == 1:
@@ -214,6 +239,77 @@ def _in_neos_order(problem: Problem, candidate: Candidate, worth: Callable[[floa
     found = relaxed and _realised(problem, relaxed, inputs, candidate.phases, worth)
     if found:
         yield found
+
+
+def _with_deferred(problem: Problem, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+    """APEX's way: one micro-batch with its KV on the GPU, and deferred sequences beside it.
+
+    What the CPU attends to within a sweep would wait behind theirs, so there are no others in host memory.
+    """
+    if not may_defer(problem):
+        return
+    on_gpu = replace(problem.allowed, kv_classes=("gpu",))
+    with contextlib.suppress(InputError):
+        base = search(replace(problem, num_gpu_batches=1, admissions=("continuous",), allowed=on_gpu))
+        found = deferring(problem, base, worth)
+        if found is not None:
+            yield found
+
+
+def may_defer(problem: Problem) -> bool:
+    """Whether any sequence's attention may be deferred: not where the block size is fixed, whose part they would be."""
+    return (
+        problem.hardware.gpu is not None
+        and not problem.runtime.serial
+        and "deferred" in problem.allowed.kv_classes
+        and "continuous" in problem.admissions
+        and problem.num_gpu_batches in (None, 1)
+        and problem.block_size is None
+    )
+
+
+def deferring(
+    problem: Problem, base: Candidate, worth: Callable[[float], bool] = lambda seconds: True
+) -> Candidate | None:
+    """The candidate with as many deferred sequences beside its own as the CPU, its memory, and the length of the job allow.
+
+    None where there are none, where they do not fit, or it is not worth it.
+    """
+    s, best, best_s = base.inputs, None, math.inf
+    most = _most_deferred(problem, base)
+    allowed = replace(problem.allowed, kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n))
+    sizes = [s.block_size, *(size for size in reversed(_block_sizes(problem)) if size < s.block_size)]
+    for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:
+        deferral = deferral_of(s.workload, swept_seqs, most, s.model.num_layers + 1)
+        if deferral is None:
+            continue
+        inputs = replace(s, block_size=swept_seqs + deferral.seqs, deferral=deferral)
+        phases = phases_of(s.workload, s.admission, swept_seqs, s.max_num_batched_tokens, deferral)
+        realised = solve(inputs, phases, allowed, integer=True)
+        if realised is None:
+            continue
+        if realised.seconds >= best_s:
+            break  # more than it takes for all to fit
+        best, best_s = (inputs, phases), realised.seconds
+    relaxed = solve(*best, allowed, integer=False) if best else None
+    return _realised(replace(problem, allowed=allowed), relaxed, *best, worth) if best and relaxed else None
+
+
+def _most_deferred(problem: Problem, base: Candidate) -> int:
+    """Deferred sequences that the CPU attends to in the time in which it would do nothing else, and has memory for."""
+    s, at = base.inputs, base.counts.placement(base.inputs)
+    if not can_delegate(s):
+        return 0
+    steady = max(base.phases, key=lambda phase: phase.decode_seqs * phase.sweeps)
+    if not steady.decode_seqs:
+        return 0
+    lanes = layer_lanes(s, steady, at)
+    idle_s = max(bounds(s.runtime, lanes)) - lanes.get("cores", lanes["cpu_attention"])
+    each_s = decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
+    in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / each_s
+    result = s.model.num_heads * s.model.head_dim * s.element_bytes
+    in_memory = (s.budgets["cpu"] - peak_bytes(s, at)["cpu"]) / (s.seq_kv_bytes + 2 * result)
+    return max(0, int(min(in_time, in_memory, problem.most_seqs - s.block_size)))
 
 
 def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], found: Solution) -> bool:
@@ -250,7 +346,8 @@ def first_rows_s(candidate: Candidate) -> float:
 def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
     sweeps = sum(phase.sweeps for phase in phases)
     fill = s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens
-    return seconds * min(1.0, (max(1.0, fill) + s.workload.output_len.max - 1) / sweeps)
+    per_token = s.deferral.sweeps_per_token if s.deferral else 1
+    return seconds * min(1.0, (max(1.0, fill) + (s.workload.output_len.max - 1) * per_token) / sweeps)
 
 
 def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:

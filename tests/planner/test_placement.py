@@ -22,7 +22,7 @@ from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
 from batchgen.planner.memory import Demand, kv_block_bytes, plan_memory
-from batchgen.planner.search import Problem, block_latency_s, frontier, lower_bound_s, search, search_space
+from batchgen.planner.search import Problem, block_latency_s, deferring, frontier, lower_bound_s, search, search_space
 
 OPT_13B = opt(5120, 40, 40)
 
@@ -134,6 +134,16 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
     except InputError as error:
         assert "no plan fits" in str(error) or "no single budget" in str(error)
         return
+    check_memory(p, best)
+    if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
+        beside = deferring(replace(p, block_size=None), best)
+        if beside is not None:
+            assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
+            check_placement(beside)
+            check_memory(p, beside)
+
+
+def check_memory(p, best):
     plan = make_plan(
         p, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
     )
