@@ -74,11 +74,11 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.as_json or options.plan_file == "-":
         return [json.dumps(plan.to_json(), indent=2)]
     lines = explain(plan) if options.explain else headline(plan)
-    lines += ["", *way_lines(plan)]
     if others:
         lines += ["", *compare([("now", plan), *others])]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
+    lines += ["", *way_lines(plan)]
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
     return lines

@@ -14,9 +14,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, Policy, WayTime
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.shortened import simulate_shortened
+from batchgen.planner.deferring import deferring, layers_bytes, may_defer
 from batchgen.planner.explain import aligned
-from batchgen.planner.memory import group_bytes
-from batchgen.planner.search import Candidate, Problem, deferring, in_neos_order, may_defer, search
+from batchgen.planner.search import Candidate, Problem, in_neos_order, search
 
 PlanOf = Callable[[Candidate, float | None], Plan]
 
@@ -62,10 +62,7 @@ def limited(
 
 def _weights_on_gpu(problem: Problem) -> None:
     """Raises NoWay where not even the layers' weights fit, which needs no search."""
-    smallest = min(
-        sum(group_bytes(problem.model, problem.compute_format, name).values()) for name in problem.weight_formats
-    )
-    weights = smallest * problem.model.num_layers
+    weights = layers_bytes(problem)
     if weights > problem.budgets["gpu"]:
         raise NoWay(
             f"the weights of the layers take {format_bytes(weights)}, more than the GPU's {format_bytes(problem.budgets['gpu'])}"

@@ -8,7 +8,6 @@ memory or a faster rate can never lead to a slower plan.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,20 +20,17 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import (
-    bounds,
     can_delegate,
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
-    layer_lanes,
     linear_s,
-    peak_bytes,
     prefill_attention_s,
     shared_attention_s,
     streamed_kv_bytes,
     sweep_overhead_s,
 )
-from batchgen.planner.flow import Phase, deferral_of, phases_of
+from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 
@@ -47,10 +43,6 @@ _WORTH_SIMULATING = 1.25
 _AS_GOOD = 1.05
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
-# Of the time in which the CPU has nothing else to do, so much is given to deferred attention: sweeps are not all equally long.
-_DEFERRED_FRAC = 0.9
-# Deferred sequences take memory on the GPU too, so fewer others may fit: so many smaller sizes are tried, to half of them.
-_SMALLER_SIZES = 8
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
 _SHORT_SWEEP_TOKENS = 4096
 
@@ -127,8 +119,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too, and
-    the one with KV on the GPU alone comes with deferred sequences beside it too.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
@@ -142,9 +133,8 @@ def candidates(
     yield best
     if most > 1:
         yield from _in_other_orders(problem, best, worth)
-        yield from _with_deferred(problem, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
-        candidate = _realised(problem, relaxed, inputs, phases, worth)
+        candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
             yield candidate
             yield from _in_other_orders(problem, candidate, worth)
@@ -204,7 +194,7 @@ def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> 
     return first + rest
 
 
-def _realised(
+def realised_candidate(
     problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], worth: Callable[[float], bool]
 ) -> Candidate | None:
     """The candidate with a placement in whole things, if there is one and it is worth it."""
@@ -236,80 +226,9 @@ def in_neos_order(
         return
     inputs = replace(candidate.inputs, batch_order="neo")
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
-    found = relaxed and _realised(problem, relaxed, inputs, candidate.phases, worth)
+    found = relaxed and realised_candidate(problem, relaxed, inputs, candidate.phases, worth)
     if found:
         yield found
-
-
-def _with_deferred(problem: Problem, worth: Callable[[float], bool]) -> Iterator[Candidate]:
-    """APEX's way: one micro-batch with its KV on the GPU, and deferred sequences beside it.
-
-    What the CPU attends to within a sweep would wait behind theirs, so there are no others in host memory.
-    """
-    if not may_defer(problem):
-        return
-    on_gpu = replace(problem.allowed, kv_classes=("gpu",))
-    with contextlib.suppress(InputError):
-        base = search(replace(problem, num_gpu_batches=1, admissions=("continuous",), allowed=on_gpu))
-        found = deferring(problem, base, worth)
-        if found is not None:
-            yield found
-
-
-def may_defer(problem: Problem) -> bool:
-    """Whether any sequence's attention may be deferred: not where the block size is fixed, whose part they would be."""
-    return (
-        problem.hardware.gpu is not None
-        and not problem.runtime.serial
-        and "deferred" in problem.allowed.kv_classes
-        and "continuous" in problem.admissions
-        and problem.num_gpu_batches in (None, 1)
-        and problem.block_size is None
-    )
-
-
-def deferring(
-    problem: Problem, base: Candidate, worth: Callable[[float], bool] = lambda seconds: True
-) -> Candidate | None:
-    """The candidate with as many deferred sequences beside its own as the CPU, its memory, and the length of the job allow.
-
-    None where there are none, where they do not fit, or it is not worth it.
-    """
-    s, best, best_s = base.inputs, None, math.inf
-    most = _most_deferred(problem, base)
-    allowed = replace(problem.allowed, kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n))
-    sizes = [s.block_size, *(size for size in reversed(_block_sizes(problem)) if size < s.block_size)]
-    for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:
-        deferral = deferral_of(s.workload, swept_seqs, most, s.model.num_layers + 1)
-        if deferral is None:
-            continue
-        inputs = replace(s, block_size=swept_seqs + deferral.seqs, deferral=deferral)
-        phases = phases_of(s.workload, s.admission, swept_seqs, s.max_num_batched_tokens, deferral)
-        realised = solve(inputs, phases, allowed, integer=True)
-        if realised is None:
-            continue
-        if realised.seconds >= best_s:
-            break  # more than it takes for all to fit
-        best, best_s = (inputs, phases), realised.seconds
-    relaxed = solve(*best, allowed, integer=False) if best else None
-    return _realised(replace(problem, allowed=allowed), relaxed, *best, worth) if best and relaxed else None
-
-
-def _most_deferred(problem: Problem, base: Candidate) -> int:
-    """Deferred sequences that the CPU attends to in the time in which it would do nothing else, and has memory for."""
-    s, at = base.inputs, base.counts.placement(base.inputs)
-    if not can_delegate(s):
-        return 0
-    steady = max(base.phases, key=lambda phase: phase.decode_seqs * phase.sweeps)
-    if not steady.decode_seqs:
-        return 0
-    lanes = layer_lanes(s, steady, at)
-    idle_s = max(bounds(s.runtime, lanes)) - lanes.get("cores", lanes["cpu_attention"])
-    each_s = decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
-    in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / each_s
-    result = s.model.num_heads * s.model.head_dim * s.element_bytes
-    in_memory = (s.budgets["cpu"] - peak_bytes(s, at)["cpu"]) / (s.seq_kv_bytes + 2 * result)
-    return max(0, int(min(in_time, in_memory, problem.most_seqs - s.block_size)))
 
 
 def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], found: Solution) -> bool:
@@ -357,7 +276,7 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
         (block latency in s, generated or scored tokens/s, plan), without those that another one beats in both.
     """
     found = []
-    for block_size in _block_sizes(problem):
+    for block_size in block_sizes(problem):
         try:
             candidate = search(replace(problem, block_size=block_size, max_block_latency_s=None))
         except InputError:
@@ -379,7 +298,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
     for weight_format in problem.weight_formats:
         for kv_format in problem.kv_formats:
             for admission in problem.admissions:
-                for block_size in _block_sizes(problem):
+                for block_size in block_sizes(problem):
                     for tokens in _token_budgets(problem, block_size):
                         phases = phases_of(workload, admission, block_size, tokens)
                         for batches in _micro_batches(problem, block_size):
@@ -417,7 +336,7 @@ def _supported(s: CostInputs) -> bool:
     return bool(s.rates.expand_bytes_per_s)
 
 
-def _block_sizes(problem: Problem) -> list[int]:
+def block_sizes(problem: Problem) -> list[int]:
     """Every size up to 16, then eight per doubling: where KV limits the block, a step of the ladder is lost throughput."""
     most = min(problem.most_seqs, problem.workload.num_seqs)
     if problem.block_size is not None:
@@ -559,7 +478,7 @@ def explain_infeasible(problem: Problem) -> str:
 def _too_slow(problem: Problem) -> str:
     fastest = min(
         block_latency_s(search(replace(problem, max_block_latency_s=None, block_size=size)))
-        for size in _block_sizes(problem)[:2]
+        for size in block_sizes(problem)[:2]
     )
     return (
         f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest possible is {fastest:.3g} s,"

@@ -12,9 +12,10 @@ from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.job.shortened import simulate_shortened
 from batchgen.job.simulation import simulate_job
 from batchgen.job.ways import ON_CPU, WITH_GPU, way_lines, way_of, ways_for, with_ways
+from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.lp import Allowed
-from batchgen.planner.search import deferring, search
+from batchgen.planner.search import search
 
 # Few layers, so that a deferred token takes few sweeps; few words, so that logits take little of a small GPU's memory.
 MODEL = replace(opt(1024, 6, 8), vocab_size=2048)
