@@ -12,8 +12,7 @@ from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
 TIERS = ("gpu", "cpu", "disk")
-# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md). "deferred" (APEX: the CPU's result is collected
-# in a later sweep) is for plan files: the planner does not choose it yet.
+# Where a sequence's KV lives, and where its decode attention runs (docs/tiers.md).
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk", "deferred")
 # Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
 VOCABULARY_CHUNKS = 8
@@ -54,9 +53,11 @@ class Policy:
         head_tier: tier of the output matrix.
         kv_seqs: sequences of the block in each KV class.
         activation_batches: micro-batches whose activations between layers stay on (GPU, CPU).
-        batch_order: "even": micro-batches of equal tokens; "neo": of two, one has what the CPU attends to (NEO section
+        batch_order: "even": micro-batches of equal tokens; "mixed": the same, each with its part of every KV class; "neo": of two, one has what the CPU attends to (NEO section
             3).
         embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
+        deferred_rows: sequences that may enter class "deferred" in one job, in which they stay much longer than in others; None:
+            as many as there is a place for.
     """
 
     admission: str
@@ -75,6 +76,7 @@ class Policy:
     activation_batches: tuple[int, int] = (0, 1)
     batch_order: str = "even"
     embedding_tier: str = "cpu"
+    deferred_rows: int | None = None
 
     @property
     def max_num_seqs(self) -> int:
@@ -182,6 +184,23 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class WayTime:
+    """What a job would take if it were run in one of the ways of the papers.
+
+    Attributes:
+        name: of the way, or "chosen".
+        words: what it does.
+        seconds: of the whole job; None where it cannot be run so.
+        reason: why not.
+    """
+
+    name: str
+    words: str
+    seconds: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A policy, what it is for, and what it is expected to do.
 
@@ -189,6 +208,7 @@ class Plan:
         budgets: bytes per tier it was made for.
         placement_bytes: weights, KV and activations -> tier -> bytes.
         kernels: what each shape of the model runs on on the CPU.
+        ways: what the job would take in each way that was compared, and in this one.
     """
 
     model: str
@@ -200,6 +220,7 @@ class Plan:
     placement_bytes: Mapping[str, Mapping[str, float]]
     prediction: Prediction
     kernels: KernelChoice = PROCESS_SET
+    ways: tuple[WayTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}
@@ -225,7 +246,7 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
     if max_num_seqs != policy.max_num_seqs:
         raise ValueError("max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
     choices: dict[str, tuple[str, ...]] = {
-        "admission": ("continuous", "static"), "batch_order": ("even", "neo"),
+        "admission": ("continuous", "static"), "batch_order": ("even", "mixed", "neo"),
         "head_tier": ("gpu", "cpu"), "embedding_tier": ("gpu", "cpu"),
     }  # fmt: skip
     for name, allowed in choices.items():
@@ -235,6 +256,8 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
         for key, count in getattr(policy, name).items():
             if key not in allowed or count < 0:
                 raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
+    if (policy.deferred_rows or 0) < 0:
+        raise ValueError(f"deferred_rows must be null, or a number of 0 or more, not {policy.deferred_rows}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")

@@ -7,6 +7,7 @@ Steps, so it knows what waits for what, and it decides.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.job.shortened import simulate_shortened
 from batchgen.planner.cost import moved_bytes
+from batchgen.planner.deferring import apex_candidates
 from batchgen.planner.search import Candidate, Problem, block_latency_s, candidates, first_rows_s
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
@@ -56,7 +58,7 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
         return not found or seconds <= _MODEL_ABOVE * _TIE * min(s.seconds for s in found)
 
     fastest: Candidate | None = None
-    for candidate in candidates(problem, _MOST_KINDS, worth):
+    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), apex_candidates(problem, worth)):
         fastest = fastest or candidate
         with contextlib.suppress(InputError):
             found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))

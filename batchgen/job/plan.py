@@ -24,6 +24,7 @@ from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
 from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
+from batchgen.job.ways import way_lines
 from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
@@ -58,7 +59,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
 
     case = _limited(_case_there(job, files, config), options) if job.hardware else here()
-    plan, problem = plan_case(case, estimated)
+    plan, problem = plan_case(case, estimated, ways=True)
     if options.plan_file and options.plan_file != "-":
         write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
     if job.trace:
@@ -77,6 +78,7 @@ def run_plan(options: PlanOptions) -> list[str]:
         lines += ["", *compare([("now", plan), *others])]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
+    lines += ["", *way_lines(plan)]
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
     return lines

@@ -10,6 +10,7 @@ from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.html_charts import Bar, Span, bars, line, timeline
 from batchgen.job.html_page import COLOURS, legend, note, page, section, table
 from batchgen.job.simulation import simulate_job
+from batchgen.job.ways import way_rows
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import LANE_NAMES, TIER_NAMES, compare_rows, headline, lane_seconds
 from batchgen.planner.search import Problem, frontier
@@ -46,6 +47,9 @@ def plan_page(
         section("Latency and throughput", *_frontier(plan, problem)),
         section("What would help", *_prices(plan)),
     ]
+    if plan.ways:
+        header, *rows = way_rows(plan)
+        sections.append(section("The ways there are", table(header, rows)))
     if others:
         sections.append(section("Plans side by side", *_side_by_side([("now", plan), *others])))
     title = f"Plan: {plan.model} in {plan.dtype} on {plan.hardware}"

@@ -29,6 +29,7 @@ from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
 from batchgen.job.resolved import ResolvedJob
+from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir
@@ -112,17 +113,25 @@ def make_plan(
     return replace(plan, kernels=kernels_here(plan.kernels, notify))
 
 
-def plan_case(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
-    """The fastest plan for a job on a machine, and the problem that it solves. Raises InputError."""
+def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -> tuple[Plan, Problem]:
+    """The fastest plan for a job on a machine, and the problem that it solves.
+
+    Args:
+        case: The job and the machine.
+        estimated: The job's workload.
+        ways: Whether the plan says what the ways of the papers would take.
+
+    Raises:
+        InputError: No plan fits.
+    """
     job, request = case.job, case.request
     problem = problem_of(case.hardware, job.config, estimated.workload, request)
-    plan = plan_job(
-        problem,
-        request,
-        startup_s=case.startup_s,
-        loading_s=loading_s(case.hardware, job.config, request.dtype, job.files.kind),
-        output_len_known=estimated.output_len_known,
-    )
+    whole_s = loading_s(case.hardware, job.config, request.dtype, job.files.kind)
+    known = estimated.output_len_known
+    plan = plan_job(problem, request, startup_s=case.startup_s, loading_s=whole_s, output_len_known=known)
+    if ways:
+        plan_of = plan_maker(problem, request, startup_s=case.startup_s, loading_s=whole_s, output_len_known=known)
+        plan = with_ways(plan, problem, plan_of)
     return plan, problem
 
 
@@ -366,6 +375,26 @@ def _first_touch_s(best: Candidate) -> float:
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 
+def plan_maker(
+    problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
+) -> Callable[[Candidate, float | None], Plan]:
+    """A function from a candidate, and the seconds of its sweeps where they were simulated, to a plan. Arguments as of `plan_job`."""
+
+    def plan_of(candidate: Candidate, simulated_s: float | None = None) -> Plan:
+        return explain.make_plan(
+            problem,
+            candidate,
+            model_name=request.model_name,
+            max_model_len=request.max_model_len,
+            share_prefixes=request.share_prefixes,
+            startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
+            output_len_known=output_len_known,
+            simulated_s=simulated_s,
+        )
+
+    return plan_of
+
+
 def plan_job(
     problem: Problem, request: PlanRequest, *, startup_s: float, loading_s: float, output_len_known: bool
 ) -> Plan:
@@ -381,23 +410,11 @@ def plan_job(
     Raises:
         InputError: No plan fits.
     """
-
-    def plan_of(candidate: Candidate, simulated_s: float | None = None) -> Plan:
-        return explain.make_plan(
-            problem,
-            candidate,
-            model_name=request.model_name,
-            max_model_len=request.max_model_len,
-            share_prefixes=request.share_prefixes,
-            startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
-            output_len_known=output_len_known,
-            simulated_s=simulated_s,
-        )
-
+    plan_of = plan_maker(problem, request, startup_s=startup_s, loading_s=loading_s, output_len_known=output_len_known)
     limited, shortest_s = problem, math.inf
     while True:
         try:
-            found = simulate_candidates(limited, plan_of)
+            found = simulate_candidates(limited, lambda candidate: plan_of(candidate, None))
         except InputError as error:
             if limited is not problem:
                 raise InputError(

@@ -151,7 +151,7 @@ def memory_of(plan: Plan, config: ModelConfig) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class SimulatedSweep:
-    """loads: of its micro-batches. phase: the same sweep as the cost model counts it."""
+    """loads: of its micro-batches. phase: the same sweep as the cost model counts it, without sequences that are deferred."""
 
     loads: list[BatchLoad]
     phase: Phase
@@ -260,7 +260,7 @@ class SimulatedJob:
 
 def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
     prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
-    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt]
+    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and not s.defers]
     return Phase(
         sweeps=1,
         prefill_tokens=sum(s.num_tokens for s in prompts),

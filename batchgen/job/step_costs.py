@@ -222,6 +222,10 @@ class StepCosts:
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
 
+    def begun(self, cohort: int, load: BatchLoad) -> None:
+        """A cohort that began its token in this micro-batch, of a sweep that was not costed."""
+        self._begun[cohort] = load
+
     def sweep(self, loads: Sequence[BatchLoad]) -> Callable[[Step], float]:
         """A function that gives the seconds of a Step, to be called once for each Step of a sweep over these micro-batches.
 

@@ -10,6 +10,7 @@ with grouped-query attention, in bytes; decode attention on CPU and GPU is bound
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KV_CODE_BITS
@@ -22,6 +23,7 @@ from batchgen.planner.memory import (
     WORKSPACE_BYTES,
     activation_bytes,
     coded_bytes,
+    deferred_bytes,
     planned_logit_rows,
     sent_bytes,
 )
@@ -148,6 +150,23 @@ def decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> flo
     return seconds + (bytes_read / known(device.expand_bytes_per_s) if dequantizes else 0.0)
 
 
+def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
+    """Sequences whose attention is deferred that the CPU attends to beside one layer of a sweep: each in one layer of all."""
+    sweeps = s.model.num_layers + 1  # of a token
+    return replace(phase, decode_seqs=phase.deferred_tokens * sweeps / s.model.num_layers)
+
+
+def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
+    """Seconds of CPU attention to deferred sequences beside one layer of a sweep, which they do not hold up.
+
+    N_C of APEX's inequality (6), times the whole sweep. The rate is that of a cohort of all of them.
+    """
+    if not phase.deferred_tokens:
+        return 0.0
+    together = replace(phase, decode_seqs=phase.deferred_tokens * (s.model.num_layers + 1))
+    return decode_attention_s(s, together, s.hardware.cpu) / s.model.num_layers
+
+
 def dequantize_weights_s(s: CostInputs) -> float:
     """Seconds of dequantizing one layer's 4-bit weights, once per sweep (or per micro-batch, FlexGen)."""
     if s.weight_format != "int4":
@@ -190,7 +209,9 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
     with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks.
     """
-    kv_prefilled = phase.prefill_tokens * s.kv_token_bytes
+    deferred_rows = s.deferral.rows / s.workload.num_seqs if s.deferral else 0.0
+    kv_deferred = phase.prefill_tokens * s.kv_token_bytes * deferred_rows
+    kv_prefilled = phase.prefill_tokens * s.kv_token_bytes - kv_deferred
     kv_new = kv_prefilled + phase.decode_seqs * s.kv_token_bytes
     from_disk, to_disk = _disk_bytes(s, phase)
     disk = {
@@ -206,6 +227,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, phase) + activations
     # What the last layer makes stays where the head is computed.
     d2h = on_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
+    d2h += phase.deferred_tokens * (result + s.kv_token_bytes) + kv_deferred
+    h2d += phase.deferred_tokens * result
     if not s.runtime.attends_disk_kv_on_cpu:
         page = s.kv_block_bytes / s.disk_block_bytes  # of what is on disk the padding stays in host memory
         h2d += at.kv_disk * (from_disk * page)
@@ -250,15 +273,20 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         cpu = decode_attention_s(s, phase, hardware.cpu) if can_delegate(s) else 0.0
         if s.rates.launch_overhead_s:
             lanes["launch"] = s.num_gpu_batches * s.rates.launch_overhead_s
+        # What the CPU has found for deferred sequences is fetched by compute itself.
+        results = phase.deferred_tokens * s.model.num_heads * s.model.head_dim * s.element_bytes
+        before += results / known(hardware.h2d_bytes_per_s)
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
-        lanes["cpu_attention"] = _attended_on_cpu(s, at) * cpu
+        delegated = _attended_on_cpu(s, at) * cpu
+        lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
         if "compute" not in s.runtime.serial:
-            lanes |= _chains(s, phase, at, before, lanes["compute"], lanes["cpu_attention"])
+            lanes |= _chains(s, phase, at, before, lanes["compute"], delegated)
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
         lanes["d2h"] = moved["d2h"] * (1 / known(hardware.d2h_bytes_per_s))
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
+        dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
         lanes["compute"] = before + own_attention + requests_s
         read = s.layer_bytes if s.weight_format == INT8 else s.dequantized_layer_bytes
@@ -284,7 +312,7 @@ def _chains(
     Args:
         before: seconds of products and prefill attention.
         compute: of these and of attention on the GPU.
-        attention: on the CPU.
+        attention: on the CPU, of what is not deferred.
     """
     h2d, d2h = known(s.hardware.h2d_bytes_per_s), known(s.hardware.d2h_bytes_per_s)
     batches, layer_s = s.num_gpu_batches, s.layer_bytes / h2d
@@ -377,12 +405,12 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
 
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     """KV reserved in each tier: of its sequences, and in memory once for a prefix that they share."""
-    all_seqs = s.block_size * s.seq_kv_bytes
+    all_seqs = s.swept_seqs * s.seq_kv_bytes
     shared = s.workload.shared_prefix_len * s.kv_token_bytes * s.model.num_layers
     return {
         "gpu": at.kv_gpu * all_seqs + (shared if s.on_gpu else 0.0),
-        "cpu": (at.kv_cpu + at.kv_streamed) * all_seqs + shared,
-        "disk": at.kv_disk * (s.block_size * s.disk_seq_kv_bytes),
+        "cpu": (at.kv_cpu + at.kv_streamed) * all_seqs + s.deferred_seqs * s.seq_kv_bytes + shared,
+        "disk": at.kv_disk * (s.swept_seqs * s.disk_seq_kv_bytes),
     }
 
 
@@ -423,4 +451,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.gpu_batch_size)
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
     cpu += PINNED_BYTES + at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
+    if s.deferral:
+        cpu += 2 * s.deferred_seqs * model.num_heads * model.head_dim * element
+        gpu += deferred_bytes(model, int(element), s.deferred_seqs)
     return {"gpu": gpu, "cpu": cpu, "disk": kv["disk"]}

@@ -76,6 +76,7 @@ def make_plan(
         kv_seqs={name: int(count) for name, count in counts.kv_seqs.items() if count},
         activation_batches=(int(counts.activation_batches[0]), int(counts.activation_batches[1])),
         batch_order=_batch_order(s, counts),
+        deferred_rows=s.deferral.rows if s.deferral else None,
     )
     return Plan(
         model=model_name,
@@ -91,9 +92,9 @@ def make_plan(
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:
-    """NEO's two batches where they were costed and there are two kinds of sequences for them."""
+    """NEO's two batches where they were costed and there are two kinds of sequences for them; the same of mixed ones."""
     classes = {name for name, count in counts.kv_seqs.items() if count}
-    return s.batch_order if "cpu" in classes and len(classes) > 1 else "even"
+    return s.batch_order if len(classes) > 1 and ("cpu" in classes or s.batch_order != "neo") else "even"
 
 
 def _predict(
@@ -140,7 +141,7 @@ def _shorter(candidate: Candidate, at: Placement) -> float:
     s = candidate.inputs
     outputs = tuple(max(1, round(n * _SHORTEST_OUTPUT)) for n in s.workload.output_len.values)
     workload = replace(s.workload, output_len=Lengths(outputs))
-    phases = phases_of(workload, s.admission, s.block_size, s.max_num_batched_tokens)
+    phases = phases_of(workload, s.admission, s.swept_seqs, s.max_num_batched_tokens, s.deferral)
     return min(1.0, job_seconds(replace(s, workload=workload), phases, at) / candidate.seconds)
 
 
@@ -166,7 +167,7 @@ def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]
     )
     activations = s.num_gpu_batches * s.batch_tokens * s.hidden_bytes
     kv = kv_bytes(s, at)
-    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed, "disk": at.kv_disk}
+    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
     return {
         "weights": by_tier,
         "KV": {tier: kv[tier] if fraction else 0.0 for tier, fraction in fractions.items()},

@@ -16,6 +16,7 @@ from batchgen.core.dtypes import FORMAT_BYTES, kv_row_bytes, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
+from batchgen.planner.flow import Deferral
 from batchgen.planner.memory import group_bytes, kv_block_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
@@ -62,6 +63,7 @@ class CostInputs:
         process_bytes: host memory the process takes before any of the model's.
         longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
         batch_order: of policy.Policy.
+        deferral: sequences of the block whose attention is deferred; None: there are none.
     """
 
     hardware: HardwareProfile
@@ -80,6 +82,17 @@ class CostInputs:
     process_bytes: int
     longest_tokens: int | None = None
     batch_order: str = "even"
+    deferral: Deferral | None = None
+
+    @property
+    def deferred_seqs(self) -> int:
+        """Sequences of the block that gain a token in so many sweeps as `flow.Deferral` says."""
+        return self.deferral.seqs if self.deferral else 0
+
+    @property
+    def swept_seqs(self) -> int:
+        """The others, which gain one in every sweep."""
+        return self.block_size - self.deferred_seqs
 
     @property
     def on_gpu(self) -> bool:
@@ -197,7 +210,8 @@ class CostInputs:
 class Placement:
     """Where things live, as fractions: each group adds up to 1.
 
-    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md. Members are numbers, or
+    FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md, of the sequences that are not
+    deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or linear
     expressions. Those below are no fractions: buffers are sized by them.
 
     Attributes:

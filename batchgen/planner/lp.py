@@ -30,7 +30,7 @@ class Allowed:
     """What a plan may use. weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES."""
 
     weight_tiers: tuple[str, ...] = TIERS
-    kv_classes: tuple[str, ...] = ("gpu", "cpu", "streamed", "disk")
+    kv_classes: tuple[str, ...] = KV_CLASSES
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Counts:
 
         kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
         delegates = int(s.on_gpu and kv["cpu"] > 0)
-        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.num_gpu_batches), delegates)
-        staged = passing * s.longest_blocks + delegates * s.delegated_prompt_blocks
+        attends = int(delegates or s.deferred_seqs > 0)  # the CPU
+        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.num_gpu_batches), attends)
+        staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
         if s.runtime.attends_disk_kv_on_cpu:
             on_disk = -(-kv["disk"] // s.num_gpu_batches) * s.longest_blocks
         else:
@@ -67,7 +68,7 @@ class Counts:
             w_gpu=weights(0),
             w_cpu=weights(1),
             w_disk=weights(2),
-            **{f"kv_{c}": kv[c] / s.block_size for c in ("gpu", "cpu", "streamed", "disk")},
+            **{f"kv_{c}": kv[c] / s.swept_seqs for c in ("gpu", "cpu", "streamed", "disk")},
             act_gpu=self.activation_batches[0] / batches,
             act_cpu=self.activation_batches[1] / batches,
             head_gpu=self.head_on_gpu,
@@ -202,13 +203,13 @@ class _PlacementProgramme(Programme):
         self.weights = {
             tensor: tuple(self._count(layers if tier in tiers else 0) for tier in TIERS) for tensor in sizes
         }
-        self.kv = {c: self._count(s.block_size if c in classes else 0) for c in KV_CLASSES}
+        self.kv = {c: self._count(s.swept_seqs if c in classes else 0) for c in KV_CLASSES}
         batches = s.num_gpu_batches
         self.activations = (self._count(batches if s.on_gpu else 0), self._count(batches))
         self.head_gpu = self._count(1 if s.on_gpu else 0)
         for tensor in sizes:
             self.equal(total(self.weights[tensor]), layers)
-        self.equal(total(self.kv.values()), s.block_size)
+        self.equal(total(self.kv.values()), s.swept_seqs)
         self.equal(total(self.activations), batches)
 
         def fraction(tier: int) -> Affine:
@@ -218,10 +219,10 @@ class _PlacementProgramme(Programme):
             w_gpu=fraction(0),
             w_cpu=fraction(1),
             w_disk=fraction(2),
-            kv_gpu=self.kv["gpu"] * (1 / s.block_size),
-            kv_cpu=self.kv["cpu"] * (1 / s.block_size),
-            kv_streamed=self.kv["streamed"] * (1 / s.block_size),
-            kv_disk=self.kv["disk"] * (1 / s.block_size),
+            kv_gpu=self.kv["gpu"] * (1 / s.swept_seqs),
+            kv_cpu=self.kv["cpu"] * (1 / s.swept_seqs),
+            kv_streamed=self.kv["streamed"] * (1 / s.swept_seqs),
+            kv_disk=self.kv["disk"] * (1 / s.swept_seqs),
             act_gpu=self.activations[0] * (1 / batches),
             act_cpu=self.activations[1] * (1 / batches),
             head_gpu=self.head_gpu,
@@ -242,8 +243,9 @@ class _PlacementProgramme(Programme):
         delegates: Linear = self._any([self.kv["cpu"]], s.block_size) if s.on_gpu else 0
         passing = self._count(s.gpu_batch_size)
         self.at_most(total(self.kv[c] for c in _staged(s)), passing * batches)
-        self.at_most(delegates, passing)
-        staged = passing * s.longest_blocks + delegates * s.delegated_prompt_blocks
+        attends: Linear = 1 if s.deferred_seqs else delegates  # the CPU
+        self.at_most(attends, passing)
+        staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
         if not s.on_gpu:
             on_disk = staged
         elif s.runtime.attends_disk_kv_on_cpu:
@@ -295,7 +297,7 @@ class _PlacementProgramme(Programme):
         read = (lambda count: round(self.value(count))) if self.integer else self.value
         return Counts(
             {tensor: (read(gpu), read(cpu), read(disk)) for tensor, (gpu, cpu, disk) in self.weights.items()},
-            {name: read(v) for name, v in self.kv.items()},
+            {name: read(v) for name, v in self.kv.items()} | {"deferred": self.s.deferred_seqs},
             (read(self.activations[0]), read(self.activations[1])),
             read(self.head_gpu),
         )
@@ -323,6 +325,9 @@ def _staged(s: CostInputs) -> tuple[str, ...]:
 
 
 def _class_exists(s: CostInputs, kv_class: str) -> bool:
+    """Whether sequences can be placed there: how many are deferred is fixed before."""
+    if kv_class == "deferred":
+        return False
     if not s.on_gpu:
         return kv_class in ("cpu", "disk")
     return kv_class != "cpu" or can_delegate(s)

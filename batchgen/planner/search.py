@@ -30,6 +30,8 @@ _MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _WORTH_SIMULATING = 1.25
+# What the cost model finds slower than the fastest so far by more than what `worth` forgives, over this, has nothing to gain.
+_AS_GOOD = 1.05
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
@@ -108,7 +110,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with two micro-batches come in NEO's order of them too.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
@@ -123,13 +125,13 @@ def candidates(
     yield best
     if most == 1:
         return
-    yield from _in_neos_order(problem, best, worth)
+    yield from _in_other_orders(problem, best, worth)
     kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
-        candidate = _realised(problem, relaxed, inputs, phases, worth)
+        candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
             yield candidate
-            yield from _in_neos_order(problem, candidate, worth)
+            yield from _in_other_orders(problem, candidate, worth)
 
 
 class _BestFirst:
@@ -219,7 +221,7 @@ def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> 
     return first + rest
 
 
-def _realised(
+def realised_candidate(
     problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], worth: Callable[[float], bool]
 ) -> Candidate | None:
     """The candidate with a placement in whole things, if there is one and it is worth it."""
@@ -231,14 +233,27 @@ def _realised(
     return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
 
 
-def _in_neos_order(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+def _in_other_orders(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+    """The candidate in NEO's order, and with micro-batches that are mixed, which are the same to the cost model.
+
+    These are tried only where the cost model leaves them something to gain.
+    """
+    yield from in_neos_order(problem, candidate, worth)
+    classes = [name for name, count in candidate.counts.kv_seqs.items() if count]
+    if candidate.inputs.num_gpu_batches > 1 and len(classes) > 1 and worth(candidate.seconds * _AS_GOOD):
+        yield replace(candidate, inputs=replace(candidate.inputs, batch_order="mixed"))
+
+
+def in_neos_order(
+    problem: Problem, candidate: Candidate, worth: Callable[[float], bool] = lambda seconds: True
+) -> Iterator[Candidate]:
     """The candidate in NEO's order, where it has two micro-batches, and sequences that the CPU attends to beside others."""
     classes = {name for name, count in candidate.counts.kv_seqs.items() if count}
     if candidate.inputs.num_gpu_batches != 2 or "cpu" not in classes or len(classes) == 1:
         return
     inputs = replace(candidate.inputs, batch_order="neo")
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
-    found = relaxed and _realised(problem, relaxed, inputs, candidate.phases, worth)
+    found = relaxed and realised_candidate(problem, relaxed, inputs, candidate.phases, worth)
     if found:
         yield found
 
@@ -278,7 +293,8 @@ def first_rows_s(candidate: Candidate) -> float:
 def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
     sweeps = sum(phase.sweeps for phase in phases)
     fill = s.workload.computed_prompt_len * s.block_size / s.max_num_batched_tokens
-    return seconds * min(1.0, (max(1.0, fill) + s.workload.output_len.max - 1) / sweeps)
+    per_token = s.deferral.sweeps_per_token if s.deferral else 1
+    return seconds * min(1.0, (max(1.0, fill) + (s.workload.output_len.max - 1) * per_token) / sweeps)
 
 
 def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
@@ -288,7 +304,7 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
         (block latency in s, generated or scored tokens/s, plan), without those that another one beats in both.
     """
     found = []
-    for block_size in _block_sizes(problem):
+    for block_size in block_sizes(problem):
         try:
             candidate = search(replace(problem, block_size=block_size, max_block_latency_s=None))
         except InputError:
@@ -309,7 +325,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
     settings = tuple(
         (admission, block_size, tokens)
         for admission in problem.admissions
-        for block_size in _block_sizes(problem)
+        for block_size in block_sizes(problem)
         for tokens in _token_budgets(problem, block_size)
     )
     flows = phases_of_each(problem.workload, settings)
@@ -351,7 +367,7 @@ def _supported(s: CostInputs) -> bool:
     return bool(s.rates.expand_bytes_per_s)
 
 
-def _block_sizes(problem: Problem) -> list[int]:
+def block_sizes(problem: Problem) -> list[int]:
     """Every size up to 16, then eight per doubling: where KV limits the block, a step of the ladder is lost throughput."""
     most = min(problem.most_seqs, problem.workload.num_seqs)
     if problem.block_size is not None:
@@ -454,7 +470,7 @@ def explain_infeasible(problem: Problem) -> str:
 def _too_slow(problem: Problem) -> str:
     fastest = min(
         block_latency_s(search(replace(problem, max_block_latency_s=None, block_size=size)))
-        for size in _block_sizes(problem)[:2]
+        for size in block_sizes(problem)[:2]
     )
     return (
         f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest possible is {fastest:.3g} s,"

@@ -29,6 +29,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.ops import dispatch as ops
+from batchgen.runtime.scheduling.micro_batches import ORDERS as BATCH_ORDERS
 from batchgen.runtime.scheduling.sequence import CLASSES
 from batchgen.runtime.steps.graph import KINDS
 
@@ -151,7 +152,7 @@ def random_case(rng, variants):
         "head_tier": rng.choice(["gpu", "cpu"]) if accelerated else "cpu",
         "kv_seqs": {c: members.count(c) for c in classes if c in members},
         "activation_batches": (num_batches - on_host, on_host),
-        "batch_order": rng.choice(["even", "neo"]),
+        "batch_order": rng.choice(BATCH_ORDERS),
     }
     rows = [(rng.randrange(NUM_PROMPTS), rng.randint(1, OUTPUT_LEN)) for _ in range(rng.randint(1, 14))]
     mode = rng.choice(["serial", "overlapped", "uneven", "own cores", "shuffled", "shuffled"])
@@ -257,7 +258,7 @@ def all_rows(expected):
     return expected.prompts, [len(tokens) for tokens in expected.tokens]
 
 
-@pytest.mark.parametrize("order", ["even", "neo"])
+@pytest.mark.parametrize("order", BATCH_ORDERS)
 @pytest.mark.parametrize("num_batches", [2, 3, 4])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_cpu_attention_of_several_gpu_batches_beside_compute(family, num_batches, order, reference, stores):

@@ -104,7 +104,7 @@ def test_neos_order_is_costed_and_tried():
     )
     found = list(candidates(problem, 4))
     orders = [plan_of(candidate).policy.batch_order for candidate in found]
-    assert set(orders) == {"even", "neo"}
+    assert {"even", "neo"} <= set(orders) <= {"even", "mixed", "neo"}
     even, neo = found[orders.index("even")], found[orders.index("neo")]
     assert neo.relaxed.seconds >= even.relaxed.seconds * (1 - 1e-6), "what the CPU attends to is one batch, and waits"
 

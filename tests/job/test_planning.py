@@ -396,11 +396,16 @@ def test_more_rows_take_longer():
         (("gpu", "cpu"), "neo", "neo"),
         (("streamed", "cpu"), "neo", "neo"),
         (("gpu", "cpu"), "even", "even"),
+        (("gpu", "streamed"), "mixed", "mixed"),
+        (("gpu",), "mixed", "even"),
+        (("gpu", "streamed"), "neo", "even"),
         (("cpu",), "neo", "even"),
         (("gpu",), "neo", "even"),
     ],
 )
-def test_two_batches_are_neos_where_they_were_costed_so_and_the_cpu_attends_to_some(kv_classes, costed, order):
+def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_something_to_part(
+    kv_classes, costed, order
+):
     request = replace(REQUEST, num_gpu_batches=2, max_num_seqs=16)
     problem = problem_of(gpu_box(), SMALL, WORKLOAD, request)
     best = search(problem)

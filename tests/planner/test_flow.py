@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.flow import phases_of
+from batchgen.planner.flow import deferral_of, phases_of
 
 
 @settings(max_examples=some_draws(60), deadline=None)
@@ -78,3 +78,25 @@ def test_a_long_job_takes_as_many_sweeps_as_the_scheduler_would():
 def test_a_shared_prefix_is_not_computed_again():
     phases = phases_of(Workload.uniform(100, 500, 4, shared_prefix_len=400), "continuous", 32, 2048)
     assert sum(s.sweeps * s.prefill_tokens for s in phases) == pytest.approx(100 * 100)
+
+
+@pytest.mark.parametrize("rows", [200, 900, 5000])
+@pytest.mark.parametrize("outputs", [Lengths((40,)), Lengths((20, 40, 60))])
+def test_deferred_sequences_end_with_the_job(rows, outputs):
+    """With as many as a job is long enough for, all tokens are accounted for, and no slot has more than one at a time."""
+    workload = Workload(rows, Lengths((100,)), outputs, outputs.max)
+    deferral = deferral_of(workload, 16, 50, 9)
+    if deferral is None:
+        assert rows < 16 * (outputs.max * 9) / outputs.mean, "others end the job before one deferred sequence has"
+        return
+    assert 1 <= deferral.seqs <= 50 and deferral.rows % deferral.seqs == 0 and deferral.rows < rows
+    phases = phases_of(workload, "continuous", 16, 512, deferral)
+    deferred = sum(phase.sweeps * phase.deferred_tokens for phase in phases)
+    decoded = sum(phase.sweeps * phase.decode_seqs for phase in phases)
+    assert deferred == pytest.approx(deferral.rows * (outputs.mean - 1))
+    assert deferred + decoded == pytest.approx(rows * (outputs.mean - 1))
+    assert sum(phase.sweeps * phase.prefill_tokens for phase in phases) == pytest.approx(100 * rows)
+    # Each is in flight for so many sweeps a token, and there are no more sweeps than the others take.
+    sweeps = sum(phase.sweeps for phase in phases)
+    assert deferred * deferral.sweeps_per_token <= deferral.seqs * sweeps * (1 + 1e-9)
+    assert all(phase.tokens <= 512 + 16 + deferral.seqs for phase in phases)

@@ -19,6 +19,7 @@ from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
@@ -135,6 +136,16 @@ def test_what_is_planned_fits_the_memory_that_the_runtime_takes(p):
     except InputError as error:
         assert "no plan fits" in str(error) or "no single budget" in str(error)
         return
+    check_memory(p, best)
+    if best.inputs.on_gpu and best.inputs.num_gpu_batches == 1 and best.inputs.admission == "continuous":
+        beside = deferring(replace(p, block_size=None), best)
+        if beside is not None:
+            assert beside.counts.kv_seqs["deferred"] == beside.inputs.deferred_seqs > 0
+            check_placement(beside)
+            check_memory(p, beside)
+
+
+def check_memory(p, best):
     plan = make_plan(
         p, best, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0, output_len_known=True
     )

@@ -37,6 +37,7 @@ def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> S
         class_seqs=class_seqs,
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
+        deferred_rows=policy.deferred_rows,
     )
 
 

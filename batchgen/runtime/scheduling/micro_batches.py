@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import tier_of
 
-ORDERS = ("even", "neo")
+ORDERS = ("even", "mixed", "neo")
 
 
 def residency_of(scheduled: ScheduledSequence, compute_tier: str) -> str:
@@ -48,7 +48,8 @@ def split_batches(
 ) -> list[list[ScheduledSequence]]:
     """The micro-batches of a sweep, none of them empty.
 
-    order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences. "neo": with
+    order: "even": `num_gpu_batches` parts of about equal tokens, fewer where there are fewer sequences, in the order of the sweep, in
+        which one class comes after the other. "mixed": the same, each with its part of every class. "neo": with
         two batches, the second has what is delegated and the first all else; where one of them would be empty, and
         with any other number of batches, as "even".
     max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
@@ -56,7 +57,7 @@ def split_batches(
         it cannot be run, and the caller must not let it in.
     residency_of: for the compute device at hand.
 
-    In each tier the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
+    Of each residency the sweep's order is kept, so a sequence that takes over KV which another one of the sweep
     writes comes in the same batch or a later one.
     """
     assert order in ORDERS, order
@@ -73,7 +74,7 @@ def split_batches(
     if order == "neo" and num_gpu_batches == 2 and delegated and others:
         batches = [others, delegated]
     else:
-        batches = _cut(parts, num_gpu_batches, _TOKENS)
+        batches = _cut(_mixed(parts) if order == "mixed" else parts, num_gpu_batches, _TOKENS)
     limits = (max_tokens, max_seqs, max_staged_blocks)
     return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
 
@@ -88,6 +89,20 @@ class _Part:
 
 
 _TOKENS = 0  # in a load
+
+
+def _mixed(parts: list[_Part]) -> list[_Part]:
+    """The parts of each residency evenly among those of the others, by tokens, and in their order among themselves."""
+    by_residency: dict[str, list[_Part]] = {}
+    for part in parts:
+        by_residency.setdefault(part.where, []).append(part)
+    placed: list[tuple[float, _Part]] = []
+    for members in by_residency.values():
+        total, before = sum(p.load[_TOKENS] for p in members), 0
+        for part in members:
+            placed.append(((before + part.load[_TOKENS] / 2) / total, part))
+            before += part.load[_TOKENS]
+    return [part for _, part in sorted(placed, key=lambda entry: entry[0])]
 
 
 def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:

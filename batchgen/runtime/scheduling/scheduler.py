@@ -36,6 +36,8 @@ class SchedulerLimits:
     admission: "continuous" or "static".
     class_seqs: the most sequences of each KV class in flight, none where it is missing; None: no limit per class.
     max_chunk_tokens: the most tokens of one prompt in one sweep. compute_tier: the compute device's own tier.
+    deferred_rows: sequences that may enter class "deferred" in all; None: no limit. Those that enter it near the end of a job would
+    be in flight long after all others.
     """
 
     max_num_seqs: int
@@ -44,6 +46,7 @@ class SchedulerLimits:
     class_seqs: Mapping[str, int] | None = None
     max_chunk_tokens: int | None = None
     compute_tier: str = "cpu"
+    deferred_rows: int | None = None
 
     def __post_init__(self) -> None:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
@@ -142,6 +145,7 @@ class Scheduler:
         num_deferred = (limits.class_seqs or {}).get("deferred", 0)
         self._reserving = {tier_of("deferred")} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
+        self._entered_deferred = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -290,6 +294,8 @@ class Scheduler:
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
         classes = [c for c in self._classes() if in_class[c] < self.limits.quota(c)]
+        if self.limits.deferred_rows is not None and self._entered_deferred >= self.limits.deferred_rows:
+            classes = [c for c in classes if c != "deferred"]
         if self._exchange_slots.is_full and "deferred" in classes:
             # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
             classes = [c for c in classes if c != "deferred"] + ([] if self.running else ["streamed"])
@@ -308,6 +314,7 @@ class Scheduler:
             if allocation is not None:
                 sequence.kv_class = kv_class
                 sequence.exchange_slot = self._exchange_slots.take() if kv_class == "deferred" else None
+                self._entered_deferred += kv_class == "deferred"
                 sequence.block_table.extend(allocation.blocks)
                 if projection is None:
                     sequence.reserved_blocks = num_blocks - len(allocation.blocks)

@@ -8,8 +8,8 @@ has its logits with the batch. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 # Sweeps that pass a cohort by because the CPU is not done with it; the next one waits.
 MOST_PASSED_BY = 8
@@ -40,6 +40,15 @@ class Cohorts:
 
     waiting: list[Cohort] = field(default_factory=list)
     ended: list[Cohort] = field(default_factory=list)
+
+    def keep_step(self, num_layers: int, begun: Iterable[Cohort]) -> None:
+        """A sweep without Steps, as if the CPU were always done in time: all go a layer further, and others begin.
+
+        Cohorts are replaced, so lists of them that somebody keeps stay as they are.
+        """
+        last = num_layers - 1
+        self.ended = [c for c in self.waiting if c.layer == last]
+        self.waiting = [*(replace(c, layer=c.layer + 1) for c in self.waiting if c.layer < last), *begun]
 
     def take_due(self, layer: int, sweep: int, can_join: Callable[[Cohort], bool]) -> list[Cohort]:
         """Those that join at this layer, which wait no more.

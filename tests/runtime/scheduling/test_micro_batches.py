@@ -7,7 +7,7 @@ from thorough import some_draws
 
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.micro_batches import residency_of, split_batches, staged_blocks
+from batchgen.runtime.scheduling.micro_batches import ORDERS, residency_of, split_batches, staged_blocks
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
 from batchgen.runtime.scheduling.sequence import Sequence, tier_of
 
@@ -91,7 +91,7 @@ SWEEPS = st.lists(
 @given(
     SWEEPS,
     st.integers(1, 5),
-    st.sampled_from(["even", "neo"]),
+    st.sampled_from(ORDERS),
     st.integers(1, 80),
     st.integers(0, 40),
     st.sampled_from(["gpu", "cpu"]),
@@ -108,7 +108,7 @@ def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
     assert sorted(map(id, flat)) == sorted(map(id, sweep))
     position = {id(s): i for i, s in enumerate(sweep)}
     for tier in ("gpu", "cpu", "disk"):
-        # Delegated sequences write no prompt, so only the others' order counts where NEO's order moves them.
+        # Delegated sequences write no prompt, so only the others' order counts where they are moved.
         own = [s for s in flat if tier_of(s.sequence.kv_class) == tier]
         kept = [position[id(s)] for s in own if order == "even" or residency_of(s, compute_tier) != "delegated"]
         assert kept == sorted(kept)
@@ -116,7 +116,7 @@ def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
         assert len(batch) == 1 or sum(s.num_tokens for s in batch) <= max_tokens
         assert blocks_of(batch, compute_tier) <= largest + spare
     assert len(batches) >= min(count, len(sweep)) or order == "neo"
-    if order == "even":
+    if order != "neo":
         unlimited = split(sweep, count, order, compute_tier=compute_tier)
         assert len(unlimited) == min(count, len(sweep))
         total, biggest = sum(tokens_of(unlimited)), max(s.num_tokens for s in sweep)
@@ -130,6 +130,17 @@ def test_even_batches_are_even():
     mixed = [*decodes, scheduled("gpu", 30), scheduled("gpu", 10), scheduled("gpu", 10)]
     assert tokens_of(split(mixed, 2)) == [40, 20]
     assert tokens_of(split([scheduled("gpu", 90), *decodes], 3)) == [90, 5, 5], "one that is long alone"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_mixed_batch_has_its_part_of_what_each_processor_and_link_does(count):
+    """The scheduler admits class after class, so without mixing one batch would have all that the CPU attends to."""
+    kinds = {"gpu": 24, "cpu": 12, "streamed": 8}
+    sweep = [scheduled(kv_class, 1, 9) for kv_class, seqs in kinds.items() for _ in range(seqs)]
+    for batch in split(sweep, count, "mixed"):
+        for kv_class, seqs in kinds.items():
+            own = sum(s.sequence.kv_class == kv_class for s in batch)
+            assert abs(own - seqs / count) <= 1, (kv_class, own)
 
 
 def test_batches_above_a_limit_are_cut_into_even_pieces():
@@ -161,7 +172,7 @@ def test_neo_order_puts_delegated_attention_in_the_second_batch():
         assert split(sweep, count, "neo") == split(sweep, count)
 
 
-@pytest.mark.parametrize("order", ["even", "neo"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_gpu_batches", [1, 2, 3, 4])
 def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches):
     pools = {"gpu": BlockManager(60, BLOCK), "cpu": BlockManager(200, BLOCK)}

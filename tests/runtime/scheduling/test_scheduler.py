@@ -324,6 +324,21 @@ def test_a_deferred_token_is_begun_once_and_keeps_its_sequence_in_flight():
     assert deferred.exchange_slot is None
 
 
+def test_no_more_rows_are_deferred_than_a_job_allows():
+    """Near its end they would be in flight long after all others; what they leave is for nobody."""
+    scheduler = accelerator(class_seqs={"gpu": 1, "deferred": 2}, deferred_rows=3)
+    for i in range(6):
+        scheduler.add(make(i, [i] * BLOCK, 1))
+    classes = []
+    while scheduler.has_work:
+        made = scheduler.schedule()
+        classes.append([s.sequence.kv_class for s in made])
+        scheduler.commit(made)
+        for s in made:
+            scheduler.finish(s.sequence)
+    assert classes == [["gpu", "deferred", "deferred"], ["gpu", "deferred"], ["gpu"]]
+
+
 def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
     scheduler = accelerator({"cpu": 4}, class_seqs={"deferred": 2})
     sequence = make(0, [1, 2, 3], 4)
