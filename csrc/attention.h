@@ -5,6 +5,14 @@
 // Of packed KV the codes themselves are multiplied. With k = scale * code + minimum for each key,
 //   q.k = scale * (q.code) + minimum * sum(q),   sum p v = sum (p scale) code + sum (p minimum).
 
+// What a head's sink adds to the sum of softmax weights, once all keys have been seen.
+inline float sink_weight(const Attention& args, int64_t head, float highest) {
+    if (!args.sinks) return 0;
+    float weight[W];
+    store(weight, exp(set1(args.sinks[head] - highest)));
+    return weight[0];
+}
+
 // exp(score - highest), to the precision of the products it goes into; 0 for a score of kLowest.
 template <class M>
 struct SoftmaxWeight {
@@ -456,7 +464,7 @@ struct Attend {
                 auto* out = (decltype(type))args.out + (item.first_token + r / group) * args.out_stride + head(h, r) * n;
                 const int held_row = h * rows() + r;
                 // A row that sees nothing is zero, not 0 / 0.
-                const float total = sum(load(s.total + held_row * W));
+                const float total = sum(load(s.total + held_row * W)) + sink_weight(args, head(h, r), s.highest[held_row]);
                 const vf scale = set1(total > 0 ? 1 / total : 0);
                 for (int i = 0; i < n; i += W) store_part(out + i, mul(result(held_row, i), scale), n - i);
             }
@@ -519,6 +527,7 @@ inline void merge(const Attention& args, const Merge& m, const int64_t* rows) {
         total += part(i)[n + 1] * scale[0];
         for (int j = 0; j < n; j += W) store(acc + j, fma(load_part(part(i) + j, n - j), set1(scale[0]), load(acc + j)));
     }
+    total += sink_weight(args, m.head, highest);
     with_type(args.type, [&](auto* type) {
         auto* out = (decltype(type))args.out + m.token * args.out_stride + int64_t(m.head) * n;
         const vf scale = set1(total > 0 ? 1 / total : 0);

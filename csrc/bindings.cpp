@@ -84,12 +84,13 @@ struct Attending {
 };
 
 Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                         Address kv, int kv_type, int head_dim, float softcap) {
+                         Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
     Attention args{};
     args.q = at(q), args.out = at(out), args.q_stride = q_stride, args.out_stride = out_stride;
     args.type = Type(type);
     args.heads = plan.kv_heads() * plan.group();
     args.softcap = softcap;
+    args.sinks = (const float*)at(sinks);
     args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
     return args;
 }
@@ -206,8 +207,8 @@ PYBIND11_MODULE(_kernels, m) {
         .def_readwrite("isa", &AttentionPlan::isa);
 
     m.def("attention", [](const AttentionPlan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int type,
-                          Address kv, int kv_type, int head_dim, float softcap) {
-        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim, softcap), plan);
+                          Address kv, int kv_type, int head_dim, float softcap, Address sinks) {
+        Attending work(attention_args(plan, q, q_stride, out, out_stride, type, kv, kv_type, head_dim, softcap, sinks), plan);
         py::gil_scoped_release release;
         run(work.count(), std::cref(work), work.first_phase());
     });

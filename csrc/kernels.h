@@ -15,7 +15,7 @@ struct f16 {
 // Numbered as in batchgen/ops/cpp.py. Int5, Int8: rows packed in groups of 64 as batchgen/ops/quant.py describes them.
 enum class Type : int { F32 = 0, BF16 = 1, F16 = 2, Int5 = 3, Int8 = 4 };
 
-enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4, GeluTanhMul = 5 };
+enum class Activation : int { None = 0, Relu = 1, Gelu = 2, GeluTanh = 3, SiluMul = 4, GeluTanhMul = 5, SwigluOaiMul = 6 };
 // Whether it takes two columns, one of them the gate of the other.
 inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }
 
@@ -54,7 +54,8 @@ struct Attention {
     int64_t q_stride, out_stride;  // values from token to token
     Type type;
     int heads;
-    float softcap;  // scores become softcap tanh(score / softcap); 0: they stay
+    float softcap;       // scores become softcap tanh(score / softcap); 0: they stay
+    const float* sinks;  // [heads], a score without a key, which takes its part of the softmax (gpt-oss); or null
     KV kv;
     float* partial;  // [rows, head_dim + 2]: unnormalised result, maximum score, sum of softmax weights
 };

@@ -170,20 +170,20 @@ template <class M, class T, class O>
 inline void finish(const Linear& args, int64_t row, int64_t panel, int64_t rows, const void* c) {
     using A = typename M::Arithmetic;
     const auto sums = sums_of<M>(args, row, panel, c);
-    const bool gated = is_gated(args.activation);
-    const int64_t columns = gated ? args.columns / 2 : args.columns;
-    for (int part = 0; part < (gated ? W : kPanel); part += W) {
-        const int64_t column = panel * (gated ? W : kPanel) + part;
+    const bool has_gate = is_gated(args.activation);
+    const int64_t columns = has_gate ? args.columns / 2 : args.columns;
+    for (int part = 0; part < (has_gate ? W : kPanel); part += W) {
+        const int64_t column = panel * (has_gate ? W : kPanel) + part;
         if (column >= columns) return;
         const int n = int(smaller(W, columns - column));
         vf bias = zero(), second_bias = zero();
         if (args.bias) {
             bias = load_part((const T*)args.bias + column, n);
-            if (gated) second_bias = load_part((const T*)args.bias + columns + column, n);
+            if (has_gate) second_bias = load_part((const T*)args.bias + columns + column, n);
         }
         for (int64_t r = 0; r < rows; r++) {
             vf x = add(sums(r, part), bias);
-            if (gated) x = A::kept(mul(gate<A>(args.activation, x), add(sums(r, W), second_bias)));
+            if (has_gate) x = A::kept(gated<A>(args.activation, x, add(sums(r, W), second_bias)));
             else x = A::kept(activate<A>(args.activation, x));
             if (args.residual) x = add(x, load_part((const T*)args.residual + (row + r) * args.residual_stride + column, n));
             store_part((O*)args.out + (row + r) * args.out_stride + column, x, n);

@@ -167,6 +167,17 @@ inline vf gate(Activation activation, vf x) {
     return activation == Activation::GeluTanhMul ? activate<A>(Activation::GeluTanh, x) : silu<A>(x);
 }
 
+// A gate and what it is multiplied with.
+template <class A = Fused>
+inline vf gated(Activation activation, vf x, vf up) {
+    if (activation == Activation::SwigluOaiMul) {  // both are bounded, and 1 is added (gpt-oss)
+        const vf bounded = min(set1(7), x);
+        const vf weight = mul(bounded, sigmoid<A>(A::kept(mul(set1(1.702f), bounded))));
+        return mul(weight, add(max(set1(-7), min(set1(7), up)), set1(1)));
+    }
+    return mul(gate<A>(activation, x), up);
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 

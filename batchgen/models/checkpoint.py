@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import INT8, weight_row_bytes
 from batchgen.core.errors import InputError
+from batchgen.models import fused_experts
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
@@ -29,6 +30,8 @@ from batchgen.ops import int8
 
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
+# (part, layer) -> the name of its tensor, and where that lies
+_Find = Callable[[str, int], tuple[str, TensorInfo]]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_VALUES = 1 << 20  # values converted at a time
@@ -73,7 +76,9 @@ def layer_layout(config: ModelConfig, layer: int) -> Layout:
 def _experts_layout(config: ModelConfig) -> Layout:
     """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
-    layout = _linear("router", {"router": config.num_experts}, hidden, bias=False)
+    layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
+    if config.family == "gpt_oss":
+        return layout | fused_experts.layout(config)
     gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
     layout |= _linear("gate_up", gate_up, hidden, bias=False)
     layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
@@ -89,6 +94,9 @@ def head_layout(config: ModelConfig) -> Layout:
     layout = _norm(config, "final_norm") if config.final_norm else {}
     if config.embed_size != config.hidden_size:
         layout |= _linear("head_proj", {"head_proj": config.embed_size}, config.hidden_size, bias=False)
+    if config.sinks:
+        parts = ((f"attention.{layer}.sinks", (config.num_heads,)) for layer in range(config.num_layers))
+        layout["sinks.weight"] = tuple(parts)
     if not config.tied_embeddings:
         layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
     return layout
@@ -152,8 +160,8 @@ class Checkpoint:
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands after the layers, by name.
 
-        Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden]
-        and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last.
+        Those the model has of "final_norm.weight" and ".bias" [hidden], "head_proj.weight" [embed, hidden],
+        "sinks.weight" [layers * heads] and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last.
         """
         return self.load("head", 0, dtype)
 
@@ -179,39 +187,56 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
             raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
         return name, tensors[name]
 
+    def find_fused(part: str, layer: int) -> fused_experts.Source:
+        in_blocks = f"{names['experts'].format(layer)}.{part.split('.')[1]}_blocks" in tensors
+        suffixes = ("_blocks", "_scales") if in_blocks else ("",)
+        return fused_experts.Source(part, tuple(find(f"{part}{suffix}", layer) for suffix in suffixes))
+
     coded = stored_quantization(files) == INT8
-    wanted = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
-    wanted += [(layer_layout(config, layer), layer, coded) for layer in range(config.num_layers)]
-    for layout, layer, in_codes in wanted:
-        for part, shape in (entry for parts in layout.values() for entry in parts):
-            if in_codes and len(shape) == 2:
-                _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
-            else:
-                _check_tensor(files.kind, *find(part, layer), shape)
+    for part, shape, layer, in_layer in _all_parts(config):
+        if fused_experts.is_fused(part):
+            fused_experts.check(config, files.path, find_fused(part, layer))
+        elif coded and in_layer and len(shape) == 2:
+            _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
+        else:
+            _check_tensor(files.kind, *find(part, layer), shape)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
     def fill(part: str, layer: int, out: Tensor) -> None:
-        name, info = find(part, layer)
-        if info.dtype == "I8":
-            _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
-        elif files.kind == "hf":
-            if config.family in GEMMA and part.endswith("norm.weight"):
-                _fill_from_safetensors(name, info, weight := torch.empty(out.shape))
-                out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
-            else:
-                _fill_from_safetensors(name, info, out)
-        else:
-            # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
-            permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
-            _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
-
-    def fill_in_order(part: str, layer: int, out: Tensor) -> None:
-        fill(part, layer, out)
+        if fused_experts.is_fused(part):
+            return fused_experts.fill(config, find_fused(part, layer), _read_into, out)
+        _fill(config, files.kind, find, part, layer, out)
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
-    return _part_checkpoint(config, fill_in_order, has_codes=coded)
+    return _part_checkpoint(config, fill, has_codes=coded)
+
+
+def _all_parts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
+    """Each part of a model, its shape, its layer, and whether it is of a layer."""
+    layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
+    layouts += [(layer_layout(config, layer), layer, True) for layer in range(config.num_layers)]
+    for layout, layer, in_layer in layouts:
+        for parts in layout.values():
+            for part, shape in parts:
+                yield part, shape, layer, in_layer
+
+
+def _fill(config: ModelConfig, kind: str, find: _Find, part: str, layer: int, out: Tensor) -> None:
+    """Fills a part as its file has it. kind: of `ModelFiles`."""
+    name, info = find(part, layer)
+    if info.dtype == "I8":
+        _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
+    elif kind == "hf" and config.family in GEMMA and part.endswith("norm.weight"):
+        _fill_from_safetensors(name, info, weight := torch.empty(out.shape))
+        out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
+    elif kind == "hf":
+        _fill_from_safetensors(name, info, out)
+    else:
+        # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
+        permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
+        _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
 
 
 def _order_heads(config: ModelConfig, rows: Tensor) -> None:

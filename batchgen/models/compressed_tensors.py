@@ -15,6 +15,11 @@ _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channe
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether experts are in blocks of MXFP4, as gpt-oss's are (models/fused_experts.py): `quantization_config` of config.json."""
+    return config.get("quant_method") == "mxfp4"
+
+
 def check_quantization(config: Mapping[str, Any]) -> None:
     """Raise InputError unless all linear layers, but for `ignore`, are int-quantized: `quantization_config` of config.json."""
     method = config.get("quant_method", "unknown")

@@ -34,14 +34,14 @@ from batchgen.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Activations of a gate, which linear layers have as one with the product that follows.
-_GATES = ("silu", "gelu_tanh")
+_GATES = ("silu", "gelu_tanh", "swiglu_oai")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and switches of a decoder-only model. Raises InputError where the numbers cannot be a model.
 
-    norm: "rms" or "layer". activation: "silu", "relu", "gelu" or "gelu_tanh".
+    norm: "rms" or "layer". activation: "silu", "relu", "gelu", "gelu_tanh" or "swiglu_oai", of `ops.linear`.
     rope: None means learned positions, looked up at position + `position_offset`.
     norm_first: False puts each norm after its residual add (OPT-350m). final_norm: a norm before the head.
     embed_size: width of the token embedding; where it differs from hidden_size, projections lead in and out.
@@ -53,7 +53,8 @@ class ModelConfig:
     cap * tanh(x / cap); 0: they stay.
     num_experts: MLPs of intermediate_size each, of which a router chooses `experts_per_token` for each token; 0: one MLP.
     norm_topk: the weights of those chosen add up to 1. shared_expert_size: width of one more, which all tokens go through, with a
-    weight by a gate of its own (Qwen2-MoE); 0: there is none. dense_layers: those with one MLP, of dense_size, in place of experts.
+    weight by a gate of its own (Qwen2-MoE); 0: there is none. router_bias: of the router. sinks: a score of each head that
+    takes its part of the softmax and has no value (gpt-oss). dense_layers: those with one MLP, of dense_size, in place of experts.
     """
 
     architecture: str
@@ -96,6 +97,8 @@ class ModelConfig:
     shared_expert_size: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
+    router_bias: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
@@ -137,7 +140,7 @@ class ModelConfig:
         family = ARCHITECTURES[architecture]
         config = {**DEFAULTS[family], **config}
         refuse_unsupported(config, family)
-        opt, gemma = family == "opt", family in GEMMA
+        opt, gemma, gpt_oss = family == "opt", family in GEMMA, family == "gpt_oss"
         hidden = require_int(config, "hidden_size")
         layers = require_int(config, "num_hidden_layers")
         heads, kv_heads, head_dim = read_heads(config, family, hidden)
@@ -156,6 +159,8 @@ class ModelConfig:
             num_layers=layers,
             hidden_size=hidden,
             **read_mlps(config, family, layers),
+            router_bias=gpt_oss,
+            sinks=gpt_oss,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -167,7 +172,9 @@ class ModelConfig:
             gated_mlp=not opt,
             qkv_bias=biases_of_qkv.get(family, bool(all_biases)),
             out_bias=False if family in biases_of_qkv else bool(all_biases),
-            mlp_bias=bool(all_biases) if opt else family == "llama" and bool(config.get("mlp_bias", False)),
+            mlp_bias=bool(all_biases)
+            if opt
+            else gpt_oss or (family == "llama" and bool(config.get("mlp_bias", False))),
             qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
             tied_embeddings=bool(get_or(config, "tie_word_embeddings", opt)),
             rope=rope,
@@ -347,7 +354,7 @@ class ModelConfig:
             group: sum(rows * columns + biased[group] * rows for rows, columns in shapes)
             for group, shapes in matrices.items()
         }
-        sizes["up"] += self._router_params(experts)
+        sizes["up"] += self._router_params(experts) + experts * self.router_bias * self.num_experts
         sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
         return sizes
 
@@ -414,9 +421,10 @@ class ModelConfig:
 
     @property
     def head_params(self) -> int:
-        """Final norm, the projection that leads out, and the output matrix unless it is the embedding."""
+        """Final norm, the projection that leads out, sinks, and the output matrix unless it is the embedding."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
-        return self.final_norm * self._norm_params + self._projection_params + output
+        sinks = self.sinks * self.num_layers * self.num_heads
+        return self.final_norm * self._norm_params + self._projection_params + sinks + output
 
     @property
     def num_params(self) -> int:

@@ -18,7 +18,7 @@ Weights = Mapping[str, ops.Weight]
 # (name of a matrix, what it is multiplied with [tokens, in])
 OnInput = Callable[[str, Tensor], None]
 
-STACKED = ("gate_up.weight", "down.weight")
+STACKED = ("gate_up.weight", "gate_up.bias", "down.weight", "down.bias")
 
 
 def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
@@ -40,13 +40,13 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> tuple[Tensor, Ten
 
     Args:
         config: The model's.
-        weights: With "router.weight" [experts, hidden].
+        weights: With "router.weight" [experts, hidden], and "router.bias" where it has one.
         x: [tokens, hidden].
 
     Returns:
         Weights of their results, fp32, and their numbers, int64: [tokens, experts_per_token].
     """
-    probs = ops.linear(x, weights["router.weight"], out_dtype=torch.float32).softmax(-1)
+    probs = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32).softmax(-1)
     shares, chosen = probs.topk(config.experts_per_token)
     return (shares / shares.sum(-1, keepdim=True) if config.norm_topk else shares), chosen
 
@@ -96,8 +96,11 @@ def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor
 
 
 def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tensor, inner: Tensor) -> None:
-    ops.linear(x, weights[f"gate_up.{e}.weight"], activation=config.mlp_activation, out=inner)
-    ops.linear(inner, weights[f"down.{e}.weight"], out=out)
+    (gate_up, bias), (down, last_bias) = (
+        (weights[f"{name}.{e}.weight"], weights.get(f"{name}.{e}.bias")) for name in ("gate_up", "down")
+    )
+    ops.linear(x, gate_up, bias, activation=config.mlp_activation, out=inner)
+    ops.linear(inner, down, last_bias, out=out)
 
 
 def _all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT8
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.models.compressed_tensors import is_mxfp4
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
 
@@ -179,7 +180,8 @@ def stored_quantization(files: ModelFiles) -> str | None:
     """What a checkpoint's layers are quantized in by itself, "int8" (models/compressed_tensors.py); None: they are not."""
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
-    return INT8 if files.kind == "hf" and path.exists() and _read_json(path).get("quantization_config") else None
+    stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
+    return INT8 if stated and not is_mxfp4(stated) else None  # MXFP4 is dequantized
 
 
 def resolve_quantization(files: ModelFiles, quantization: str) -> str:

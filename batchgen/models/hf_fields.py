@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.compressed_tensors import check_quantization
+from batchgen.models.compressed_tensors import check_quantization, is_mxfp4
 from batchgen.models.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
@@ -30,6 +31,7 @@ MIXTURES = {
     "mixtral": (8, "intermediate_size"),
     "qwen2_moe": (60, "moe_intermediate_size"),
     "qwen3_moe": (128, "moe_intermediate_size"),
+    "gpt_oss": (128, "intermediate_size"),
 }
 QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe")
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # where model_type is not the family
@@ -41,6 +43,15 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+}
+_SWIGLU_OAI = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # gpt-oss's gate
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 # What a config.json that leaves a key out means, where the families differ.
 _GEMMA_DEFAULTS = {
@@ -94,6 +105,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
     "gemma3": {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "vocab_size": 262208},
 }
 
@@ -102,10 +127,11 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     if quantization := config.get("quantization_config"):
         if not isinstance(quantization, Mapping):
             raise InputError(f"quantization_config must be an object, not {quantization!r}")
-        check_quantization(quantization)
+        if not (family == "gpt_oss" and is_mxfp4(quantization)):
+            check_quantization(quantization)
     if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")
-    if family in MIXTURES and quantization:
+    if family in MIXTURES and quantization and not (family == "gpt_oss" and is_mxfp4(quantization)):
         raise InputError("quantised mixture-of-experts checkpoints are not supported: take one in bfloat16")
     if config.get("use_bidirectional_attention"):
         raise InputError("models that attend in both directions (use_bidirectional_attention) are not supported")
@@ -125,6 +151,11 @@ def read_heads(config: Mapping[str, Any], family: str, hidden: int) -> tuple[int
 
 
 def read_activation(config: Mapping[str, Any], family: str) -> str:
+    if family == "gpt_oss":
+        for name, known in _SWIGLU_OAI.items():
+            if get_or(config, name, known) != known:
+                raise InputError(f"{name} {config[name]!r} is not supported; supported: {known}")
+        return "swiglu_oai"
     name, default = {"opt": ("activation_function", "relu")}.get(family, ("hidden_act", "silu"))
     if family in GEMMA:
         name, default = "hidden_activation", "gelu_pytorch_tanh"
@@ -188,6 +219,8 @@ def read_ropes(config: Mapping[str, Any], family: str, max_position: int) -> tup
     params = config.get("rope_parameters") or {}
     if family == "phi3":
         return _read_phi3_rope(config, params or config.get("rope_scaling") or {}, max_position), None
+    if family == "gpt_oss":
+        params = params or config.get("rope_scaling") or _GPT_OSS_ROPE
     if family != "gemma3":
         return _read_rope(config, params or config.get("rope_scaling") or {}, max_position), None
     everywhere, local = params.get("full_attention"), params.get("sliding_attention")
@@ -259,7 +292,10 @@ def read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
         if types and set(types) != {"sliding_attention"} and set(types) != {"full_attention"}:
             raise InputError("MistralForCausalLM with layer_types that differ is not supported")
         return (config.get("sliding_window", 4096),) * layers
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", family in GEMMA) else None
+    always = family in GEMMA or family == "gpt_oss"
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", always) else None
+    if types is None and family == "gpt_oss":
+        types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     if types is None and family in GEMMA:
         every = config.get("sliding_window_pattern", 6) if family == "gemma3" else 2
         types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
@@ -269,7 +305,7 @@ def read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     if types is None:
         first = config.get("max_window_layers", 28)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    if window is None and family in GEMMA and "sliding_attention" in types:
+    if window is None and always and "sliding_attention" in types:
         raise InputError("layers with sliding attention need a sliding_window")
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown:

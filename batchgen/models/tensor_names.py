@@ -63,11 +63,18 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
     """Part -> name in safetensors, without the prefix that all names of a checkpoint carry."""
     families = {
         **_mixture_names(config.num_experts),
+        "gpt_oss": _gpt_oss_names(config.num_layers),
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
     }
     return families.get(config.family, _LLAMA_NAMES)
+
+
+def _gpt_oss_names(num_layers: int) -> dict[str, str]:
+    """Experts are fused; sinks of all layers are loaded together."""
+    names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
+    return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
 
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:

@@ -30,8 +30,8 @@ GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5}
-GATED = ("silu_mul", "gelu_tanh_mul")
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5, "swiglu_oai_mul": 6}
+GATED = ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul")
 MAX_HEAD_DIM = 256
 
 
@@ -99,11 +99,19 @@ def attention_plan(
     return made
 
 
-def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+def attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As `ops.paged_attention`; out: where it goes, of q's shape."""
     out = torch.empty_like(q) if out is None else out
     (_, _, head_dim), (stride, head_stride, unit) = q.shape, q.stride()
     assert unit == 1 and head_stride == head_dim and kv.is_contiguous()
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous())
     _kernels.attention(
         plan,
         q.data_ptr(),
@@ -115,6 +123,7 @@ def attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor | None = N
         TYPES[kv.dtype],
         head_dim,
         softcap,
+        _address(sinks),
     )
     return out
 

@@ -74,7 +74,8 @@ def linear(
             elsewhere by torch.
         bias: [columns].
         activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of columns times the second one,
-            or "gelu_tanh_mul".
+            "gelu_tanh_mul", or "swiglu_oai_mul", gpt-oss's: with both halves within 7, x sigmoid(1.702 x) of the first times one more
+            than the second.
         residual: [tokens, columns of the result], added at the end.
         out: Where the result goes, of x's dtype or fp32; it may be the residual itself.
         out_dtype: Of a new tensor, where `out` is None; None: x's.
@@ -293,7 +294,13 @@ def can_capture(device: torch.device, head_dim: int, group: int, block_size: int
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, plan: PreparedAttention, out: Tensor | None = None, *, softcap: float = 0.0
+    q: Tensor,
+    kv: Tensor,
+    plan: PreparedAttention,
+    out: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from packed query tokens to paged KV, prefill and decode in one call.
 
@@ -303,6 +310,8 @@ def paged_attention(
         plan: Of `prepare_attention`, with KV blocks (PagedAttention: Kwon et al., 2023) and shared prefixes.
         out: Where the result goes, of q's shape.
         softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2, Gemma Team, 2024, section 2); 0: they stay.
+        sinks: fp32 [heads], a score of each head that takes its part of the softmax and has no value (gpt-oss, 2025; attention sinks:
+            Xiao et al., 2023); on q's device.
 
     Returns:
         [tokens, heads * head_dim].
@@ -313,7 +322,7 @@ def paged_attention(
         compute = reference.paged_attention
     else:
         compute = _triton().paged_attention
-    return compute(q, kv, plan, out, softcap).flatten(1)
+    return compute(q, kv, plan, out, softcap, sinks).flatten(1)
 
 
 def rotates_keys(kv_dtype: torch.dtype) -> bool:

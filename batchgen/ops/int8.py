@@ -139,7 +139,7 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str | None, residual: 
     y = y + (0.0 if bias is None else bias.float())
     if activation in _GATES:
         gate, up = y.chunk(2, dim=-1)
-        y = _GATES[activation](gate) * up
+        y = _GATES[activation](gate, up)
     elif activation is not None:
         y = _ACTIVATIONS[activation](y)
     return y if residual is None else y + residual.float()
@@ -193,4 +193,15 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu_mul": lambda x: x * _sigmoid(x), "gelu_tanh_mul": _gelu_tanh}
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    bounded = gate.clamp(max=7.0)
+    return bounded * _sigmoid(bounded * 1.702) * (up.clamp(-7.0, 7.0) + 1.0)
+
+
+_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu_mul": lambda gate, up: gate * _sigmoid(gate) * up,
+    "gelu_tanh_mul": lambda gate, up: _gelu_tanh(gate) * up,
+    "swiglu_oai_mul": _swiglu_oai,
+}

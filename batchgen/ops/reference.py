@@ -67,19 +67,26 @@ def prepare_attention(
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, plan: DeviceAttentionPlan, out: Tensor | None = None, softcap: float = 0.0
+    q: Tensor,
+    kv: Tensor,
+    plan: DeviceAttentionPlan,
+    out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `ops.paged_attention`."""
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
-    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts.
-    lse = torch.empty(tokens, heads, device=q.device) if plan.shared else None
+    # Log-sum-exp per token and head, needed only where a token's keys are attended to in two parts, or a sink joins them.
+    lse = torch.empty(tokens, heads, device=q.device) if plan.shared or sinks is not None else None
     for group, pages, mask in plan.decode:
         _decode_group(q, kv, group, pages, mask, out, lse, softcap)
     for item, pages in plan.prefill:
         _prefill_item(q, kv, item, pages, out, lse, softcap)
     for item, pages in plan.shared:
         _shared_item(q, kv, item, pages, out, lse, softcap)
+    if sinks is not None:
+        out.copy_(out.float() * torch.sigmoid(lse - sinks)[..., None])
     return out
 
 
@@ -183,6 +190,7 @@ def _shared_item(q, kv, item: SharedItem, pages, out, lse, softcap) -> None:
         # Merge the two softmaxes: their weights are in proportion to exp(lse), exact up to rounding.
         weight = torch.sigmoid(part - lse[a:b])[..., None]
         out[a:b] = torch.lerp(out[a:b].float(), result.float(), weight).to(out.dtype)
+        lse[a:b] = torch.logaddexp(lse[a:b], part)
 
 
 def linear(
@@ -201,7 +209,7 @@ def linear(
     y = F.linear(x, weight, bias)
     if activation in _GATES:
         gate, up = y.chunk(2, dim=-1)
-        y = _GATES[activation](gate).mul_(up)
+        y = _GATES[activation](gate, up)
     elif activation is not None:
         y = _ACTIVATIONS[activation](y)
     if residual is not None:
@@ -216,7 +224,15 @@ _ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-_GATES = {"silu_mul": F.silu, "gelu_tanh_mul": _ACTIVATIONS["gelu_tanh"]}
+_GATES = {
+    "silu_mul": lambda gate, up: F.silu(gate).mul_(up),
+    "gelu_tanh_mul": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
+    "swiglu_oai_mul": lambda gate, up: _swiglu_oai(gate.clamp(max=7.0), up.clamp(-7.0, 7.0)),
+}
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.mul(torch.sigmoid(gate * 1.702)).mul_(up + 1.0)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:

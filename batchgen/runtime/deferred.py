@@ -51,12 +51,12 @@ class CohortRows:
         to_host.scatter(queries, self.slots_on_device, q)
 
     def attend(
-        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, softcap: float
+        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, **softmax
     ) -> None:
-        """Attention on the CPU, from the table of queries to that of results."""
+        """Attention on the CPU, from the table of queries to that of results. softmax: options of `ops.paged_attention`."""
         queries, attended = tables
         q = queries[self.slots].view(len(self.slots), num_heads, -1)
-        attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], softcap=softcap)
+        attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], **softmax)
 
     def join(self, from_host: Link, attended: Tensor) -> None:
         """Brings the results to the compute device."""

@@ -470,9 +470,11 @@ class Executor:
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
             q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
-            b.attended[residency] = ops.paged_attention(
-                q, kv, part.plans[window], softcap=self.config.attention_softcap
-            )
+            b.attended[residency] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
+
+    def _softmax(self, step: Step, device: torch.device) -> dict:
+        """What `ops.paged_attention` is told of a layer, on the device that attends."""
+        return {"softcap": self.config.attention_softcap, "sinks": self.weights.sinks(step.layer, device)}
 
     def _rotary(self, step: Step, positions: Tensor) -> dict:
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
@@ -496,7 +498,7 @@ class Executor:
         kv = self.kv_cache.pools["cpu"][step.layer]
         plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
         q, out = b.for_cpu.pop(step.layer)
-        ops.paged_attention(q, kv, plan, out=out, softcap=self.config.attention_softcap)
+        ops.paged_attention(q, kv, plan, out=out, **self._softmax(step, CPU))
 
     def _load_attention(self, step: Step, b: _Batch) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
@@ -512,7 +514,7 @@ class Executor:
     def _attend_deferred(self, step: Step, b: _Batch) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
         self._cohort_of.pop(step.id).attend(
-            pool, window, self.activations.deferred, self.config.num_heads, self.config.attention_softcap
+            pool, window, self.activations.deferred, self.config.num_heads, **self._softmax(step, CPU)
         )
 
     def _join_deferred(self, step: Step, b: _Batch) -> None:

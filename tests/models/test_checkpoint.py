@@ -89,6 +89,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             head |= params(decoder.final_layer_norm, "final_norm")
     else:
         head |= params(decoder.norm, "final_norm")
+        if family == "gpt_oss":
+            head["sinks.weight"] = torch.cat([layer.self_attn.sinks.detach() for layer in decoder.layers])
     if not model.config.tie_word_embeddings:
         head |= params(model.lm_head, "lm_head")
     return embeddings, layers, head
@@ -96,6 +98,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
 
 def expected_experts(mlp) -> dict:
     """Of a mixture: the experts' rows one after the other, and those of the expert that all tokens share."""
+    if hasattr(mlp, "router"):
+        return expected_gpt_oss_experts(mlp)
     found = {
         "router.weight": mlp.gate.weight,
         "gate_up.weight": mlp.experts.gate_up_proj.flatten(0, 1),
@@ -106,6 +110,20 @@ def expected_experts(mlp) -> dict:
         found["shared_gate.weight"] = mlp.shared_expert_gate.weight
         found["shared_gate_up.weight"] = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         found["shared_down.weight"] = shared.down_proj.weight
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expected_gpt_oss_experts(mlp) -> dict:
+    """Rows of gate and up come in turns, and matrices are stored the other way round."""
+    gate_up, gate_up_bias = mlp.experts.gate_up_proj.mT, mlp.experts.gate_up_proj_bias
+    found = {
+        "router.weight": mlp.router.weight,
+        "router.bias": mlp.router.bias,
+        "gate_up.weight": torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1).flatten(0, 1),
+        "gate_up.bias": torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], 1).flatten(),
+        "down.weight": mlp.experts.down_proj.mT.flatten(0, 1),
+        "down.bias": mlp.experts.down_proj_bias.flatten(),
+    }
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -470,3 +488,68 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
     config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300
+
+
+def in_mxfp4(path, seed=0):
+    """Makes the experts of a tiny gpt-oss at `path` blocks and scales at random; returns these, by the name of their tensor."""
+    rng = np.random.default_rng(seed)
+    tensors, made = load_file(path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.from_numpy(rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8))
+        scales = torch.from_numpy(rng.integers(115, 130, (experts, rows, columns // 32), dtype=np.uint8))
+        made[name] = blocks, scales
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_blocks_are_what_transformers_makes_of_them(tmp_path, dtype):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = make_tiny_model("gpt_oss", tmp_path, dtype=torch.bfloat16)
+    made = in_mxfp4(tmp_path)
+    for name, (blocks, scales) in made.items():
+        parent, leaf = name.rsplit(".", 1)
+        expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).float()
+        setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(expanded))
+    assert_loads(tmp_path, model, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "broken", "said"),
+    [
+        ("mixtral", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"), "no tensor .*experts.2.w3.weight"),
+        ("qwen2_moe", lambda t: t.pop("model.layers.2.mlp.shared_expert_gate.weight"), "no tensor .*shared_expert_gate"),
+        ("qwen3_moe", lambda t: cut(t, "model.layers.0.mlp.gate.weight"), r"mlp.gate.weight in .* is \[7, 64\].*asks for \[8, 64\]"),
+        ("gpt_oss", lambda t: cut(t, "model.layers.1.mlp.experts.down_proj"), r"down_proj in .* is \[3, 96, 64\].*\[4, 96, 64\]"),
+        ("gpt_oss", lambda t: cut(t, "model.layers.1.mlp.router.bias"), r"router.bias in .* is \[3\].*asks for \[4\]"),
+        ("gpt_oss", lambda t: t.pop("model.layers.2.self_attn.sinks"), "no tensor model.layers.2.self_attn.sinks"),
+    ],
+)  # fmt: skip
+def test_wrong_mixtures_are_refused_by_name(tmp_path, family, broken, said):
+    make_tiny_model(family, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    broken(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=said):
+        open_checkpoint(resolve_model(str(tmp_path)))
+
+
+def cut(tensors, name):
+    """One row less."""
+    tensors[name] = tensors[name][:-1].contiguous()
+
+
+def test_mxfp4_without_scales_is_refused_by_name(tmp_path):
+    make_tiny_model("gpt_oss", tmp_path)
+    in_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"no tensor .*down_proj_scales"):
+        open_checkpoint(resolve_model(str(tmp_path)))

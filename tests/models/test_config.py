@@ -88,7 +88,8 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
     assert config.family == family
     assert config.num_params == sum(p.numel() for p in model.parameters())
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
-    assert config.params_per_layer == sum(p.numel() for p in layers[0].parameters())
+    sinks = config.sinks * config.num_heads  # which are loaded with the head
+    assert config.params_per_layer + sinks == sum(p.numel() for p in layers[0].parameters())
     assert config.weight_bytes(2) == 2 * config.num_params
     json.dumps(dataclasses.asdict(config))
 
@@ -280,10 +281,13 @@ def test_windows_are_those_of_transformers(family, overrides):
 
 
 MIXTRAL, QWEN_MOE = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mixtral", "Qwen3Moe"))
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
-    ({"architectures": ["GptOssForCausalLM"]}, ["GptOssForCausalLM", *ARCHITECTURES]),
+    ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", *ARCHITECTURES]),
+    (GPT_OSS | {"swiglu_limit": 5.0}, ["swiglu_limit", "5.0", "7.0"]),
+    (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, ["awq"]),
     (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
     (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list"]),
     (QWEN_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1"]),

@@ -72,7 +72,9 @@ def test_rows_without_numbers():
     assert scale.view(-1).isnan().tolist() == [False, True, True, False] and not scale[[0, 3]].any()
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize(
+    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+)
 def test_linear_is_close_to_that_of_numbers(activation):
     x, w, bias = random(0, 33, 256), random(1, 80, 256) / 16, random(2, 80)
     got = int8.linear(x, int8.quantize(w), bias, activation=activation)
@@ -83,6 +85,9 @@ def test_linear_is_close_to_that_of_numbers(activation):
         None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
         "silu_mul": lambda y: F.silu(y[:, :40]) * y[:, 40:],
         "gelu_tanh_mul": lambda y: F.gelu(y[:, :40], approximate="tanh") * y[:, 40:],
+        "swiglu_oai_mul": lambda y: (
+            y[:, :40].clamp(max=7) * torch.sigmoid(1.702 * y[:, :40].clamp(max=7)) * (y[:, 40:].clamp(-7, 7) + 1)
+        ),
     }[activation](y)  # fmt: skip
     torch.testing.assert_close(got.double(), expected, atol=3e-6, rtol=3e-6)
     plain = x.double() @ w.double().T + bias

@@ -51,8 +51,9 @@ def run(case, dtype, head_dim=32):
     kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
     softcap = 2.0 if seed % 3 == 1 else 0.0
     prepared = reference.prepare_attention(plan, kv_heads, BLOCK, dtype)
-    got = reference.paged_attention(q, kv, prepared, softcap=softcap)
-    return got.double(), attended(q, kv.float(), slices, window, softcap), plan
+    sinks = torch.randn(heads) * 3 if seed % 2 else None
+    got = reference.paged_attention(q, kv, prepared, softcap=softcap, sinks=sinks)
+    return got.double(), attended(q, kv.float(), slices, window, softcap, sinks), plan
 
 
 @settings(max_examples=120, deadline=None)

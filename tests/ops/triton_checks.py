@@ -103,10 +103,12 @@ def prepared(  # what a plan is cut for, one by one
     return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
 
 
-def attend(q, kv, plan, softcap=0.0):
+def attend(q, kv, plan, softcap=0.0, sinks=None):
     """On the device, and what was there before is no number."""
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
-    for launch in attention.launches(q.to(DEVICE), kv.to(DEVICE), plan, out, softcap):
+    for launch in attention.launches(
+        q.to(DEVICE), kv.to(DEVICE), plan, out, softcap, None if sinks is None else sinks.to(DEVICE)
+    ):
         for name in ("partial", "stats"):
             if launch.kernel is attention._attend and name in launch.args:
                 assert launch.args[name].numel() == 0 or len(plan.merge_tokens)
@@ -129,9 +131,10 @@ def check_attention(case, dtype, kv_format, tolerance, softcap=0.0):
             stored[int(s.blocks[(s.num_keys - 1) // block_size]), :, :, tail:] = nothing
     stored[spare] = nothing
     made = prepared(plan, heads, kv_heads, head_dim, block_size, dtype, stored.dtype, num_sms)
-    got = attend(q, stored, made, softcap)
+    sinks = random(seed + 2, heads, scale=3) if seed % 2 else None
+    got = attend(q, stored, made, softcap, sinks)
     assert torch.isfinite(got).all()
-    expected = attended(q, meant.nan_to_num(), slices, window, softcap)
+    expected = attended(q, meant.nan_to_num(), slices, window, softcap, sinks)
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -434,9 +437,9 @@ def test_norm_of_long_rows_in_place():
 def test_gated(dtype):
     x = random(0, 5, 2 * 1100 + 1, dtype=dtype, scale=3)
     gate, up = x[:, :-1].double().chunk(2, -1)
-    for activation, made in (("silu_mul", F.silu(gate)), ("gelu_tanh_mul", F.gelu(gate, approximate="tanh"))):
+    for activation, made in reference._GATES.items():
         got = triton_kernels.gated(x.to(DEVICE)[:, :-1], activation).cpu().double()
-        torch.testing.assert_close(got, made * up, atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+        torch.testing.assert_close(got, made(gate, up), atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
 @settings(max_examples=int(60 * MORE), deadline=None)
@@ -444,7 +447,7 @@ def test_gated(dtype):
     st.integers(1, 40),
     st.integers(1, 70),
     st.sampled_from(DTYPES),
-    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"]),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["new", "new, fp32", "given", "given, fp32", "residual"]),
@@ -462,7 +465,7 @@ def test_linear(rows, columns, dtype, activation, with_bias, with_residual, wher
     if with_bias:
         expected += bias.double()
     if activation in reference._GATES:
-        expected = reference._GATES[activation](expected[:, :made]) * expected[:, made:]
+        expected = reference._GATES[activation](expected[:, :made], expected[:, made:])
     elif activation:
         expected = reference._ACTIVATIONS[activation](expected)
     if residual is not None:

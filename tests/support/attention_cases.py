@@ -27,7 +27,7 @@ def laid_out(prefix_blocks, sequences, block_size, seed):
     return [slices[i] for i in order], groups, total + 2
 
 
-def attended(q, kv, slices, window, softcap=0.0):
+def attended(q, kv, slices, window, softcap=0.0, sinks=None):
     """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, block_size, head_dim]."""
     out, row = [], 0
     for s in slices:
@@ -43,7 +43,13 @@ def attended(q, kv, slices, window, softcap=0.0):
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
         hidden = (distance < 0) | (distance >= (window or 10**9))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:  # one more score, whose weight meets no value
+            weights = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:2], 1)], -1).softmax(-1)[
+                ..., :-1
+            ]
         out.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
     return torch.cat(out)
 

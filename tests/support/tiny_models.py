@@ -19,6 +19,7 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gpt_oss",
 )
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
 # reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
@@ -50,6 +51,10 @@ MODELS = {
         "mlp_only_layers": [1], "num_experts_per_tok": 3, "use_sliding_window": True, "sliding_window": 20, "qkv_bias": False,
     }),
     "qwen3_moe, every second layer dense": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "gpt_oss, one of 16, all windows, plain rope": ("gpt_oss", {
+        "num_local_experts": 16, "num_experts_per_tok": 1, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
+    }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
 VOCAB_SIZE = 512
@@ -85,7 +90,9 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
+    prefix = {"opt": "OPT", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}.get(
+        family, family.capitalize()
+    )
     text = "Text" if family == "gemma3" else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
@@ -123,6 +130,10 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
         fields |= {"head_dim": 32, "norm_topk_prob": True} if family == "qwen3_moe" else {}
         fields |= {"shared_expert_intermediate_size": 72} if family == "qwen2_moe" else {}
+    if family == "gpt_oss":
+        rope = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64}
+        fields |= {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
+        fields |= {"rope_parameters": rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}}
     if family == "gemma2":  # small caps, so that they change the tokens; only "eager" knows them
         fields |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
     config_class, model_class = classes_of(family)
@@ -134,6 +145,8 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
             if weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and not family.startswith("gemma")  # which adds 1 itself
                 weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
+            elif name.endswith("experts.gate_up_proj"):  # wide enough that its gates reach their bound
+                weight.normal_(std=0.8 if family == "gpt_oss" else 0.2)
             else:  # wide enough that one token clearly wins; the embedding's padding row random like the rest
                 weight.normal_(std=0.2)
     model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)

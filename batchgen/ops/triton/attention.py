@@ -80,15 +80,24 @@ def cut_attention(
     return plans.cut(plan, geometry(heads, kv_heads, head_dim, block_size, dtype, kv_dtype, device))
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: DevicePlan,
+    out: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As `ops.paged_attention`, but [tokens, heads, head_dim]. Tokens that are in no item are left as they were in memory."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for launch in launches(q, kv, plan, out, softcap):
+    for launch in launches(q, kv, plan, out, softcap, sinks):
         launch()
     return out
 
 
-def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: float = 0.0) -> list[Launch]:
+def launches(
+    q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+) -> list[Launch]:
     """Few rows, many rows, merges: those of them that there are."""
     shape = plan.geometry
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] == shape.head_dim and kv.is_contiguous()
@@ -98,7 +107,7 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: floa
     partial = torch.empty(rows, shape.heads, shape.head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, shape.heads, 2, dtype=torch.float32, device=q.device)
     found = [
-        _attend_launch(q, kv, plan, out, partial, stats, items, tile, softcap)
+        _attend_launch(q, kv, plan, out, partial, stats, items, tile, softcap, sinks)
         for items, tile in ((plan.few, shape.few), (plan.many, shape.many))
         if len(items)
     ]
@@ -110,6 +119,7 @@ def launches(q: Tensor, kv: Tensor, plan: DevicePlan, out: Tensor, softcap: floa
             "tokens": plan.merge_tokens,
             "starts": plan.merge_starts,
             "rows": plan.merge_rows,
+            "sinks": sinks,
         }
         constants = {
             "HEADS": shape.heads,
@@ -131,6 +141,7 @@ def _attend_launch(  # the operands of one kernel
     items: Tensor,
     tile: Tile,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Launch:
     shape, bits = plan.geometry, kv_code_bits(kv.dtype)
     args = {
@@ -141,6 +152,7 @@ def _attend_launch(  # the operands of one kernel
         "stats": stats,
         "items": items,
         "table": plan.table,
+        "sinks": sinks,
         "q_stride": q.stride(0),
     }
     constants = {
@@ -168,6 +180,7 @@ def _attend(  # a kernel takes pointers and scalars only
     stats,
     items,
     table,
+    sinks,
     q_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -243,6 +256,8 @@ def _attend(  # a kernel takes pointers and scalars only
             tl.store(partial + rows[:, None] * HEAD_DIM + high[None, :], sum_high, mask=high_mask)
     else:
         rows = (first_token + token).to(tl.int64) * (KV_HEADS * GROUP) + head
+        if sinks is not None:
+            weight_sum += tl.exp2(tl.load(sinks + head) * _LOG2_E - most)
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # no key in sight: zeros
         type: tl.constexpr = out.dtype.element_ty
         tl.store(out + rows[:, None] * HEAD_DIM + low[None, :], (sum_low / divisor).to(type), mask=low_mask)
@@ -340,6 +355,7 @@ def _merge(  # a kernel takes pointers and scalars only
     tokens,
     starts,
     rows,
+    sinks,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -368,6 +384,8 @@ def _merge(  # a kernel takes pointers and scalars only
         total = total * faded + tl.sum(part * weight[:, None], 0)
         weight_sum = weight_sum * faded + tl.sum(part_weights * weight, 0)
         most = now_most
+    if sinks is not None:
+        weight_sum += tl.exp2(tl.load(sinks + head) * _LOG2_E - most)
     total = total / tl.where(weight_sum > 0, weight_sum, 1.0)
     offset = (token * HEADS + head) * HEAD_DIM + column
     tl.store(out + offset, total.to(out.dtype.element_ty), mask=column < HEAD_DIM)

@@ -138,7 +138,7 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             name = f"_norm, {_short(dtype)}, {columns} columns" + ("" if bias is None else ", bias")
             yield name, norm_launch(x, weight, bias, 1e-5, x)
     gated, out = torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)
-    for activation in ("silu_mul", "gelu_tanh_mul"):
+    for activation in ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"):
         yield f"_gated, {activation}, {_short(dtype)}", gated_launch(gated, activation, out)
     for n in (100, 128, 4096):
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)

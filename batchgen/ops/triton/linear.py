@@ -58,4 +58,5 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu_mul": partial(gated, activation="silu_mul"),
     "gelu_tanh_mul": partial(gated, activation="gelu_tanh_mul"),
+    "swiglu_oai_mul": partial(gated, activation="swiglu_oai_mul"),
 }

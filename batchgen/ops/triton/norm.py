@@ -65,7 +65,7 @@ def _norm(  # a kernel takes pointers and scalars only
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
-    """f(a) * b for x [tokens, 2 n], a being its first n columns and b the others; [tokens, n]. activation: "silu_mul" or "gelu_tanh_mul"."""
+    """A gated activation of x [tokens, 2 n], the gate being its first n columns; [tokens, n]. activation: as `ops.linear` has it."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
     gated_launch(x, activation, out)()
     return out
@@ -75,18 +75,23 @@ def gated_launch(x: Tensor, activation: str, out: Tensor) -> Launch:
     tokens, columns = out.shape
     assert x.stride(1) == 1 and x.shape == (tokens, 2 * columns)
     args = {"x": x, "out": out, "columns": columns, "x_stride": x.stride(0)}
-    constants = {"GELU": activation == "gelu_tanh_mul", "BLOCK": _GATED_COLUMNS}
+    constants = {"ACTIVATION": activation, "BLOCK": _GATED_COLUMNS}
     return Launch(_gated, (tokens, triton.cdiv(columns, _GATED_COLUMNS)), args, constants)
 
 
 @triton.jit
-def _gated(x, out, columns, x_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(x, out, columns, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     gate = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + columns + column, mask=mask, other=0.0).to(tl.float32)
-    # gelu_tanh(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-    sharp = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    sharp = gate
+    if ACTIVATION == "gelu_tanh_mul":  # gelu_tanh(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+        sharp = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    if ACTIVATION == "swiglu_oai_mul":
+        gate = tl.minimum(gate, 7.0)
+        sharp = 1.702 * gate
+        up = tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0
     made = gate / (1.0 + tl.exp(-sharp)) * up
     tl.store(out + row * columns + column, made.to(out.dtype.element_ty), mask=mask)

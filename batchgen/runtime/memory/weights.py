@@ -108,6 +108,7 @@ class Weights:
             self._dequantized_buffers() for _ in range(dequantized_slots if residency.weight_format == INT4 else 0)
         ]
         self.embeddings, self.head = self._load_ends()
+        self._sinks = self._load_sinks(tiers.device)
         if self.residency.head == self._compute_tier:
             self.head = self._packed(self.head)
         self._layers: dict[tuple[int, int | None], Tensors] = {}  # once they have been asked for
@@ -178,6 +179,10 @@ class Weights:
         start = chunk * self._chunk_rows
         stop = min(start + self._chunk_rows, self.config.vocab_size)
         return start, self._bound(self._head_slots[slot][: max(0, stop - start)], whole)
+
+    def sinks(self, layer: int, device: torch.device) -> Tensor | None:
+        """Fp32 [heads] of a layer's attention, in memory of the host or of the compute device; None: the model has none."""
+        return self._sinks[device.type][layer] if self._sinks else None
 
     def reset_counts(self) -> None:
         self.disk_bytes_read = 0
@@ -305,6 +310,13 @@ class Weights:
                 self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]
         return embeddings, head
+
+    def _load_sinks(self, device: torch.device) -> dict[str, Tensor]:
+        """Type of device -> those of all layers, fp32 [layers, heads]: the host attends, too."""
+        if not self.config.sinks:
+            return {}
+        sinks = self.head["sinks.weight"].float().view(self.config.num_layers, self.config.num_heads)
+        return {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
 
     def _output_matrix(self) -> ops.Weight:
         return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
