@@ -251,7 +251,7 @@ def figures():  # a line or two for each of the files
     yield "soak", f"resident memory grew by {100 * soak['resident_growth']:.1f}%"
     fuzz = read("fuzz")
     assert fuzz["failed"] == []
-    yield "fuzz", f"{sum(end - begin for begin, end in fuzz['seeds'].values())} jobs"
+    yield "fuzz", f"{sum(end - begin for begin, end in fuzz['seeds'].values()):,} jobs"
     share = read("share")
     assert share["rows_that_differ"] == 0
     yield "share", f"{share['kills']} of them killed, {share['suspensions']} suspended"

@@ -357,12 +357,13 @@ import json, sys
 import batchgen, datasets
 from datasets.fingerprint import Hasher
 
-model, saved, may_load = sys.argv[1:]
-if may_load == "no":
-    def refuse(*args, **kwargs):
-        raise AssertionError("the model was loaded")
-    import batchgen.engine.engine
-    batchgen.engine.engine.Engine.__init__ = refuse
+model, saved = sys.argv[1:]
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the model was loaded")
+
+import batchgen.engine.engine
+batchgen.engine.engine.Engine.__init__ = refuse
 answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="2GiB")
 rows = datasets.load_from_disk(saved).map(answer, batched=True, batch_size=3)
 print(json.dumps([Hasher.hash(answer), rows["text"][:], rows._fingerprint]))
@@ -371,17 +372,18 @@ print(json.dumps([Hasher.hash(answer), rows["text"][:], rows._fingerprint]))
 
 @pytest.mark.slow
 def test_a_second_process_hits_the_cache_of_map(model, tmp_path):
+    """Python's own hashes differ in it."""
     datasets.Dataset.from_dict({"q": ["The ferry", "A cook", "Winter", "Onions"]}).save_to_disk(tmp_path / "saved")
-
-    def run(may_load, seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", MAP, model, str(tmp_path / "saved"), may_load]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    first = run("yes", "1")
-    assert run("no", "2") == first and len(first[1]) == 4
+    answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="2GiB")
+    rows = datasets.load_from_disk(tmp_path / "saved").map(answer, batched=True, batch_size=3)
+    first = [Hasher.hash(answer), rows["text"][:], rows._fingerprint]
+    answer.close()
+    assert len(first[1]) == 4
+    environment = os.environ | {"PYTHONHASHSEED": "2"}
+    command = [sys.executable, "-c", MAP, model, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == first
 
 
 def test_state_is_text(model):

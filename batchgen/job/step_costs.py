@@ -193,7 +193,8 @@ class StepCosts:
         s = self._inputs = CostInputs(
             hardware=hardware,
             model=config,
-            workload=plan.workload,
+            # What sequences share is in their loads: the planner's formulas would leave it out a second time.
+            workload=replace(plan.workload, shared_prefix_len=0),
             runtime=BATCHGEN,
             compute_format=plan.dtype,
             weight_format=policy.weight_format,

@@ -26,7 +26,7 @@ from batchgen.engine.engine import Engine
 from batchgen.job.demand import longest_tokens, most_kv_tokens
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.simulation import simulate_job, simulated_rows, trace_plan
-from batchgen.job.step_costs import StepCosts, load_of, streams_of
+from batchgen.job.step_costs import Attended, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.cost import head_lanes, layer_lanes
@@ -355,6 +355,19 @@ def test_prompts_cost_what_their_tokens_attend_to():
     assert attended.shared == ((256, 128),)
     assert attended.chunks == ((32, 0),) * 8
     assert shared_s == pytest.approx(attention_s(*[(32, 128)] * 8)[0])
+
+
+def test_a_shared_prefix_is_left_out_of_decoding_once():
+    """Contexts of a load are what sequences read by themselves, whatever the workload says that they share."""
+    hardware, model = cpu_box(), opt(1024, 4, 16)
+    policy = gpu_policy(weight_layers=dict.fromkeys(GPU_COUNTS, (0, 4, 0)), kv_seqs={"cpu": 64}, head_tier="cpu")
+    own, shared = (
+        StepCosts(plan_of(policy, Workload.uniform(64, 400, 64, prefix), budgets(hardware)), model, hardware)
+        for prefix in (0, 320)
+    )
+    attended = Attended(contexts=(90,) * 64)
+    seconds = own.attention_s(attended, None, hardware.cpu)
+    assert shared.attention_s(attended, None, hardware.cpu) == seconds > 0
 
 
 def test_simulated_rows_have_the_workloads_lengths():
