@@ -48,7 +48,8 @@ def experts_touched(model: ModelConfig, tokens: float) -> float:
     An upper bound: real routers have favourites.
     """
     chosen_frac = model.experts_per_token / model.num_experts
-    return model.num_experts * (1 - (1 - chosen_frac) ** tokens)
+    touched: float = model.num_experts * (1 - (1 - chosen_frac) ** tokens)
+    return touched
 
 
 def linear_s(s: CostInputs, phase: Phase) -> float:
