@@ -228,7 +228,9 @@ class Sample:
     `stop` tells which stop string or stop token id ended it, None where it was the end of text.
 
     Attributes:
+        text: of gpt-oss the channel "final" alone.
         finish_reason: "stop" (end of text or a stop string/token) or "length".
+        reasoning: the text of gpt-oss's other channels; None where the model named no channel.
     """
 
     text: str
@@ -236,6 +238,7 @@ class Sample:
     finish_reason: str
     logprobs: tuple[PositionLogprobs, ...] | None = None
     stop: str | int | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)

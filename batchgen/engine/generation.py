@@ -20,6 +20,7 @@ from batchgen.core.request import (
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
+from batchgen.models.harmony import Harmony
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import PENDING, Sequence
@@ -127,6 +128,7 @@ class Generation:
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
+        self._harmony = Harmony.of(parts.tokenizer) if parts.config.family == "gpt_oss" else None
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
@@ -281,17 +283,29 @@ class Generation:
 
     def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:
         tokenizer, generated = self._parts.tokenizer, sequence.generated
+        channels = self._harmony.read(generated) if self._harmony else None
+        if channels is not None:
+            return self._in_channels(sequence, finish, *channels)
         if detector is not None and isinstance(finish.stop, str):
             text = detector.text
         else:
             text = tokenizer.decode(generated[:-1] if finish.ends_with_stop_token else generated)
-        logprobs = None
-        if sequence.sampling.logprobs is not None:
-            logprobs = tuple(
-                PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
-                for t in sequence.logprobs
-            )
-        return Sample(text, tuple(generated), finish.reason, logprobs, finish.stop)
+        return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
+
+    def _in_channels(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
+        """A sample of a model that thinks before it answers. A stop string ends what it stands in."""
+        if isinstance(finish.stop, str):
+            text, reasoning = text.split(finish.stop)[0], reasoning if text else reasoning.split(finish.stop)[0]
+        generated, logprobs = tuple(sequence.generated), self._logprobs(sequence)
+        return Sample(text, generated, finish.reason, logprobs, finish.stop, reasoning)
+
+    def _logprobs(self, sequence: Sequence) -> tuple[PositionLogprobs, ...] | None:
+        if sequence.sampling.logprobs is None:
+            return None
+        return tuple(
+            PositionLogprobs(self._named(t.token_id, t.logprob), tuple(self._named(*pair) for pair in t.top))
+            for t in sequence.logprobs
+        )
 
     def _named(self, token_id: int, logprob: float) -> TokenLogprob:
         return TokenLogprob(token_id, self._parts.tokenizer.token_text(token_id), logprob)

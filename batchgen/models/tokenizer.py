@@ -170,6 +170,9 @@ class NoText:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
     def to_json(self) -> str:
         raise InputError(
             "dummy weights have no tokenizer, so that nothing they generate can follow a schema: leave it out"

@@ -16,6 +16,7 @@ from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KV_CODE_BITS
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
+from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement, RuntimeModel
 from batchgen.planner.memory import (
@@ -43,11 +44,21 @@ def _brought_to_gpu(s: CostInputs, at: Placement) -> Linear:
     return at.kv_streamed + (0 if s.runtime.attends_disk_kv_on_cpu else at.kv_disk)
 
 
+def experts_touched(model: ModelConfig, tokens: float) -> float:
+    """Experts of a layer that so many tokens go through, E (1 - (1 - k / E)^N), if routers choose all of them equally often.
+
+    An upper bound: real routers have favourites.
+    """
+    chosen_frac = model.experts_per_token / model.num_experts
+    touched: float = model.num_experts * (1 - (1 - chosen_frac) ** tokens)
+    return touched
+
+
 def linear_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's matrix products: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
     Changed: the rate depends on the tokens of one micro-batch (equal parts of the sweep), and prefill and decode tokens
-    ride together. Each expert multiplies the tokens that chose it, on average.
+    ride together. Each expert that is touched multiplies the tokens that chose it, on average.
     """
     if phase.tokens == 0:
         return 0.0
@@ -62,7 +73,7 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     if not model.num_experts:
         return seconds(model.matmul_params_per_layer, batch_tokens)
     chosen = model.experts_per_token * model.expert_params * model.expert_layers // model.num_layers
-    of_each = batch_tokens * model.experts_per_token / model.num_experts
+    of_each = batch_tokens * model.experts_per_token / experts_touched(model, batch_tokens)
     return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + seconds(chosen, of_each)
 
 

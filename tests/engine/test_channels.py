@@ -1,0 +1,40 @@
+"""Samples of a model whose answers have channels: what is said in them, and where a stop string ends it."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny_models import make_tiny_tokenizer
+
+from batchgen.core.request import SamplingParams
+from batchgen.engine.generation import Generation, _Finish
+from batchgen.models.tokenizer import Tokenizer
+
+MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+THOUGHTS = "<|channel|>analysis<|message|>Two; and two.<|end|><|start|>assistant"
+ANSWER = "<|channel|>final<|message|>Four: 4."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    hf = make_tiny_tokenizer(tmp_path_factory.mktemp("harmony"))
+    hf.add_special_tokens({"additional_special_tokens": MARKS})
+    return Tokenizer(hf)
+
+
+@pytest.mark.parametrize(
+    ("family", "generated", "stop", "text", "reasoning"),
+    [
+        ("gpt_oss", f"{THOUGHTS}{ANSWER}<|return|>", None, "Four: 4.", "Two; and two."),
+        ("gpt_oss", f"{THOUGHTS}{ANSWER}", ":", "Four", "Two; and two."),
+        ("gpt_oss", "<|channel|>analysis<|message|>Two; and", ";", "", "Two"),
+        ("gpt_oss", "Four: 4.", None, "Four: 4.", None),
+        ("llama", ANSWER, None, "finalFour: 4.", None),
+    ],
+)
+def test_the_text_is_that_of_the_final_channel(tokenizer, family, generated, stop, text, reasoning):
+    parts = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(family=family))
+    token_ids = tokenizer.encode_batch([generated], add_special_tokens=False)[0]
+    sequence = SimpleNamespace(generated=token_ids, sampling=SamplingParams())
+    finish = _Finish("stop", stop, ends_with_stop_token=generated.endswith("<|return|>"))
+    sample = Generation(parts, SamplingParams(), "error")._sample(sequence, finish, None)
+    assert (sample.text, sample.reasoning, sample.token_ids) == (text, reasoning, tuple(token_ids))
