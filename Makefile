@@ -112,7 +112,7 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) 'pulp<4' highspy xxhash gguf
+		--dest $(GPU_WHEELS) highspy xxhash gguf
 
 # The pages as a site, in build/site: the generated ones are made anew, links are checked.
 docs: install

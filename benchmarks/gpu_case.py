@@ -3,7 +3,7 @@ tokens per second beside what was predicted, what each lane did, and how far tha
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
---policy planned needs PuLP and highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
+--policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
 the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the CPU;
 "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
 """
@@ -43,7 +43,7 @@ from batchgen.planner.memory import Demand, plan_memory
 from batchgen.runtime.steps.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
-PLANNER = ("pulp", "highspy")
+PLANNER = ("highspy",)
 _KV_CLASS = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
 
 

@@ -7,7 +7,7 @@ Markdown table and one log.
     python benchmarks/gpu_check.py --merge a.json b.json    # what calls on different machines have written, as one
 
 Needs no network and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11, cmake,
-ninja, pytest and hypothesis. What else there is is made use of: a planner (PuLP and highspy) for the planned jobs, xxhash for
+ninja, pytest and hypothesis. What else there is is made use of: a planner (highspy) for the planned jobs, xxhash for
 weights on disk. For a machine without a network, `make gpu-wheels` gets them as wheels; --wheels names the folder.
 
 Each part is a process of its own with a time limit; parts of the same name from earlier calls are replaced. Results are
@@ -36,7 +36,7 @@ ROOT = HERE.parent
 SHAPES = ROOT / "recipes" / "throughput" / "shapes"
 BUILD = ROOT / "build" / "gpu-check"
 KERNELS = ROOT / "batchgen" / "ops" / f"_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-PLANNER = ("pulp", "highspy")
+PLANNER = ("highspy",)
 CALL_SECONDS = 530.0
 _LEAST_S = 5.0  # a part with less time than this is not begun
 _TOLD = 20_000  # characters of what a test has to say that are kept

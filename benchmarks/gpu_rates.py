@@ -21,7 +21,7 @@ from batchgen.core.machine import available_memory_bytes
 from batchgen.profiler.timing import FULL, Device, Effort, Trial
 from batchgen.profiler.transfer import copy_rates, dram_read_rate
 
-_OPTIONAL = ("pulp", "highspy", "gguf", "xxhash", "accelerate", "xdist")
+_OPTIONAL = ("highspy", "gguf", "xxhash", "accelerate", "xdist")
 _QUICK = replace(FULL, point_s=0.01, pool_bytes=4 << 20)  # of a device that is no card: nobody looks at the numbers
 
 

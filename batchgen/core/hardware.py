@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ class Rates:
 
     def at(self, **sizes: float) -> float:
         """The rate at these sizes; sizes that are no axis of this table are ignored."""
-        return _interpolate(self.points, [sizes[axis] for axis in self.axes])
+        return _interpolate(self._table, [sizes[axis] for axis in self.axes], 0)
+
+    @cached_property
+    def _table(self) -> Any:
+        return _with_logarithms(self.points, len(self.axes))
 
     def scaled(self, factor: float) -> Rates:
         """The same curve, `factor` times as fast."""
@@ -62,18 +67,26 @@ class Rates:
         return cls(axes, _checked_points(value["points"], len(axes), name))
 
 
-def _interpolate(points: Any, sizes: list[float]) -> float:
-    if not sizes:
-        rate: float = points
+def _with_logarithms(points: Any, depth: int) -> Any:
+    """Sizes, their logarithms, and what there is at each of them: rates, or the same of the next axis."""
+    if depth == 0:
+        return points
+    sizes = [x for x, _ in points]
+    return sizes, [math.log(x) for x in sizes], [_with_logarithms(rest, depth - 1) for _, rest in points]
+
+
+def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
+    """The rate. A plan asks for some ten thousands of them."""
+    if axis == len(sizes):
+        rate: float = table
         return rate
-    xs = [x for x, _ in points]
-    x = min(max(sizes[0], xs[0]), xs[-1])
-    right = max(1, bisect.bisect_left(xs, x))
-    high = _interpolate(points[min(right, len(xs) - 1)][1], sizes[1:])
-    if len(xs) == 1 or x == xs[right]:
-        return high
-    low = _interpolate(points[right - 1][1], sizes[1:])
-    fraction = math.log(x / xs[right - 1]) / math.log(xs[right] / xs[right - 1])
+    xs, logarithms, rows = table
+    x = sizes[axis]
+    right = bisect.bisect_left(xs, x)
+    if right == 0 or right == len(xs) or x == xs[right]:
+        return _interpolate(rows[min(right, len(xs) - 1)], sizes, axis + 1)
+    low, high = _interpolate(rows[right - 1], sizes, axis + 1), _interpolate(rows[right], sizes, axis + 1)
+    fraction = (math.log(x) - logarithms[right - 1]) / (logarithms[right] - logarithms[right - 1])
     return math.exp((1 - fraction) * math.log(low) + fraction * math.log(high))
 
 

@@ -26,8 +26,8 @@ from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.simulator import Simulator
 
 # Sequences that are scheduled, each counted once a sweep, and Steps that are made, for one candidate.
-_MOST_SCHEDULED = 12_000
-_MOST_STEPS = 15_000
+_MOST_SCHEDULED = 8_000
+_MOST_STEPS = 10_000
 # A shortened job fills the block once, and a part of it again.
 _FILLED = 1.5
 # With deferred sequences, it lasts for so many of their tokens.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.hardware import HardwareProfile
@@ -172,6 +172,8 @@ class SimulatedJob:
         Raises InputError: the budgets of the plan do not hold what it places.
         """
         policy, memory = plan.policy, memory_of(plan, config)
+        if not round(plan.workload.shared_prefix_len):
+            policy = replace(policy, share_prefixes=False)  # nothing would be found
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._windows = any(window is not None for window in config.windows)

@@ -1,6 +1,6 @@
 """What a sweep costs: seconds per resource lane and bytes per memory tier, each formula once.
 
-Every function is linear in the `Placement` it is given. With numbers it explains; with PuLP variables it makes the rows
+Every function is linear in the `Placement` it is given. With numbers it explains; with expressions of unknowns it makes the rows
 of the linear programme (lp.py). The equations follow FlexGen's appendix A.3; each docstring says which and what was
 changed. The common changes: rates are curves measured on the machine instead of constants; prompts are prefilled
 next to decoding sequences (continuous admission), so T_pre and T_gen are one function of a Phase; KV is counted

@@ -21,7 +21,7 @@ from batchgen.planner.memory import group_bytes, kv_block_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
-Linear = Any  # a number, or an expression of PuLP variables
+Linear = Any  # a number, or an expression of unknowns (linear.py)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Placement:
     """Where things live, as fractions: each group adds up to 1.
 
     FlexGen's wg wc wd, cg cc cd, hg hc (4.2) with the KV classes of docs/packages/runtime.md, of the sequences that are not
-    deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or PuLP
+    deferred, whose number is fixed (`CostInputs.deferral`). Members are numbers, or
     expressions. Those below are no fractions: buffers are sized by them.
 
     Attributes:

@@ -8,29 +8,20 @@ memory or a faster rate can never lead to a slower plan.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile, known
+from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.cost import (
-    can_delegate,
-    decode_attention_s,
-    dequantize_weights_s,
-    elementwise_s,
-    linear_s,
-    prefill_attention_s,
-    shared_attention_s,
-    streamed_kv_bytes,
-    sweep_overhead_s,
-)
-from batchgen.planner.flow import Phase, phases_of
+from batchgen.planner.bound import lower_bound_s
+from batchgen.planner.flow import Phase, phases_of_each
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
 
@@ -128,11 +119,14 @@ def candidates(
     Raises:
         InputError: no plan fits. It says what is short.
     """
-    best, kinds = _search_kinds(problem, 1 if most == 1 else _WORTH_SIMULATING)
-    best = _least_movement(best, problem.allowed)
+    entries = _BestFirst(problem)
+    fastest = entries.fastest()
+    best = _least_movement(fastest, problem.allowed)
     yield best
-    if most > 1:
-        yield from _in_other_orders(problem, best, worth)
+    if most == 1:
+        return
+    yield from _in_other_orders(problem, best, worth)
+    kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
@@ -140,41 +134,74 @@ def candidates(
             yield from _in_other_orders(problem, candidate, worth)
 
 
-def _search_kinds(problem: Problem, slower: float) -> tuple[Candidate, dict[tuple[int, int], _Relaxed]]:
-    """The fastest candidate, and the LP's fastest of each kind that is at most so much slower. Raises InputError."""
-    check_budgets(problem)
-    best: Candidate | None = None
-    kinds: dict[tuple[int, int], _Relaxed] = {}
-    bounded = sorted(
-        ((lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(search_space(problem))),
-        key=lambda entry: entry[:2],
-    )
-    too_slow = False
-    for bound, _, inputs, phases in bounded:
-        best_s, kind = best.seconds if best else math.inf, _kind(inputs)
-        if bound >= best_s * slower:
-            break
-        known_s = kinds[kind][0].seconds if kind in kinds else math.inf
-        if bound >= max(best_s, known_s):
-            continue
-        relaxed = solve(inputs, phases, problem.allowed, integer=False)
-        if relaxed is None or relaxed.seconds >= best_s * slower:
-            continue
-        if _exceeds_latency(problem, inputs, phases, relaxed):
-            too_slow = True
-            continue
-        if relaxed.seconds < known_s:
-            kinds[kind] = relaxed, inputs, phases
-        realised = solve(inputs, phases, problem.allowed, integer=True) if relaxed.seconds < best_s else None
-        if realised is None or realised.seconds >= best_s:
-            continue
-        if _exceeds_latency(problem, inputs, phases, realised):
-            too_slow = True
-            continue
-        best = Candidate(inputs, phases, relaxed, realised)
-    if best is None:
-        raise InputError(_too_slow(problem) if too_slow else explain_infeasible(problem))
-    return best, kinds
+class _BestFirst:
+    """What the search enumerates, the most promising first.
+
+    An entry is known by a bound that needs no solver, then by the LP, which is a bound on what whole things can reach, and then by
+    its placement of whole things. Whatever has the least of these seconds is worked out next. So no LP and no integer programme
+    is solved that the answer does not depend on.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Raises InputError for a budget that the machine does not have."""
+        check_budgets(problem)
+        self._problem = problem
+        self._too_slow = False
+        self._kinds: dict[tuple[int, int], _Relaxed] = {}
+        entries = [
+            _Entry(lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(search_space(problem))
+        ]
+        self._heap = [entry for entry in entries if entry.seconds < math.inf]
+        heapq.heapify(self._heap)
+
+    def fastest(self) -> Candidate:
+        """The fastest placement of whole things there is. Raises InputError where none fits."""
+        while self._heap:
+            entry = heapq.heappop(self._heap)
+            if entry.relaxed is not None:
+                self._kinds.setdefault(_kind(entry.inputs), (entry.relaxed, entry.inputs, entry.phases))
+                if entry.realised is not None:
+                    return Candidate(entry.inputs, entry.phases, entry.relaxed, entry.realised)
+            self._work_out(entry)
+        raise InputError(_too_slow(self._problem) if self._too_slow else explain_infeasible(self._problem))
+
+    def kinds(self, limit_s: float, worth: Callable[[float], bool]) -> Mapping[tuple[int, int], _Relaxed]:
+        """Of each kind, the fastest by the LP, where that is below a limit and worth it."""
+        while self._heap and self._heap[0].seconds < limit_s and worth(self._heap[0].seconds):
+            entry = heapq.heappop(self._heap)
+            if _kind(entry.inputs) in self._kinds:
+                continue
+            if entry.relaxed is None:
+                self._work_out(entry)
+            else:
+                self._kinds[_kind(entry.inputs)] = entry.relaxed, entry.inputs, entry.phases
+        return self._kinds
+
+    def _work_out(self, entry: _Entry) -> None:
+        """Put the entry back with what the solver says of it, unless nothing fits, or its blocks take too long."""
+        found = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
+        if found is None:
+            return
+        if _exceeds_latency(self._problem, entry.inputs, entry.phases, found):
+            self._too_slow = True
+            return
+        if entry.relaxed is None:
+            better = replace(entry, seconds=found.seconds, relaxed=found)
+        else:
+            better = replace(entry, seconds=found.seconds, realised=found)
+        heapq.heappush(self._heap, better)
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """seconds: of all sweeps, as far as they are known. number: decides between equal ones."""
+
+    seconds: float
+    number: int
+    inputs: CostInputs = field(compare=False)
+    phases: tuple[Phase, ...] = field(compare=False)
+    relaxed: Solution | None = field(default=None, compare=False)
+    realised: Solution | None = field(default=None, compare=False)
 
 
 def _kind(s: CostInputs) -> tuple[int, int]:
@@ -240,7 +267,8 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
 
     Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
     """
-    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=best.seconds * (1 + _EQUALLY_FAST))
+    within_s = best.seconds * (1 + _EQUALLY_FAST)
+    found = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.realised)
     return replace(best, realised=with_embeddings(best.inputs, found or best.realised))
 
 
@@ -294,33 +322,36 @@ def frontier(problem: Problem) -> list[tuple[float, float, Candidate]]:
 
 def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
     """Everything that is enumerated, and how the job flows through it."""
-    workload = problem.workload
+    settings = tuple(
+        (admission, block_size, tokens)
+        for admission in problem.admissions
+        for block_size in block_sizes(problem)
+        for tokens in _token_budgets(problem, block_size)
+    )
+    flows = phases_of_each(problem.workload, settings)
     for weight_format in problem.weight_formats:
         for kv_format in problem.kv_formats:
-            for admission in problem.admissions:
-                for block_size in block_sizes(problem):
-                    for tokens in _token_budgets(problem, block_size):
-                        phases = phases_of(workload, admission, block_size, tokens)
-                        for batches in _micro_batches(problem, block_size):
-                            inputs = CostInputs(
-                                hardware=problem.hardware,
-                                model=problem.model,
-                                workload=workload,
-                                runtime=problem.runtime,
-                                compute_format=problem.compute_format,
-                                weight_format=weight_format,
-                                kv_format=kv_format,
-                                admission=admission,
-                                block_size=-(-block_size // batches) * batches,
-                                num_gpu_batches=batches,
-                                max_num_batched_tokens=tokens,
-                                kv_block_size=problem.kv_block_size,
-                                budgets=problem.budgets,
-                                process_bytes=problem.process_bytes,
-                                longest_tokens=problem.longest_tokens,
-                            )
-                            if _supported(inputs):
-                                yield inputs, phases
+            for (admission, block_size, tokens), phases in zip(settings, flows, strict=True):
+                for batches in _micro_batches(problem, block_size):
+                    inputs = CostInputs(
+                        hardware=problem.hardware,
+                        model=problem.model,
+                        workload=problem.workload,
+                        runtime=problem.runtime,
+                        compute_format=problem.compute_format,
+                        weight_format=weight_format,
+                        kv_format=kv_format,
+                        admission=admission,
+                        block_size=-(-block_size // batches) * batches,
+                        num_gpu_batches=batches,
+                        max_num_batched_tokens=tokens,
+                        kv_block_size=problem.kv_block_size,
+                        budgets=problem.budgets,
+                        process_bytes=problem.process_bytes,
+                        longest_tokens=problem.longest_tokens,
+                    )
+                    if _supported(inputs):
+                        yield inputs, phases
 
 
 def _no_rates(problem: Problem) -> str:
@@ -367,45 +398,6 @@ def _micro_batches(problem: Problem, block_size: int) -> list[int]:
         return [1]  # nothing runs beside the products: parts of a batch only make them smaller
     whole_job = block_size in (problem.workload.num_seqs, problem.block_size)
     return [k for k in _MICRO_BATCHES if k <= block_size and (whole_job or block_size % k == 0)]
-
-
-def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
-    """Seconds that no placement can beat, without a solver.
-
-    Compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus or be
-    attended to by the CPU, and what must come from disk.
-    """
-    layers = s.model.num_layers
-    weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
-    gpu, cpu = s.budgets.get("gpu", 0), s.budgets["cpu"]
-    off_gpu = max(0.0, weights + kv - gpu) / layers
-    on_disk = max(0.0, weights + kv - gpu - cpu) / layers
-    serial = "h2d" in s.runtime.serial
-    total = 0.0
-    for phase in phases:
-        compute = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase)
-        compute += shared_attention_s(s, phase) + dequantize_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
-        moved, own = streamed_kv_bytes(s, phase), decode_attention_s(s, phase, s.rates)
-        # Weights count in full in every sweep, KV as far as it is filled.
-        filled = min(1.0, moved * layers / kv)
-        bus = 0.0
-        if not s.on_gpu:
-            compute += own
-        elif own and can_delegate(s):
-            delegated = decode_attention_s(s, phase, s.hardware.cpu)
-            if s.hardware.shared_cores:
-                compute += min(own, delegated)
-            else:
-                compute = max(compute, (compute + own) * delegated / (own + delegated))
-            bus = filled * off_gpu / (known(s.hardware.h2d_bytes_per_s) + moved / delegated)
-        else:
-            compute += own
-            bus = filled * off_gpu / known(s.hardware.h2d_bytes_per_s)
-        disk = filled * on_disk / s.hardware.disk_read_bytes_per_s
-        streamed = max(0.0, weights - gpu) / layers / known(s.hardware.h2d_bytes_per_s) if s.on_gpu else 0.0
-        together = compute + streamed if serial else max(compute, bus, streamed)
-        total += phase.sweeps * (layers * max(together, disk) + sweep_overhead_s(s, phase))
-    return total
 
 
 _TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}

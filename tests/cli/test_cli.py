@@ -344,4 +344,4 @@ def test_help_imports_next_to_nothing():
     own = imported("-m", "batchgen", "run", "--help") - imported("-c", "import click")
     assert "batchgen.cli.main" in own or "batchgen.cli" in own
     assert len(own) < 80, sorted(own)
-    assert not {"torch", "numpy", "pyarrow", "transformers", "pulp"} & own
+    assert not {"torch", "numpy", "pyarrow", "transformers", "highspy"} & own

@@ -248,8 +248,8 @@ class TestCheck:
     def test_planned_jobs_wait_for_a_planner(self, check, monkeypatch, tmp_path):
         monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
         gpu_check.run_part(check, "opt-30b, planned")
-        assert "pulp and highspy not installed (--wheels)" in check.result["parts"]["opt-30b, planned"]["outcome"]
-        for name in ("pulp", "highspy"):
+        assert "highspy not installed (--wheels)" in check.result["parts"]["opt-30b, planned"]["outcome"]
+        for name in ("highspy",):
             (tmp_path / "site" / name).mkdir(parents=True)
         check.site, ran = tmp_path / "site", []
         monkeypatch.setattr(check, "run", lambda name, *_: ran.append(name) or check.skip(name, "") or {})
@@ -410,10 +410,10 @@ class TestOffload:
             offload(peers_dtype="bfloat16")
 
     def test_without_a_planner_a_planned_job_is_refused(self, offload, monkeypatch, capsys):
-        monkeypatch.setattr(gpu_offload, "find_spec", lambda name: None if name == "pulp" else object())
+        monkeypatch.setattr(gpu_offload, "find_spec", lambda name: None if name == "highspy" else object())
         with pytest.raises(SystemExit):
             offload("--policy", "planned")
-        assert "pulp not installed, so nothing can be planned: --policy cpu or streamed" in capsys.readouterr().err
+        assert "highspy not installed, so nothing can be planned: --policy cpu or streamed" in capsys.readouterr().err
 
     def test_who_takes_more_host_memory_than_allowed_is_stopped(self, tmp_path):
         free = iter([10_000, 9_500, 9_000, *[8_999] * 10_000])
@@ -441,7 +441,7 @@ def test_packages_of_no_use_are_out_of_reach_in_a_rehearsal(tmp_path):
         "import gpu_rehearsal, importlib.util, importlib.metadata\n"
         "with gpu_rehearsal.rehearsing():\n"
         "    import click, numpy\n"
-        "    assert importlib.util.find_spec('pulp') is None\n"
+        "    assert importlib.util.find_spec('highspy') is None\n"
         "    assert not {'xdist', 'timeout'} & {p.name for p in importlib.metadata.entry_points(group='pytest11')}\n"
         "    try:\n"
         "        import xxhash\n"

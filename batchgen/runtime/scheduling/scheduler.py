@@ -262,9 +262,9 @@ class Scheduler:
             if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
                 continue
-            if not projections:
-                projections = {tier: self._projection(tier, sweep) for tier in self.pools}
             full = len(self.running) >= self.limits.max_num_seqs
+            if not full and not projections:
+                projections = {tier: self._projection(tier, sweep) for tier in self.pools}
             if full or not self._enter(sequence, in_class, projections, budget):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
@@ -368,8 +368,8 @@ class Scheduler:
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens it is expected to generate in all, at least one more."""
-        expected = max(self.expected_output_len(sequence), sequence.num_generated + 1)
-        return min(expected, max(sequence.sampling.max_tokens, sequence.num_generated + 1))
+        least = sequence.num_generated + 1
+        return min(max(self.expected_output_len(sequence), least), max(sequence.sampling.max_tokens, least))
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""

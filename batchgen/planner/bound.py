@@ -1,0 +1,94 @@
+"""How fast a sweep can be at best, whatever is placed where: what the search knows before any solver."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from batchgen.core.hardware import known
+from batchgen.planner.cost import (
+    can_delegate,
+    decode_attention_s,
+    dequantize_weights_s,
+    elementwise_s,
+    linear_s,
+    moved_bytes,
+    peak_bytes,
+    prefill_attention_s,
+    shared_attention_s,
+    streamed_kv_bytes,
+    sweep_overhead_s,
+)
+from batchgen.planner.flow import Phase
+from batchgen.planner.inputs import CostInputs, Placement
+
+_NOTHING = Placement(
+    w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0, head_gpu=0, head_cpu=0,
+    streamed_peak=0, disk_peak=0,
+)  # fmt: skip
+_KV_ON_DISK = replace(_NOTHING, kv_disk=1)
+
+
+def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
+    """Seconds that no placement can beat, without a solver; infinite where weights and KV fit nowhere.
+
+    Compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus or be
+    attended to by the CPU, and what must come from disk. Of what does not fit, that is away which costs least: KV, as far as
+    there is any, or weights.
+    """
+    layers = s.model.num_layers
+    weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
+    free = {tier: s.budgets[tier] - float(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}
+    if min(free.values()) < 0:
+        return math.inf
+    gpu, cpu = free.get("gpu", 0.0), free["cpu"]
+    off_gpu = max(0.0, weights + kv - gpu)
+    weights_off_gpu = max(0.0, off_gpu - kv) / layers
+    on_disk = max(0.0, weights + kv - gpu - cpu)
+    total = 0.0
+    for phase in phases:
+        compute = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase)
+        compute += shared_attention_s(s, phase) + dequantize_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
+        own = decode_attention_s(s, phase, s.rates)
+        together = compute + own
+        if s.on_gpu:
+            # Weights count in full in every sweep, KV as far as it is filled.
+            streamed = streamed_kv_bytes(s, phase)
+            h2d = known(s.hardware.h2d_bytes_per_s)
+            moved = weights_off_gpu + min(1.0, streamed * layers / kv) * min(kv, off_gpu) / layers
+            weights_s = weights_off_gpu / h2d
+            if own and can_delegate(s):
+                delegated = decode_attention_s(s, phase, s.hardware.cpu)
+                if s.hardware.shared_cores:
+                    together = compute + min(own, delegated)
+                else:
+                    together = max(compute, (compute + own) * delegated / (own + delegated))
+                moved_s = max(weights_s, moved / (h2d + streamed / delegated))
+            else:
+                moved_s = moved / h2d
+            together = together + weights_s if "h2d" in s.runtime.serial else max(together, moved_s)
+        total += phase.sweeps * (layers * max(together, _disk_s(s, phase, on_disk)) + sweep_overhead_s(s, phase))
+    return total
+
+
+def _disk_s(s: CostInputs, phase: Phase, on_disk: float) -> float:
+    """Seconds of one layer in which so many bytes of weights and KV together, of all layers, come from disk and go there."""
+    if not on_disk:
+        return 0.0
+    layers, hardware = s.model.num_layers, s.hardware
+    moved = moved_bytes(s, phase, _KV_ON_DISK)
+    read_s, written_s = (
+        moved["disk_read"] / hardware.disk_read_bytes_per_s,
+        moved["disk_write"] / hardware.disk_write_bytes_per_s,
+    )
+    kv_s = max(read_s, written_s) if "disk_read" in s.runtime.serial else read_s + written_s
+    # Each: bytes, and the seconds that all of them would take.
+    items = [
+        (s.block_size * s.seq_kv_bytes, kv_s),
+        (s.layer_bytes * layers, s.layer_bytes / hardware.disk_read_bytes_per_s),
+    ]
+    seconds = 0.0
+    for size, whole_s in sorted(items, key=lambda item: item[1] / item[0]):
+        seconds += whole_s * min(1.0, on_disk / size)
+        on_disk = max(0.0, on_disk - size)
+    return float(seconds)

@@ -1,0 +1,183 @@
+"""A fluid model of the scheduler, for many block sizes and token budgets at once.
+
+Time goes in steps of so many sweeps that a row's output takes about 32 of them. All settings go through a step together: columns
+of arrays with a row for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from batchgen.core.workload import Workload
+
+# Steps per mean output length, and block fillings simulated before the middle ones are taken as typical.
+_STEPS_PER_OUTPUT = 32
+_GENERATIONS = 6
+_NONE = 1e-9  # rows
+# Kinds of steps: by how much is prefilled, and by how many thirds of the block decode.
+_KINDS = [(prefill, thirds) for prefill in range(3) for thirds in range(3)]
+
+Array = Any  # numpy's, of floats or truth values
+
+
+class Setting(NamedTuple):
+    """admission: "continuous" or "static". block_size: at most as many as there are rows. budget: tokens of a sweep."""
+
+    admission: str
+    block_size: int
+    budget: float
+
+
+class Mean(NamedTuple):
+    """`sweeps` sweeps that are alike, and what they have on average: the fields of `flow.Phase`."""
+
+    sweeps: float
+    prefill_tokens: float
+    prefill_seqs: float
+    decode_seqs: float
+    context: float
+
+
+def flow_through(workload: Workload, settings: Sequence[Setting]) -> list[list[Mean]]:
+    """For each setting, the sweeps of the whole job in groups of like ones, in the order in which they come first."""
+    block = np.array([float(setting.block_size) for setting in settings])
+    simulated = np.minimum(workload.num_seqs, _GENERATIONS * block)
+    steps = _simulate(workload, settings, block, simulated)
+    return _merged(_repeat_middle(steps, workload, block, workload.num_seqs - simulated), block)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Arrays of (steps, settings). there: whether the job lasts that long. The rest is as in `Mean`."""
+
+    there: Array
+    sweeps: Array
+    prefill_tokens: Array
+    prefill_seqs: Array
+    decode_seqs: Array
+    context: Array
+
+    @property
+    def entered(self) -> Array:
+        """Rows."""
+        return self.prefill_seqs * self.sweeps
+
+    @property
+    def decoded(self) -> Array:
+        """Tokens."""
+        return self.decode_seqs * self.sweeps
+
+
+def _simulate(workload: Workload, settings: Sequence[Setting], block: Array, rows: Array) -> _Steps:
+    outputs = np.array(workload.output_len.values, dtype=float)
+    step = max(1.0, float(outputs.mean()) / _STEPS_PER_OUTPUT)  # sweeps
+    # A row is prefilled somewhere within its first step, on average half way; its first token comes with that sweep.
+    lost = (step + 1) / 2
+    starts = np.maximum(0.0, np.arange(int(outputs.max() / step) + 3) * step - lost)
+    width = np.full(len(starts), step)
+    width[0] = step - lost
+    # decoding[j]: of a row admitted j steps ago, the expected fraction of this step it decodes in.
+    decoding = np.clip(outputs[:, None] - 1 - starts, 0, width).mean(0) / step
+    ages = starts + width / 2
+    prompt = workload.computed_prompt_len
+    budget = np.array([float(setting.budget) for setting in settings])
+    static = np.array([setting.admission == "static" for setting in settings])
+    # Rows that enter in each step, below those of the steps before the first.
+    before = len(decoding) - 1
+    entered = np.zeros((before + 1024, len(block)))
+    weights = np.array([decoding[:0:-1], (decoding * ages)[:0:-1]])
+    sums: list[Array] = []  # of each step: sequences that decode, and their ages, of rows that entered before it
+    left, in_block, filling = rows.astype(float), np.zeros(len(block)), np.ones(len(block), dtype=bool)
+    length = np.full(len(block), -1)
+    while True:
+        t = len(sums)
+        if before + t == len(entered):
+            entered = np.concatenate([entered, np.zeros_like(entered)])
+        alive = weights @ entered[t : before + t]
+        empty = alive[0] <= _NONE
+        length[(length < 0) & (left <= 0) & empty] = t
+        if length.min() >= 0:
+            break
+        in_block[empty], filling[empty] = 0.0, True
+        vacant = np.where(static, np.where(filling, block - in_block, 0.0), block - alive[0])
+        # At least a token a sweep, so that a tiny budget is slow rather than endless.
+        affordable = np.maximum(1.0, budget - alive[0]) * step / prompt
+        entering = np.minimum(np.minimum(left, vacant), affordable)
+        entering[entering <= _NONE] = 0.0  # what is vacant by rounding alone makes no step of another kind
+        in_block += entering
+        filling &= (in_block < block - _NONE) & (left > entering)
+        left -= entering
+        left[left <= _NONE] = 0.0
+        entered[before + t] = entering
+        sums.append(alive)
+    steps = len(sums)
+    decoded, aged = np.array(sums).reshape(steps, 2, len(block)).transpose(1, 0, 2)
+    entered = entered[before : before + steps]
+    first = entered * decoding[0]
+    total = decoded + first
+    age = np.divide(aged + first * ages[0], total, out=np.zeros_like(total), where=total > 0)
+    return _Steps(
+        there=np.arange(steps)[:, None] < length,
+        sweeps=np.full_like(total, step),
+        prefill_tokens=entered * prompt / step,
+        prefill_seqs=entered / step,
+        decode_seqs=total,
+        context=workload.prompt_len.mean + 0.5 + age,
+    )
+
+
+def _repeat_middle(steps: _Steps, workload: Workload, block: Array, more_seqs: Array) -> _Steps:
+    """Stretch the steps in which the third and fourth filling entered, to admit `more_seqs` more.
+
+    Those steps need not be whole periods, so what decodes in them is set to what the job's tokens come to.
+    """
+    entered = np.cumsum(steps.entered, axis=0)
+    middle = (entered > 2 * block + 1e-6) & (entered <= 4 * block + 1e-6) & steps.there & (more_seqs > 0)
+    inside = np.where(middle, steps.decoded, 0.0).sum(axis=0)
+    outside = np.where(steps.there & ~middle, steps.decoded, 0.0).sum(axis=0)
+    admitted = np.where(middle, steps.entered, 0.0).sum(axis=0)
+    stretch = 1 + np.divide(more_seqs, admitted, out=np.zeros_like(admitted), where=admitted > 0)
+    tokens = workload.num_seqs * (workload.output_len.mean - 1) - outside
+    busier = np.divide(tokens, stretch * inside, out=np.ones_like(inside), where=inside > 0)
+    # More work than those steps have is more sweeps, as the block cannot hold more; less work is emptier ones.
+    longer, fuller = np.where(middle, np.maximum(1.0, busier), 1.0), np.where(middle, np.minimum(1.0, busier), 1.0)
+    return _Steps(
+        there=steps.there,
+        sweeps=steps.sweeps * np.where(middle, stretch, 1.0) * longer,
+        prefill_tokens=steps.prefill_tokens / longer,
+        prefill_seqs=steps.prefill_seqs / longer,
+        decode_seqs=steps.decode_seqs * fuller,
+        context=steps.context,
+    )
+
+
+def _merged(steps: _Steps, block: Array) -> list[list[Mean]]:
+    """Like steps as one: by how full the block is and how much is prefilled. Totals are kept exactly."""
+    most = np.where(steps.there, steps.prefill_tokens, 0.0).max(axis=0)
+    prefill = np.where(steps.prefill_tokens == 0, 0, 1 + (steps.prefill_tokens > most / 2))
+    thirds = np.minimum(2, (3 * steps.decode_seqs / block).astype(int))
+    found: list[list[tuple[int, Mean]]] = [[] for _ in block]
+    for kind in _KINDS:
+        own = steps.there & (prefill == kind[0]) & (thirds == kind[1])
+        first = own.argmax(axis=0)
+        sweeps = np.where(own, steps.sweeps, 0.0)
+        totals = [
+            (values * sweeps).sum(axis=0)
+            for values in (
+                steps.prefill_tokens,
+                steps.prefill_seqs,
+                steps.decode_seqs,
+                steps.context * steps.decode_seqs,
+            )
+        ]
+        for i in np.flatnonzero(own.any(axis=0)).tolist():
+            count = float(sweeps[:, i].sum())
+            prompts, prompt_seqs, decoded, attended = (float(values[i]) for values in totals)
+            context = attended / decoded if decoded else float(steps.context[first[i], i])
+            mean = Mean(count, prompts / count, prompt_seqs / count, decoded / count, context)
+            found[i].append((int(first[i]), mean))
+    return [[mean for _, mean in sorted(groups)] for groups in found]
