@@ -114,16 +114,20 @@ def make_plan(
 
 def plan_case(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
     """The fastest plan for a job on a machine, and the problem that it solves. Raises InputError."""
+    problem = problem_of(case.hardware, case.job.config, estimated.workload, case.request)
+    return plan_problem(case, problem, estimated), problem
+
+
+def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> Plan:
+    """The fastest plan for a case whose problem may have been changed. Raises InputError."""
     job, request = case.job, case.request
-    problem = problem_of(case.hardware, job.config, estimated.workload, request)
-    plan = plan_job(
+    return plan_job(
         problem,
         request,
         startup_s=case.startup_s,
-        loading_s=loading_s(case.hardware, job.config, request.dtype, job.files.kind),
+        loading_s=loading_s(problem.hardware, job.config, request.dtype, job.files.kind),
         output_len_known=estimated.output_len_known,
     )
-    return plan, problem
 
 
 def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
@@ -315,9 +319,15 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.num_layers * s.model.params_per_layer / s.model.num_params
     seconds = whole_s * (1 - at.w_disk * layers)
-    if at.w_disk or s.weight_format == INT4:
-        seconds += whole_s * bool(request.store_bytes) + request.store_bytes / s.hardware.disk_write_bytes_per_s
+    written = _store_written_bytes(best, request)
+    seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
+
+
+def _store_written_bytes(best: Candidate, request: PlanRequest) -> float:
+    """What a job writes before its first sweep, where it needs a store of the weights and there is none."""
+    needs = best.counts.placement(best.inputs).w_disk or best.inputs.weight_format == INT4
+    return float(request.store_bytes) if needs else 0.0
 
 
 def runnable(plan: Plan, job: ResolvedJob) -> Plan:
@@ -392,6 +402,7 @@ def plan_job(
             startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
             output_len_known=output_len_known,
             simulated_s=simulated_s,
+            store_written_bytes=_store_written_bytes(candidate, request),
         )
 
     limited, shortest_s = problem, math.inf
