@@ -132,6 +132,10 @@ class MemoryPlan:
         return asdict(self)
 
 
+# A block fills with prompts; is kept full with new ones as rows end; decodes when there are none left; empties.
+STAGES = ("prefill", "steady", "decode", "tail")
+
+
 @dataclass(frozen=True)
 class Stage:
     """Sweeps of a job that are alike: prompts alone at first, prompts beside decoding, the last rows.
@@ -139,10 +143,16 @@ class Stage:
     Attributes:
         seconds: what they take.
         tokens: those that go through the layers in them.
+        name: of `STAGES`; earlier versions wrote none.
+        sweeps: how many there are.
+        bottleneck: the lane that binds; "chain" where Steps that wait for one another take longer than any lane.
     """
 
     seconds: float
     tokens: float
+    name: str = ""
+    sweeps: float = 0.0
+    bottleneck: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,7 @@ class Prediction:
         memory_price_s: seconds one more GiB of a tier would save.
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
+        disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
     """
 
     total_s: float
@@ -178,6 +189,7 @@ class Prediction:
     memory_price_s: Mapping[str, float]
     lane_price_s: Mapping[str, float]
     stages: tuple[Stage, ...] = ()
+    disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -230,6 +242,7 @@ class Plan:
         """Read what `to_json` gives. Raises InputError where `values` is anything else."""
         try:
             values = {**values, "policy": dict(values["policy"])}
+            values.pop("explanation", None)  # which follows from the rest
             block_size = values["policy"].pop("max_num_seqs")
             plan: Plan = read_typed(cls, values, "the plan")
             check_policy(plan.policy, block_size)

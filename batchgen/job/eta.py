@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchgen.core.plan import Plan, Stage
 
@@ -39,7 +39,7 @@ class Expected:
         if not rows or not stages:
             return None
         more = 1.0 if seqs_per_row is None else rows * seqs_per_row / workload.num_seqs
-        stages = tuple(Stage(stage.seconds * more, stage.tokens * more) for stage in stages)
+        stages = tuple(replace(s, seconds=s.seconds * more, tokens=s.tokens * more) for s in stages)
         if workload.task == "score":
             return cls(rows, stages, 0.0, False)
         output_len = workload.output_len.mean * workload.num_seqs * more / rows

@@ -388,6 +388,16 @@ class PlanOptions:
         help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
         " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated.",
     )
+    price_per_hour: float | None = _option(
+        RUN,
+        "plan",
+        type=float,
+        metavar="MONEY",
+        help="What the machine costs an hour, in any currency: --explain has the job's cost.",
+    )
+    watts: float | None = _option(
+        RUN, "plan", type=float, metavar="W", help="What power the machine takes: --explain has the job's energy."
+    )
     compare: bool = _option(
         RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
     )

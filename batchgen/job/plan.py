@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from batchgen.core.device import Device, has_cuda, parse_device
@@ -19,7 +19,7 @@ from batchgen.job.checks import check_options
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.plan_page import plan_page
-from batchgen.job.planning import Case, case_here, find_hardware, plan_case, request_of
+from batchgen.job.planning import Case, case_here, find_hardware, plan_case, plan_problem, request_of
 from batchgen.job.progress import Progress
 from batchgen.job.resolved import resolve_for, resolve_job
 from batchgen.job.simulation import trace_plan
@@ -30,6 +30,8 @@ from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
+from batchgen.planner.explanation import explanation_of
+from batchgen.planner.planned_anew import planned_anew_s
 from batchgen.profiler.emulated import emulated_profile
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
@@ -60,8 +62,13 @@ def run_plan(options: PlanOptions) -> list[str]:
 
     case = _limited(_case_there(job, files, config), options) if job.hardware else here()
     plan, problem = plan_case(case, estimated, ways=True)
+    anew = None
+    if options.explain or options.html:
+        anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
+    explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
+    as_json = json.dumps(plan.to_json() | {"explanation": asdict(explained)}, indent=2)
     if options.plan_file and options.plan_file != "-":
-        write_text(json.dumps(plan.to_json(), indent=2) + "\n", options.plan_file, "-o")
+        write_text(as_json + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
     others = []
@@ -70,10 +77,10 @@ def run_plan(options: PlanOptions) -> list[str]:
         other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
         others = [(", ".join(options.what_if), other)]
     if options.html:
-        write_text(plan_page(plan, problem, config, case.hardware, others), options.html, "--html")
+        write_text(plan_page(plan, explained, problem, config, case.hardware, others), options.html, "--html")
     if options.as_json or options.plan_file == "-":
-        return [json.dumps(plan.to_json(), indent=2)]
-    lines = explain(plan) if options.explain else headline(plan)
+        return [as_json]
+    lines = explain(plan, explained) if options.explain else headline(plan)
     if others:
         lines += ["", *compare([("now", plan), *others])]
     if options.compare:

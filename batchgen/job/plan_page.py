@@ -12,7 +12,8 @@ from batchgen.job.html_page import COLOURS, legend, note, page, section, table
 from batchgen.job.simulation import simulate_job
 from batchgen.job.ways import way_rows
 from batchgen.models.config import ModelConfig
-from batchgen.planner.explain import LANE_NAMES, TIER_NAMES, compare_rows, headline, lane_seconds
+from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
+from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
 from batchgen.planner.search import Problem, frontier
 from batchgen.runtime.steps.graph import LANES, Step
 
@@ -23,6 +24,7 @@ _MOST_BLOCKS = 12  # that are listed
 
 def plan_page(
     plan: Plan,
+    explained: Explanation,
     problem: Problem,
     config: ModelConfig,
     hardware: HardwareProfile,
@@ -32,6 +34,7 @@ def plan_page(
 
     Args:
         plan: The plan.
+        explained: What it comes to.
         problem: What it was chosen for.
         config: The model's configuration.
         hardware: The machine.
@@ -41,11 +44,12 @@ def plan_page(
         InputError: The budgets of the plan do not hold what it places.
     """
     sections = [
-        section("Where weights, KV and activations lie", *placement(plan)),
+        section("Stages", *_stages(explained)),
+        section("Where weights, KV and activations lie", *map(note, explained.sentences), *placement(plan)),
         section("Lanes over the whole job", lanes(plan)),
         section("A steady sweep", *_steady_sweep(plan, config, hardware)),
         section("Latency and throughput", *_frontier(plan, problem)),
-        section("What would help", *_prices(plan)),
+        section("What would help", *_prices(explained)),
     ]
     if plan.ways:
         header, *rows = way_rows(plan)
@@ -54,6 +58,11 @@ def plan_page(
         sections.append(section("Plans side by side", *_side_by_side([("now", plan), *others])))
     title = f"Plan: {plan.model} in {plan.dtype} on {plan.hardware}"
     return page(title, headline(plan), sections)
+
+
+def _stages(explained: Explanation) -> list[str]:
+    header, *rows = stage_rows(explained)
+    return [table(header, rows), *map(note, total_lines(explained))]
 
 
 def placement(plan: Plan) -> list[str]:
@@ -152,20 +161,25 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
     ]  # fmt: skip
 
 
-def _prices(plan: Plan) -> list[str]:
-    """What more of each resource would save, to first order."""
-    predicted = plan.prediction
-    saved = [
-        (f"1 GiB more {TIER_NAMES[tier]}{' memory' if tier != 'disk' else ''}", seconds)
-        for tier, seconds in predicted.memory_price_s.items()
+def _prices(explained: Explanation) -> list[str]:
+    """What more of each resource would save, to first order, and where all is planned anew."""
+    first, *rest = price_lines(explained)
+    if not rest:
+        return [note(f"{first[0].upper()}{first[1:]}.")]
+    most = explained.prices[:_MOST_PRICES]
+    rows = [
+        Bar(
+            f"{price.what}{words}",
+            ((colour, words or "at this block size", seconds),),
+        )
+        for price in most
+        for colour, words, seconds in ((0, "", price.saved_s), (1, ", planned anew", price.planned_anew_s))
+        if seconds is not None
     ]
-    saved += [(f"10 % more {LANE_NAMES[lane]}", seconds) for lane, seconds in predicted.lane_price_s.items()]
-    most = sorted((item for item in saved if item[1] > 0.001 * predicted.total_s), key=lambda item: -item[1])
-    if not most:
-        return [note("At this block size, no single resource would save a thousandth of the time.")]
-    rows = [Bar(what, ((0, "saved", seconds),)) for what, seconds in most[:_MOST_PRICES]]
     return [
-        note(f"Time saved of {format_seconds(predicted.total_s)}, to first order and at the same block size."),
+        note(
+            f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size, and planned anew."
+        ),
         bars("Time that more of a resource would save", rows, format_seconds),
     ]
 

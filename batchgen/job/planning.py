@@ -124,15 +124,34 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     Raises:
         InputError: No plan fits.
     """
-    job, request = case.job, case.request
-    problem = problem_of(case.hardware, job.config, estimated.workload, request)
-    whole_s = loading_s(case.hardware, job.config, request.dtype, job.files.kind)
-    known = estimated.output_len_known
-    plan = plan_job(problem, request, startup_s=case.startup_s, loading_s=whole_s, output_len_known=known)
+    problem = problem_of(case.hardware, case.job.config, estimated.workload, case.request)
+    plan = plan_problem(case, problem, estimated)
     if ways:
-        plan_of = plan_maker(problem, request, startup_s=case.startup_s, loading_s=whole_s, output_len_known=known)
+        plan_of = plan_maker(
+            problem,
+            case.request,
+            startup_s=case.startup_s,
+            loading_s=_reading_s(case, problem),
+            output_len_known=estimated.output_len_known,
+        )
         plan = with_ways(plan, problem, plan_of)
     return plan, problem
+
+
+def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> Plan:
+    """The fastest plan for a case whose problem may have been changed. Raises InputError."""
+    return plan_job(
+        problem,
+        case.request,
+        startup_s=case.startup_s,
+        loading_s=_reading_s(case, problem),
+        output_len_known=estimated.output_len_known,
+    )
+
+
+def _reading_s(case: Case, problem: Problem) -> float:
+    """Seconds to read all weights on the problem's machine."""
+    return loading_s(problem.hardware, case.job.config, case.request.dtype, case.job.files.kind)
 
 
 def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
@@ -324,9 +343,15 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
     s, at = best.inputs, best.counts.placement(best.inputs)
     layers = s.model.layer_params / s.model.num_params
     seconds = whole_s * (1 - at.w_disk * layers)
-    if at.w_disk or s.weight_format == INT4:
-        seconds += whole_s * bool(request.store_bytes) + request.store_bytes / s.hardware.disk_write_bytes_per_s
+    written = _store_written_bytes(best, request)
+    seconds += whole_s * bool(written) + written / s.hardware.disk_write_bytes_per_s
     return float(seconds)
+
+
+def _store_written_bytes(best: Candidate, request: PlanRequest) -> float:
+    """What a job writes before its first sweep, where it needs a store of the weights and there is none."""
+    needs = best.counts.placement(best.inputs).w_disk or best.inputs.weight_format == INT4
+    return float(request.store_bytes) if needs else 0.0
 
 
 def runnable(plan: Plan, job: ResolvedJob) -> Plan:
@@ -390,6 +415,7 @@ def plan_maker(
             startup_s=startup_s + _loading_s(candidate, loading_s, request) + _first_touch_s(candidate),
             output_len_known=output_len_known,
             simulated_s=simulated_s,
+            store_written_bytes=_store_written_bytes(candidate, request),
         )
 
     return plan_of

@@ -16,7 +16,7 @@ from batchgen.job.html_charts import Bar, bars, columns, histogram, line
 from batchgen.job.html_page import legend, note, page, section, table
 from batchgen.job.plan_page import placement
 from batchgen.job.source import RequestSource
-from batchgen.planner.explain import LANE_NAMES
+from batchgen.planner.explanation import LANE_NAMES
 
 _MOST_MOMENTS = 2000  # then every other one is let go
 _SHOWN_MOMENTS = 120

@@ -71,7 +71,8 @@ def _weights_on_gpu(problem: Problem) -> None:
 
 def _gpu_only(problem: Problem) -> Sequence[Candidate]:
     _weights_on_gpu(problem)
-    return [search(limited(problem, ("gpu",), ("gpu",)))]
+    # Nothing is waited for that a second micro-batch could hide.
+    return [search(limited(problem, ("gpu",), ("gpu",), num_gpu_batches=problem.num_gpu_batches or 1))]
 
 
 def _flexgen(problem: Problem) -> Sequence[Candidate]:

@@ -9,25 +9,14 @@ from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
-from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, peak_bytes, sweep_overhead_s
-from batchgen.planner.flow import phases_of
+from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, moved_bytes, peak_bytes, sweep_overhead_s
+from batchgen.planner.explanation import LANE_NAMES, Explanation, explanation_of, price_lines, stage_rows, total_lines
+from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import CostInputs, Placement
 from batchgen.planner.lp import Counts, job_seconds
 from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
 
 GIB = 1 << 30
-LANE_NAMES = {
-    "compute": "compute",
-    "cpu_attention": "CPU attention",
-    "cores": "CPU cores",
-    "launch": "launching",
-    "h2d": "host to GPU",
-    "d2h": "GPU to host",
-    "disk_read": "disk read",
-    "disk_write": "disk write",
-    "disk": "disk",
-    "dram": "host memory",
-}
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
 # How far measured rates move from one day to the next on a shared machine.
 _RATE_SPREAD = 0.15
@@ -45,6 +34,7 @@ def make_plan(
     startup_s: float,
     output_len_known: bool,
     simulated_s: float | None = None,
+    store_written_bytes: float = 0.0,
 ) -> Plan:
     """The candidate as a plan.
 
@@ -52,6 +42,7 @@ def make_plan(
         startup_s: time before the first sweep.
         output_len_known: whether the workload's output lengths are more than an upper limit.
         simulated_s: of all sweeps, where these were simulated; None: as the cost model has them.
+        store_written_bytes: what the job writes of a weight store before it begins.
     """
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
@@ -86,7 +77,10 @@ def make_plan(
         budgets=dict(s.budgets),
         policy=policy,
         placement_bytes=placement_bytes(s, at),
-        prediction=_predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
+        prediction=replace(
+            _predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
+            disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
+        ),
         kernels=s.hardware.kernels.of(s.model.kernel_keys(s.compute_format)),
     )
 
@@ -101,7 +95,9 @@ def _predict(
     candidate: Candidate, at: Placement, startup_s: float, output_len_known: bool, sweeps_s: float
 ) -> Prediction:
     s, workload = candidate.inputs, candidate.inputs.workload
-    lane_s = lane_seconds(candidate, at)
+    # Where the simulator is faster than the cost model, no lane is busy for longer than that.
+    faster = min(1.0, sweeps_s / candidate.seconds)
+    lane_s = {lane: seconds * faster for lane, seconds in lane_seconds(candidate, at).items()}
     rows_s = workload.num_seqs * s.hardware.row_overhead_s
     total_s = startup_s + sweeps_s + rows_s
     shortest = 1.0 if output_len_known else _shorter(candidate, at)
@@ -128,11 +124,36 @@ def _predict(
 
 def _stages(candidate: Candidate, at: Placement, total_s: float) -> tuple[Stage, ...]:
     """The phases of a job, stretched to the seconds that its sweeps and rows take in all."""
-    own_s = [job_seconds(candidate.inputs, (phase,), at) for phase in candidate.phases]
+    s = candidate.inputs
+    own_s = [job_seconds(s, (phase,), at) for phase in candidate.phases]
     longer = total_s / sum(own_s)
     return tuple(
-        Stage(seconds * longer, phase.sweeps * phase.tokens)
+        Stage(
+            seconds * longer, phase.sweeps * phase.tokens, _stage_name(s, phase), phase.sweeps, _binding(s, phase, at)
+        )
         for seconds, phase in zip(own_s, candidate.phases, strict=True)
+    )
+
+
+def _stage_name(s: CostInputs, phase: Phase) -> str:
+    full = 3 * phase.decode_seqs >= 2 * min(s.block_size, s.workload.num_seqs)
+    if phase.prefill_tokens:
+        return "steady" if full else "prefill"
+    return "decode" if full else "tail"
+
+
+def _binding(s: CostInputs, phase: Phase, at: Placement) -> str:
+    """The lane that takes longest in a phase's layers; "chain" for what waits for one another within a layer."""
+    lanes = {name: float(seconds) for name, seconds in layer_lanes(s, phase, at).items()}
+    name = max(lanes, key=lanes.__getitem__)
+    return name if name in LANE_NAMES else "chain"
+
+
+def _kv_written_bytes(candidate: Candidate, at: Placement) -> float:
+    """To the disk, in the whole job."""
+    s = candidate.inputs
+    return s.model.num_layers * sum(
+        phase.sweeps * float(moved_bytes(s, phase, at)["disk_write"]) for phase in candidate.phases
     )
 
 
@@ -209,8 +230,9 @@ def _lengths(workload: Workload) -> str:
     return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} scored)"
 
 
-def explain(plan: Plan) -> list[str]:
-    """The plan for a person."""
+def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
+    """The plan for a person. explained: of the plan; None: without cost, and without prices of plans made anew."""
+    explained = explained or explanation_of(plan)
     policy, predicted, workload = plan.policy, plan.prediction, plan.workload
     lines = [
         f"{plan.model} in {plan.dtype} on {plan.hardware}",
@@ -228,6 +250,9 @@ def explain(plan: Plan) -> list[str]:
         f" {policy.max_num_batched_tokens:,} tokens a sweep, weights {policy.weight_format}, KV {policy.kv_format}",
         "",
         *_placement_lines(plan),
+        *explained.sentences,
+        "",
+        *aligned(stage_rows(explained)),
         "",
         *_lane_lines(plan),
         "",
@@ -236,10 +261,9 @@ def explain(plan: Plan) -> list[str]:
         *kernel_lines(plan.kernels),
         "",
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
-        f" {format_seconds(predicted.high_s)}), "
-        + (f"{predicted.generated_tokens_per_s:,.4g} generated tokens/s, " if workload.task == "generate" else "")
-        + f"{predicted.total_tokens_per_s:,.4g} tokens/s in all; a block takes {format_seconds(predicted.block_latency_s)}",
-        *_price_lines(plan),
+        f" {format_seconds(predicted.high_s)}); a block takes {format_seconds(predicted.block_latency_s)}",
+        *total_lines(explained),
+        *price_lines(explained),
     ]
     return lines
 
@@ -250,11 +274,7 @@ def _placement_lines(plan: Plan) -> list[str]:
     for name, by_tier in plan.placement_bytes.items():
         total = sum(by_tier.values()) or 1.0
         rows.append([name, *(f"{by_tier[t] / GIB:,.2f} GiB {by_tier[t] / total:4.0%}" for t in tiers)])
-    lines = aligned(rows)
-    if plan.policy.kv_seqs:
-        classes = ", ".join(f"{count:,} {name}" for name, count in plan.policy.kv_seqs.items())
-        lines.append(f"KV classes: {classes}")
-    return lines
+    return aligned(rows)
 
 
 def _lane_lines(plan: Plan) -> list[str]:
@@ -300,22 +320,6 @@ def kernel_lines(kernels: KernelChoice) -> list[str]:
         refused = "; ".join(f"{name}: {reason}" for name, reason in measured.refused.items())
         rows.append([key, measured.isa, rates, refused])
     return aligned(rows)
-
-
-def _price_lines(plan: Plan) -> list[str]:
-    predicted = plan.prediction
-    worth = 0.001 * predicted.total_s
-    bought = [
-        (saved, f"1 GiB more {TIER_NAMES[tier]} memory" if tier != "disk" else "1 GiB more disk")
-        for tier, saved in predicted.memory_price_s.items()
-    ]
-    bought += [(saved, f"10 % more {LANE_NAMES[lane]}") for lane, saved in predicted.lane_price_s.items()]
-    useful = sorted((item for item in bought if item[0] > worth), reverse=True)
-    if not useful:
-        return ["at this block size, no single resource would save a thousandth of the time"]
-    return ["would save (first order, same block size):"] + [
-        f"  {what}: {format_seconds(saved)} ({saved / predicted.total_s:.1%})" for saved, what in useful
-    ]
 
 
 def compare(plans: list[tuple[str, Plan]]) -> list[str]:

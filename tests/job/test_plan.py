@@ -1,5 +1,6 @@
 """`batchgen plan`, `run --plan` and the plan in front of every run, as a person meets them."""
 
+import html
 import itertools
 import json
 import random
@@ -140,12 +141,16 @@ class TestElsewhere:
 
     def test_predicts_with_a_range_and_says_what_more_would_buy(self, explained):
         text, plan = explained
-        assert re.search(r"^predicted: .* \(.* to .*\), [\d.,]+ generated tokens/s", text, re.M)
+        assert re.search(r"^predicted: .* \(.* to .*\); a block takes", text, re.M)
+        assert re.search(
+            r"^12,288 prompt tokens and 1,536 generated ones: .*; [\d.,]+ generated tokens/s, ", text, re.M
+        )
         predicted = plan["prediction"]
         assert predicted["low_s"] < predicted["total_s"] < predicted["high_s"]
         assert 48 * 32 / predicted["generated_tokens_per_s"] == pytest.approx(predicted["total_s"])
         bought = text[text.index("would save") :]
         assert re.search(r"^  (10 % more|1 GiB more) [\w ]+: [\d.]+ (s|min).* \([\d.]+%\)$", bought, re.M)
+        assert ", planned anew " in bought
 
     def test_stands_beside_this_machine(self, explained):
         text, _ = explained
@@ -157,8 +162,31 @@ class TestElsewhere:
             raise AssertionError("this machine is measured")
 
         monkeypatch.setattr("batchgen.job.plan.case_here", measure)
+        for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
+            monkeypatch.setattr(planning, name, measure)
         assert "t4" in plan(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
+
+    def test_text_json_and_page_explain_the_same(self, opt_30b, tmp_path):
+        page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+        money = ("--price-per-hour", 2, "--watts", 300)
+        text = plan(*on_t4(opt_30b, *FEW, "--explain", *money, "--html", page, "-o", file))
+        explained = json.loads(file.read_text())["explanation"]
+        assert read_plan(str(file)).prediction.total_s == explained["total_s"]
+        hours = explained["total_s"] / 3600
+        assert explained["cost"] == pytest.approx(2 * hours) and explained["energy_kwh"] == pytest.approx(0.3 * hours)
+        shown = html.unescape(page.read_text())
+        for sentence in explained["sentences"]:
+            assert sentence in text.splitlines() and sentence in shown
+        assert any("of weights stay in host memory" in sentence for sentence in explained["sentences"])
+        for stage in explained["stages"]:
+            assert re.search(rf"^{stage['name']} +[\d.]+ (s|min)", text, re.M) and f"<td>{stage['name']}</td>" in shown
+        for line in text.splitlines():
+            if line.startswith(("cost: ", "energy: ")) or "prompt tokens" in line:
+                assert line in shown
+        assert all(f"  {price['what']}: " in text for price in explained["prices"])
+        said = refused("plan", *on_t4(opt_30b, *FEW, "--price-per-hour", 0))
+        assert said == "--price-per-hour must be above 0, not 0"
 
     def test_rows_in_flight_are_no_more_than_there_are(self, opt_30b):
         lines = plan(*on_t4(opt_30b, "--num-prompts", 10, "--num-gpu-batches", 8)).splitlines()

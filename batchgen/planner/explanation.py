@@ -1,0 +1,239 @@
+"""What a plan comes to, for people: its stages, tokens, rates, cost, and in sentences what lies where. Text, JSON and pages show this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchgen.core.errors import InputError
+from batchgen.core.plan import STAGES, Plan, Stage
+from batchgen.core.units import format_bytes, format_seconds
+
+LANE_NAMES = {
+    "compute": "compute",
+    "cpu_attention": "CPU attention",
+    "cores": "CPU cores",
+    "launch": "launching",
+    "h2d": "host to GPU",
+    "d2h": "GPU to host",
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+    "disk": "disk",
+    "dram": "host memory",
+}
+_BOUND_BY = LANE_NAMES | {
+    "chain": "Steps that wait for one another",
+    "": "loading weights, and memory used for the first time",
+}
+# With a GPU; without one there are two.
+_KV_SENTENCES = {
+    "gpu": "keep their KV in GPU memory, where it is attended to",
+    "cpu": "keep their KV in host memory, and the CPU attends to it beside the GPU's products",
+    "streamed": "keep their KV in host memory, from where it comes to the GPU in every sweep",
+    "disk": "keep their KV on disk, from where it comes to the GPU in every sweep",
+    "deferred": "keep their KV in host memory; the CPU attends to it, and each token takes more than one sweep",
+}
+_KV_SENTENCES_CPU = {
+    "cpu": "keep their KV in memory",
+    "disk": "keep their KV on disk, from where it is read in every sweep",
+}
+_WEIGHT_SENTENCES = {
+    "gpu": "of weights stay in GPU memory",
+    "cpu": "of weights stay in host memory, and come to the GPU in every sweep",
+    "disk": "of weights stay on disk, and are read in every sweep",
+}
+_WEIGHT_SENTENCES_CPU = {"cpu": "of weights stay in memory", "disk": _WEIGHT_SENTENCES["disk"]}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second: with the start-up, and of the time after it."""
+
+    whole: float
+    after_startup: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """What more of a resource would save.
+
+    Attributes:
+        what: the resource, and how much more of it.
+        saved_s: to first order, at the same block size.
+        planned_anew_s: where all is planned anew, the block size too; None where that was not looked for.
+    """
+
+    what: str
+    saved_s: float
+    planned_anew_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan in figures and sentences.
+
+    Attributes:
+        total_s: of the whole job.
+        stages: of the whole job, in the order of plan.STAGES, the start-up first; a stage that the job has not is left out.
+        prompt_tokens, generated_tokens: of the whole job; with a shared prefix, as often as it is in a prompt.
+        all_rate: of prompt and generated tokens. generated_rate: of generated tokens.
+        disk_written_bytes: what for -> bytes.
+        sentences: what lies where, one for each kind.
+        prices: the highest first.
+        cost: of the whole job, in the currency of the price that was given. energy_kwh: the same, of the power that was given.
+    """
+
+    total_s: float
+    stages: tuple[Stage, ...]
+    prompt_tokens: float
+    generated_tokens: float
+    all_rate: Rate
+    generated_rate: Rate
+    disk_written_bytes: Mapping[str, float]
+    sentences: tuple[str, ...]
+    prices: tuple[Price, ...]
+    cost: float | None = None
+    energy_kwh: float | None = None
+
+
+def explanation_of(
+    plan: Plan,
+    *,
+    price_per_hour: float | None = None,
+    watts: float | None = None,
+    planned_anew_s: Mapping[str, float] | None = None,
+) -> Explanation:
+    """Explain a plan.
+
+    Args:
+        plan: The plan.
+        price_per_hour: Of the machine, in any currency.
+        watts: That the machine takes.
+        planned_anew_s: lane or tier -> seconds that more of it saves where all is planned anew.
+
+    Raises:
+        InputError: A price or a power is not above 0.
+    """
+    for flag, value in (("--price-per-hour", price_per_hour), ("--watts", watts)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{flag} must be above 0, not {value:g}")
+    predicted, workload = plan.prediction, plan.workload
+    prompts = workload.num_seqs * workload.prompt_len.mean
+    generated = workload.num_seqs * workload.output_len.mean if workload.task == "generate" else 0.0
+    hours = predicted.total_s / 3600
+
+    def rate(tokens: float) -> Rate:
+        return Rate(tokens / predicted.total_s, tokens / max(predicted.total_s - predicted.startup_s, 1e-9))
+
+    return Explanation(
+        total_s=predicted.total_s,
+        stages=_stages(plan),
+        prompt_tokens=prompts,
+        generated_tokens=generated,
+        all_rate=rate(prompts + generated),
+        generated_rate=rate(generated),
+        disk_written_bytes=dict(predicted.disk_written_bytes),
+        sentences=(*_weight_sentences(plan), *_kv_sentences(plan), *_activation_sentences(plan)),
+        prices=_prices(plan, planned_anew_s or {}),
+        cost=None if price_per_hour is None else price_per_hour * hours,
+        energy_kwh=None if watts is None else watts / 1000 * hours,
+    )
+
+
+def _stages(plan: Plan) -> tuple[Stage, ...]:
+    """Those of the same name as one, bound by what binds the longest of them."""
+    found = [Stage(plan.prediction.startup_s, 0.0, "start-up")]
+    for name in STAGES:
+        own = [stage for stage in plan.prediction.stages if stage.name == name]
+        if own:
+            longest = max(own, key=lambda stage: stage.seconds)
+            seconds, tokens, sweeps = (sum(getattr(s, f) for s in own) for f in ("seconds", "tokens", "sweeps"))
+            found.append(Stage(seconds, tokens, name, sweeps, longest.bottleneck))
+    return tuple(found)
+
+
+def _weight_sentences(plan: Plan) -> list[str]:
+    words = _WEIGHT_SENTENCES if "gpu" in plan.budgets else _WEIGHT_SENTENCES_CPU
+    by_tier = plan.placement_bytes["weights"]
+    stored = plan.policy.weight_format
+    return [f"{format_bytes(by_tier[tier])} {words[tier]} ({stored})." for tier in words if by_tier.get(tier)]
+
+
+def _kv_sentences(plan: Plan) -> list[str]:
+    words = _KV_SENTENCES if "gpu" in plan.budgets else _KV_SENTENCES_CPU
+    counts = plan.policy.kv_seqs
+    return [
+        f"{counts[c]:,} {'sequence' if counts[c] == 1 else 'sequences'} {words[c]}." for c in words if counts.get(c)
+    ]
+
+
+def _activation_sentences(plan: Plan) -> list[str]:
+    """Where nothing is said they stay where they are computed."""
+    on_gpu, on_host = plan.policy.activation_batches
+    if "gpu" not in plan.budgets or not on_host:
+        return []
+    return [f"Activations of {on_host} of {on_gpu + on_host} micro-batches wait in host memory between layers."]
+
+
+def _prices(plan: Plan, planned_anew_s: Mapping[str, float]) -> tuple[Price, ...]:
+    """Those worth a thousandth of the time, at first order or where all is planned anew."""
+    predicted = plan.prediction
+    saved = {**predicted.memory_price_s, **predicted.lane_price_s}
+    found = [Price(price_name(name), seconds, planned_anew_s.get(name)) for name, seconds in saved.items()]
+    worth = 0.001 * predicted.total_s
+    useful = [price for price in found if max(price.saved_s, price.planned_anew_s or 0.0) > worth]
+    return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
+
+
+def price_name(lane_or_tier: str) -> str:
+    """How much more of what a price is for."""
+    tiers = {"gpu": "1 GiB more GPU memory", "cpu": "1 GiB more CPU memory", "disk": "1 GiB more disk"}
+    return tiers.get(lane_or_tier) or f"10 % more {LANE_NAMES[lane_or_tier]}"
+
+
+def stage_rows(explained: Explanation) -> list[list[str]]:
+    """The stages as cells of a table, under their names."""
+    rows = [["stage", "time", "of the time", "sweeps", "tokens", "bound by"]]
+    for stage in explained.stages:
+        part = f"{stage.seconds / explained.total_s:.0%}"
+        counts = ("", "") if stage.name == "start-up" else (f"{stage.sweeps:,.0f}", f"{stage.tokens:,.0f}")
+        rows.append([stage.name, format_seconds(stage.seconds), part, *counts, _BOUND_BY[stage.bottleneck]])
+    return rows
+
+
+def total_lines(explained: Explanation) -> list[str]:
+    """Tokens, rates, what is written to the disk, cost and energy: a line for each that there is."""
+    prompts, generated = explained.prompt_tokens, explained.generated_tokens
+    made = f" and {generated:,.0f} generated ones" if generated else ""
+    every, own = explained.all_rate, explained.generated_rate
+    rates = f"{every.whole:,.4g} tokens/s in all, {every.after_startup:,.4g} after the start-up"
+    if generated:
+        rates += f"; {own.whole:,.4g} generated tokens/s, {own.after_startup:,.4g} after the start-up"
+    lines = [f"{prompts:,.0f} prompt tokens{made}: {rates}"]
+    if any(explained.disk_written_bytes.values()):
+        parts = [f"{format_bytes(size)} of {what}" for what, size in explained.disk_written_bytes.items() if size]
+        lines.append(f"written to the disk: {', '.join(parts)}")
+    millions = (prompts + generated) / 1e6
+    if explained.cost is not None:
+        lines.append(f"cost: {explained.cost:,.2f}, {explained.cost / millions:,.3g} for a million tokens")
+    if explained.energy_kwh is not None:
+        wh = explained.energy_kwh * 1000
+        lines.append(f"energy: {explained.energy_kwh:,.3g} kWh, {wh / millions:,.3g} Wh for a million tokens")
+    return lines
+
+
+def price_lines(explained: Explanation) -> list[str]:
+    """What more of each resource would save."""
+    if not explained.prices:
+        return ["at this block size, no single resource would save a thousandth of the time"]
+    anew = any(price.planned_anew_s is not None for price in explained.prices)
+    also = "; and where all is planned anew" if anew else ""
+    return [f"would save (first order, same block size{also}):"] + [
+        f"  {price.what}: {_saved(price.saved_s, explained)}"
+        + ("" if price.planned_anew_s is None else f", planned anew {_saved(price.planned_anew_s, explained)}")
+        for price in explained.prices
+    ]
+
+
+def _saved(seconds: float, explained: Explanation) -> str:
+    return f"{format_seconds(seconds)} ({seconds / explained.total_s:.1%})"

@@ -1,0 +1,134 @@
+"""What a plan comes to: nothing is counted twice, and nothing is left out."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
+
+from batchgen.core.errors import InputError
+from batchgen.core.plan import STAGES, Plan, Stage
+from batchgen.core.workload import Workload
+from batchgen.planner.explain import explain, make_plan
+from batchgen.planner.explanation import explanation_of, price_lines, total_lines
+from batchgen.planner.planned_anew import planned_anew_s, with_more
+from batchgen.planner.search import Problem, search
+
+UNIFORM = Workload.uniform(400, 256, 32)
+SCORED = replace(Workload.uniform(200, 256, 1), scored_len=40.0)
+# KV on disk alone, where the block needs more than memory has.
+FORCED_TO_DISK = {"block_size": 200, "hardware": gpu_box(cpu_memory_bytes=30 * GIB), "model": opt(5120, 40, 40)}
+CASES = {
+    "streamed": {"block_size": 64},
+    "all in memory": {"block_size": 64, "model": opt(768, 12, 12)},
+    "KV on disk": FORCED_TO_DISK,
+    "CPU only": {"block_size": 16, "hardware": cpu_box(), "model": llama_8b()},
+    "scored": {"block_size": 32, "workload": SCORED},
+}
+
+
+def planned(*, block_size, hardware=None, model=None, workload=UNIFORM, **options):
+    hardware, model = hardware or gpu_box(), model or opt(5120, 40, 40)
+    formats = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
+    problem = Problem(hardware, model, workload, budgets(hardware), **formats, block_size=block_size)
+    values = {
+        "model_name": "m",
+        "max_model_len": 2048,
+        "share_prefixes": True,
+        "startup_s": 5.0,
+        "output_len_known": True,
+    }
+    return problem, make_plan(problem, search(problem), **(values | options))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return planned(**CASES[request.param])
+
+
+def test_stages_add_up_to_the_job(case):
+    _, plan = case
+    found = explanation_of(plan)
+    assert found.stages[0].name == "start-up"
+    names = [stage.name for stage in found.stages[1:]]
+    assert names == [name for name in STAGES if name in names] and names
+    assert sum(stage.seconds for stage in found.stages) == pytest.approx(plan.prediction.total_s)
+    assert sum(stage.sweeps for stage in found.stages) == pytest.approx(plan.prediction.sweeps)
+    workload = plan.workload
+    run = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean - 1)
+    assert sum(stage.tokens for stage in found.stages) == pytest.approx(run, rel=1e-3)
+
+
+def test_every_class_has_its_sentence(case):
+    _, plan = case
+    text = "\n".join(explanation_of(plan).sentences)
+    for count in plan.policy.kv_seqs.values():
+        assert f"{count:,} sequence" in text
+    assert text.count("of weights") == sum(size > 0 for size in plan.placement_bytes["weights"].values())
+
+
+def test_what_is_written_to_the_disk():
+    _, plan = planned(**FORCED_TO_DISK, store_written_bytes=3 * GIB)
+    written = explanation_of(plan).disk_written_bytes
+    on_disk = plan.policy.kv_seqs["disk"] / plan.policy.max_num_seqs
+    # Prompts are written once, and each token rewrites its block of 16.
+    prompts, tokens = 400 * 256, 400 * 31 * 16
+    block = 2 * 5120 * 2 * 40
+    assert written["KV"] == pytest.approx(on_disk * (prompts + tokens) * block, rel=0.15)
+    assert written["weight store"] == 3 * GIB
+    assert any(line.startswith("written to the disk: ") and "3.0 GiB of weight store" in line for line in explain(plan))
+
+
+def test_rates_with_and_without_the_start_up():
+    _, plan = planned(**CASES["streamed"])
+    found, total_s = explanation_of(plan), plan.prediction.total_s
+    assert found.prompt_tokens == 400 * 256 and found.generated_tokens == 400 * 32
+    assert found.all_rate.whole == pytest.approx(400 * 288 / total_s)
+    assert found.all_rate.after_startup == pytest.approx(400 * 288 / (total_s - 5))
+    assert found.generated_rate.after_startup == pytest.approx(400 * 32 / (total_s - 5))
+
+
+def test_cost_and_energy_only_where_they_are_asked_for():
+    _, plan = planned(**CASES["streamed"])
+    assert not any(line.startswith(("cost", "energy")) for line in total_lines(explanation_of(plan)))
+    found = explanation_of(plan, price_per_hour=3.0, watts=500)
+    assert found.cost == pytest.approx(3 * plan.prediction.total_s / 3600)
+    assert found.energy_kwh == pytest.approx(0.5 * plan.prediction.total_s / 3600)
+    for wrong in ({"price_per_hour": 0.0}, {"watts": -1.0}, {"watts": float("nan")}):
+        with pytest.raises(InputError, match="must be above 0"):
+            explanation_of(plan, **wrong)
+
+
+def test_prices_are_those_of_plans_made_anew():
+    problem, plan = planned(**CASES["streamed"])
+    asked = []
+
+    def planned_s(changed):
+        asked.append(changed)
+        return plan.prediction.total_s - 10.0
+
+    anew = planned_anew_s(problem, plan.prediction, planned_s)
+    assert asked == [with_more(problem, name) for name in anew] and 1 <= len(anew) <= 2
+    assert all(seconds == pytest.approx(10.0) for seconds in anew.values())
+    prices = explanation_of(plan, planned_anew_s=anew).prices
+    assert sum(price.planned_anew_s is not None for price in prices) == len(anew)
+    assert any("planned anew 10 s" in line for line in price_lines(explanation_of(plan, planned_anew_s=anew)))
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu", "disk", "compute", "cpu_attention", "h2d", "d2h", "disk_read", "dram"])
+def test_more_of_anything_is_a_problem_that_can_be_planned(name):
+    problem, _ = planned(**CASES["streamed"])
+    more = with_more(problem, name)
+    assert more != problem and search(more).seconds <= search(problem).seconds * (1 + 5e-4)
+
+
+def test_plans_of_earlier_versions_are_explained():
+    _, plan = planned(**CASES["streamed"])
+    written = plan.to_json() | {"explanation": {"anything": 1}}
+    for stage in written["prediction"]["stages"]:
+        for name in ("name", "sweeps", "bottleneck"):
+            del stage[name]
+    del written["prediction"]["disk_written_bytes"]
+    written["prediction"]["stages"] = list(written["prediction"]["stages"])
+    old = Plan.from_json(written)
+    assert [stage.name for stage in explanation_of(old).stages] == ["start-up"]
+    assert explain(old) and isinstance(old.prediction.stages[0], Stage)
