@@ -199,7 +199,7 @@ inline vf across(const vf* r, F join) {
     vf a[W], result;
     for (int i = 0; i < W; i++) {
         a[i] = r[i];
-        for (int n = 1; n < W; n *= 2) {
+        for (int n : {2, 8, 1, 4}) {
             vf other;
             for (int j = 0; j < W; j++) other[j] = a[i][j ^ n];
             a[i] = join(a[i], other);
