@@ -40,8 +40,9 @@ struct Attend {
     // Of each head, rows [start, start + count) of the item see the span, row r being head r % group of token r / group. What
     // is carried along is kept for all heads, one after the other.
     int start, count;
-    int at, rows_now;  // of the span's rows the ones whose scores there are
-    bool packs;        // whether the item has spans with more than few rows
+    int at, rows_now;         // of the span's rows the ones whose scores there are
+    bool packs;               // whether the item has spans with more than few rows
+    bool one_run[kKeys / W];  // of each W keys of a tile, whether their rows lie one after the other
     typename M::Tiles tiles;
     Ahead ahead;
 
@@ -97,12 +98,18 @@ struct Attend {
                 key_rows(args.kv, *next, next_item.first_head, next->first_key, coming);
                 look_ahead(coming, int(smaller(s.tile, next->last_key - next->first_key)), next_item.num_heads);
             }
+            for (int i = 0; i < whole && few(count); i += W) one_run[i / W] = in_one_run(now + i);
             for (int h = 0; h < item.num_heads; h++) {
+                const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
+                if (few(count) && !kCodes) {
+                    at = 0, rows_now = count;
+                    few_pairs(held_row, int(key), count_keys, whole, h, now, left);
+                    continue;
+                }
                 for (int i = 0; i < round_up(whole, 2 * W); i++) {
                     keys[i] = now[i] + h * args.kv.head_bytes;
                     values[i] = keys[i] + args.kv.value_offset;
                 }
-                const int held_row = h * rows() + start, left = 2 * (item.num_heads - h);
                 if (from_rows(count)) {
                     at = 0, rows_now = count;
                     few_in_tiles(held_row, int(key), count_keys, whole, h, keys, values, left);
@@ -112,10 +119,12 @@ struct Attend {
                     few_in_floats(held_row, int(key), count_keys, whole, keys, values, left);
                     continue;
                 }
-                if (few(count)) {
-                    at = 0, rows_now = count;
-                    few_rows(held_row, int(key), count_keys, whole, keys, values, left);
-                    continue;
+                if constexpr (kCodes) {
+                    if (few(count)) {
+                        at = 0, rows_now = count;
+                        few_codes(held_row, int(key), count_keys, whole, keys, values, left);
+                        continue;
+                    }
                 }
                 const int transposes = int(whole / W * (s.depth / W)), steps = whole / M::kPair;
                 ahead.spread(left * transposes);
@@ -142,6 +151,13 @@ struct Attend {
             }
             memcpy(now, coming, sizeof now);
         }
+    }
+
+    // Whether W rows lie one after the other.
+    bool in_one_run(const uint8_t* const* rows) const {
+        bool all = true;
+        for (int i = 1; i < W; i++) all &= rows[i] - rows[i - 1] == args.kv.row_bytes;
+        return all;
     }
 
     // Has rows of 5-bit codes taken from bytes, until this is done for others.
@@ -231,37 +247,45 @@ struct Attend {
 #endif
     }
 
-    // A tile of one head with few rows.
-    void few_rows(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
+    // A tile of one head with few rows. rows: those of K of the item's first head; left: what is to come of this tile, halves
+    // of heads.
+    void few_pairs(int held_row, int key, int count_keys, int whole, int h, const uint8_t* const* rows, int left) {
 #ifdef BATCHGEN_FAST_BF16
-        if constexpr (kCodes) {
-            few_codes(held_row, key, count_keys, whole, keys, values, left);
-        } else if constexpr (M::kPair == 2) {
-            ahead.spread(left * (whole / W));
+        if constexpr (M::kPair == 2 && !kCodes) {
+            const int64_t head = h * args.kv.head_bytes, value = head + args.kv.value_offset;
+            const int64_t next = left > 2 ? args.kv.head_bytes : 0;
+            ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
             const uint32_t* a = s.a + held_row * s.depth;
-            for (int i = 0; i < whole; i += W) {
-                ahead.fetch();
-                with_count<kMaxHeadDim / 32>(
-                    n / 32, [&]<int Chunks>() { few_scores<Chunks>(a, s.depth, count, keys + i, s.s + i, s.tile); });
-            }
+            with_count<kMaxHeadDim / 32>(n / 32, [&]<int Chunks>() {
+                for (int i = 0; i < whole; i += W) {
+                    const uint8_t* from = rows[i] + head;
+                    if (!one_run[i / W]) {
+                        for (int j = 0; j < W; j++) memcpy(s.k + j * s.depth, rows[i + j] + head, s.depth * 4);
+                        from = (const uint8_t*)s.k;
+                    }
+                    few_scores<Chunks>(a, s.depth, count, from, next, s.s + i, s.tile, ahead);
+                }
+            });
             mask(key, count_keys, whole);
             softmax(held_row, whole);
             float* acc = s.acc + held_row * s.columns;
             with_count<kFewest>(count, [&]<int Rows>() {
                 constexpr int kVectors = Rows > 4 ? 2 : 4;  // as many sums as there are registers for
-                ahead.spread((left - 1) * (whole / 2) * ((n + kVectors * W - 1) / (kVectors * W)));
+                ahead.spread((left - 1) * (whole / values_fetch(Rows)) * ((n + kVectors * W - 1) / (kVectors * W)));
                 int column = 0;
                 for (; column + kVectors * W <= n; column += kVectors * W)
-                    few_values<Rows, kVectors>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
-                if (column < n) few_values<Rows, 2>(s.p, s.tile / 2, values, whole, column, acc, s.columns, s.change, ahead);
+                    few_values<Rows, kVectors>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change,
+                                               ahead);
+                if (column < n)
+                    few_values<Rows, 2>(s.p, s.tile / 2, rows, value, next, whole, column, acc, s.columns, s.change, ahead);
             });
         }
 #else
-        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)keys, (void)values, (void)left;
+        (void)held_row, (void)key, (void)count_keys, (void)whole, (void)h, (void)rows, (void)left;
 #endif
     }
 
-    // The same of packed KV.
+    // The same of packed KV, at these rows of K and V.
     void few_codes(int held_row, int key, int count_keys, int whole, const uint8_t** keys, const uint8_t** values, int left) {
 #ifdef BATCHGEN_FAST_BF16
         if constexpr (M::kPair == 2) {
@@ -405,14 +429,17 @@ struct Attend {
 
     void softmax(int held_row, int keys) {
         float *highest = s.highest + held_row, *totals = s.total + held_row * W;
-        for (int r = 0; r < rows_now; r++) {
-            vf most = set1(highest[r]);
-            for (int i = 0; i < keys; i += W) most = max(load(s.s + r * s.tile + i), most);
-            const float now = largest(most);
-            s.change[r] = highest[r] - now;
-            highest[r] = now;
+        for (int first = 0; first < rows_now; first += W) {
+            const int some = int(smaller(W, rows_now - first));
+            vf most[W];
+            for (int r = 0; r < W; r++) {
+                most[r] = r < some ? set1(highest[first + r]) : zero();
+                for (int i = 0; r < some && i < keys; i += W) most[r] = max(load(s.s + (first + r) * s.tile + i), most[r]);
+            }
+            const vf before = load_part(highest + first, some), now = largest_of(most, some);
+            store_part(highest + first, now, some);
+            store(s.change + first, exp(sub(before, now)));
         }
-        for (int r = 0; r < rows_now; r += W) store(s.change + r, exp(load(s.change + r)));
         for (int r = 0; r < rows_now; r++) {
             float* row = s.s + r * s.tile;
             typename M::Value* p = (typename M::Value*)s.p + r * s.tile;

@@ -113,26 +113,30 @@ struct Ahead {
     struct Run {
         const uint8_t *start, *stop;
     };
+    static constexpr int kPiece = 256;  // bytes, four lines: what is asked for at once
+    static constexpr int kParts = 256;  // of a piece, in which shares of calls are counted
     Run runs[2 * kKeys * kMostHeads];
     int count, at;
-    int64_t lines, each;
+    int64_t pieces, each, due;  // left in all runs; of a call, and due by now, in parts
 
-    void clear() { count = at = 0, lines = each = 0; }
+    void clear() { count = at = 0, pieces = each = due = 0; }
     void add(const uint8_t* start, int64_t bytes) {
         runs[count++] = {start, start + bytes};
-        lines += (bytes + 63) / 64;
+        pieces += (bytes + kPiece - 1) / kPiece;
     }
     // In so many calls to come, the part of all that is left.
-    void spread(int64_t calls) { each = (lines + calls - 1) / calls; }
+    void spread(int64_t calls) { each = (pieces * kParts + calls - 1) / calls; }
     void fetch() {
-        for (int64_t left = each; left > 0 && at < count;) {
+        due += each;
+        while (due >= kParts && at < count) {
             Run& run = runs[at];
-            const uint8_t* stop = run.start + 64 * left < run.stop ? run.start + 64 * left : run.stop;
-            const int64_t n = (stop - run.start + 63) / 64;
-            for (const uint8_t* line = run.start; line < stop; line += 64) __builtin_prefetch(line);
-            left -= n, lines -= n;
-            run.start = stop;
-            if (stop == run.stop) at++;
+            const uint8_t* line = run.start;
+            for (; due >= kParts && line < run.stop; line += kPiece, due -= kParts, pieces--) {
+#pragma GCC unroll 4
+                for (int i = 0; i < kPiece; i += 64) __builtin_prefetch(line + i);
+            }
+            run.start = line;
+            at += line >= run.stop;
         }
     }
 };
@@ -146,9 +150,11 @@ inline void pack_keys(Floats, const uint8_t* const* rows, int n, AttentionScratc
     }
     for (int64_t d = 0; d < s.depth; d += W) {
         vi r[W];
+#pragma GCC unroll 16
         for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)s.expanded + i * s.expanded_stride + d);
         transpose(r);
         ahead.fetch();
+#pragma GCC unroll 16
         for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
     }
 }
@@ -184,14 +190,24 @@ inline void pack_keys(Pairs, const uint8_t* const* rows, int n, AttentionScratch
     if constexpr (codes && in_tiles<Pairs>())  // the last step of tile registers goes beyond the row
         for (int64_t d = n / 2; d < s.depth; d++) store_int(out + d * s.tile, set1_int(0));
     for (int d = 0; d < words; d += W) {
-        int count = int(smaller(W, words - d));
+        const int count = int(smaller(W, words - d));
         vi r[W];
-        for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
+        if (count == W) {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)rows[i] + d);
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) r[i] = load_int_part((const uint32_t*)rows[i] + d, count);
+        }
         transpose(r);
         ahead.fetch();
         if constexpr (codes) {
-            for (int i = 0; i < count; i++, out += 2 * s.tile) store_codes(r[i], out, s.tile);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++)
+                if (i < count) store_codes(r[i], out + 2 * i * s.tile, s.tile);
+            out += 2 * count * s.tile;
         } else {
+#pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_int(out + (d + i) * s.tile, r[i]);
         }
     }

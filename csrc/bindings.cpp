@@ -137,12 +137,14 @@ void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) 
 }
 
 void run_linear(const Kernels& kernels, const Linear& args) {
-    constexpr int64_t kMostPacked = 16 << 20;  // bytes of x put in order: many rows of a large depth go a part at a time
+    // Bytes of x put in order: many rows go a part at a time, which is still in a cache when products come to it.
+    constexpr int64_t kMostPacked = 16 << 20, kPackedOfThread = 1 << 20;
     if (!args.rows) return;
     const LinearCut cut = kernels.linear_cut(args);
-    if (cut.packed_bytes <= kMostPacked) return run_linear_rows(kernels, args, cut);
+    const int64_t most_packed = std::min(kMostPacked, kPackedOfThread * num_threads());
+    if (cut.packed_bytes <= most_packed) return run_linear_rows(kernels, args, cut);
     const int64_t most =
-        std::max(cut.rows, int64_t(args.rows * (double(kMostPacked) / cut.packed_bytes)) / cut.rows * cut.rows);
+        std::max(cut.rows, int64_t(args.rows * (double(most_packed) / cut.packed_bytes)) / cut.rows * cut.rows);
     for (int64_t row = 0; row < args.rows; row += most) {
         Linear part = args;
         const int64_t bytes = bytes_of(args.type);

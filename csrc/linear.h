@@ -23,6 +23,23 @@ inline int64_t weight_row(const Linear& args, int64_t panel, int c) {
 template <class M>
 inline const typename M::Operand* packed_panel(const Linear& args, int64_t panel);
 
+// r[i]: what rows c.. of a tile of `count` rows have at depth d + i; to where the rows lie beside each other.
+inline void put_beside(const vi* r, uint32_t* tile, int64_t d, int64_t depth, int64_t c, int64_t count) {
+    const int64_t lanes = smaller(W, count - c), depths = smaller(W, depth - d);
+    uint32_t* at = tile + d * count + c;
+    // A whole vector may run into the depths after it, which are written after it, but not beyond the tile.
+    if (depths == W && (lanes == W || (c == 0 && (d + W - 1) * count + W <= depth * count))) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store_int(at + i * count, r[i]);
+        return;
+    }
+    for (int64_t i = 0; i < depths; i++) {
+        uint32_t all[W];
+        store_int(all, r[i]);
+        memcpy(at + i * count, all, lanes * 4);
+    }
+}
+
 #include "linear_int8.h"
 
 template <class M>
@@ -56,6 +73,7 @@ inline auto with_products(const Linear& args, F f) {
 // row that is null is zeros.
 template <class M, class T>
 inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r) {
+#pragma GCC unroll 16
     for (int i = 0; i < W; i++) {
         if (!rows[i]) r[i] = set1_int(0);
         else if constexpr (M::kPair == 1) r[i] = as_int(load_part(rows[i] + d, int(values)));
@@ -84,7 +102,9 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t
                 const int64_t count = smaller(W, stop - d);
                 vi r[W];
                 gather_depths<M>(rows, d, smaller(count * M::kPair, args.depth - d * M::kPair), r);
-                for (int i = 0; i < count; i++) store_int(out + (d - start + i) * kPanel + c, r[i]);
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++)
+                    if (i < count) store_int(out + (d - start + i) * kPanel + c, r[i]);
             }
         }
 }
@@ -105,17 +125,7 @@ inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void*
                 const int64_t depths = smaller(W, depth - d);
                 vi r[W];
                 gather_depths<M>(rows, d, smaller(depths * M::kPair, args.depth - d * M::kPair), r);
-                for (int64_t i = 0; i < depths; i++) {
-                    uint32_t* at = to + (d + i) * count + c;
-                    // A whole vector may run into the depths after it, which are written after it, but not beyond the tile.
-                    if (lanes == W || (c == 0 && (d + i) * count + W <= depth * count)) {
-                        store_int(at, r[i]);
-                    } else {
-                        uint32_t all[W];
-                        store_int(all, r[i]);
-                        memcpy(at, all, lanes * 4);
-                    }
-                }
+                put_beside(r, to, d, depth, c, count);
             }
         }
     }

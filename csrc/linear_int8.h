@@ -59,8 +59,9 @@ constexpr Signs<Apart> kSigns;
 
 // A stage of Hadamard's matrix: of two numbers that are Apart from each other their sum and their difference.
 template <int Apart>
-inline void hadamard_stage(vf (&block)[kRotatedVectors]) {
+__attribute__((always_inline)) inline void hadamard_stage(vf (&block)[kRotatedVectors]) {
     constexpr int kVectors = Apart / W;
+#pragma GCC unroll 16
     for (int i = 0; i < kRotatedVectors; i++) {
         if constexpr (Apart < W) {
             block[i] = fma(block[i], load(kSigns<Apart>.of), swap_lanes<Apart>(block[i]));
@@ -79,17 +80,23 @@ struct RowValues {
     int64_t n;
     bool rotated;
 
-    // The 64 numbers from `from` on, a multiple of 64.
-    void block(int64_t from, vf (&out)[kRotatedVectors]) const {
+    // The 64 numbers from `from` on, a multiple of 64. Loops over them are unrolled so that they stay in registers.
+    __attribute__((always_inline)) void block(int64_t from, vf (&out)[kRotatedVectors]) const {
+        T part[kRotated];
         const bool whole = from + kRotated <= n;
-        for (int i = 0; i < kRotatedVectors; i++) {
-            const int64_t at = from + i * W;
-            out[i] = whole ? load(x + at) : at < n ? load_part(x + at, int(smaller(W, n - at))) : zero();
+        const T* at = x + from;
+        if (!whole) {
+            memset(part, 0, sizeof part);
+            memcpy(part, at, (n - from) * sizeof(T));
+            at = part;
         }
+#pragma GCC unroll 16
+        for (int i = 0; i < kRotatedVectors; i++) out[i] = load(at + i * W);
         if (!whole || !rotated) return;
         hadamard_stage<1>(out), hadamard_stage<2>(out), hadamard_stage<4>(out);
         hadamard_stage<8>(out), hadamard_stage<16>(out), hadamard_stage<32>(out);
-        for (vf& some : out) some = mul(some, set1(1.0f / 8));
+#pragma GCC unroll 16
+        for (int i = 0; i < kRotatedVectors; i++) out[i] = mul(out[i], set1(1.0f / 8));
     }
 };
 
@@ -102,7 +109,8 @@ struct RowScale {
         vf largest = zero(), block[kRotatedVectors];
         for (int64_t i = 0; i < x.n; i += kRotated) {
             x.block(i, block);
-            for (const vf some : block) largest = max_or_nan(largest, some);
+#pragma GCC unroll 16
+            for (int j = 0; j < kRotatedVectors; j++) largest = max_or_nan(largest, block[j]);
         }
         uint32_t all[W], most = 0;
         store_int(all, as_int(largest));
@@ -115,21 +123,13 @@ struct RowScale {
     }
 };
 
-// Codes of `count` numbers from `from` on, a multiple of 64, at most as many; returns sums with theirs.
+// Codes of the 64 numbers from `from` on, a multiple of 64.
 template <class T>
-inline vi put_codes(const RowValues<T>& x, int64_t from, int64_t count, float steps, uint8_t* out, vi sums) {
+inline void put_codes(const RowValues<T>& x, int64_t from, float steps, Code* out) {
     vf block[kRotatedVectors];
-    Code codes[kRotated];
     x.block(from, block);
-    for (int i = 0; i < kRotatedVectors; i++) store_codes(codes + i * W, round_even(mul(block[i], set1(steps))));
-    memcpy(out, codes, count * sizeof(Code));
-    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
-    for (int i = 0; kWeightOffset && i < kRotated / Bytes::kPair; i += W) {
-        uint32_t words[W];
-        memcpy(words, (const uint8_t*)codes + 4 * i, sizeof words);
-        sums = dot_codes(load_int(words), set1_int(kOnes), sums);
-    }
-    return sums;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRotatedVectors; i++) store_codes(out + i * W, round_even(mul(block[i], set1(steps))));
 }
 
 // Whether w's rows were rotated before they became codes: their scales are negative then.
@@ -140,29 +140,47 @@ inline bool is_rotated(const Linear& args) {
     return __builtin_signbit(first);
 }
 
-// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does.
+// Tiles [tile, stop) of rows as codes, laid out as `pack_row_tiles` does: the rows of a tile together, some depths at a time.
 template <class T>
 inline void pack_coded_rows(const Linear& args, int64_t tile, int64_t stop, void* out) {
+    constexpr int kWords = kRotated / Bytes::kPair, kLanes = int(kRowTile + W - 1) / W * W;
+    constexpr uint32_t kOnes = sizeof(Code) == 1 ? 0x01010101 : 0x00010001;
     const CodedRows coded(args, out);
     const int64_t depth = packed_depth<Bytes>(args);
     const bool rotated = is_rotated(args);
-    for (int64_t r = tile * kRowTile; r < smaller(stop * kRowTile, args.rows); r++) {
-        const int64_t first = r / kRowTile * kRowTile, count = smaller(kRowTile, args.rows - first);
-        uint32_t* to = (uint32_t*)coded.codes + first * depth + r - first;
-        const RowValues<T> x{(const T*)args.x + r * args.x_stride, args.depth, rotated};
-        const RowScale row(x);
-        vi sums = set1_int(0);
-        for (int64_t d = 0; d < depth; d += kRotated / Bytes::kPair) {
-            const int64_t units = smaller(kRotated / Bytes::kPair, depth - d);
-            uint32_t codes[kRotated / Bytes::kPair];
-            sums = put_codes(x, d * Bytes::kPair, units * Bytes::kPair, row.steps, (uint8_t*)codes, sums);
-            for (int64_t i = 0; i < units; i++) to[(d + i) * count] = codes[i];
+    for (; tile < stop; tile++) {
+        const int64_t first = tile * kRowTile, count = smaller(kRowTile, args.rows - first);
+        uint32_t* to = (uint32_t*)coded.codes + first * depth;
+        const auto row = [&](int64_t r) {
+            return RowValues<T>{(const T*)args.x + (first + r) * args.x_stride, args.depth, rotated};
+        };
+        float steps[kRowTile];
+        for (int64_t r = 0; r < count; r++) {
+            const RowScale scale(row(r));
+            steps[r] = scale.steps, coded.scales[first + r] = scale.scale;
         }
-        uint32_t all[W], sum = 0;
-        store_int(all, sums);
-        for (const uint32_t some : all) sum += some;
-        coded.scales[r] = row.scale;
-        coded.excess[r] = kWeightOffset * int32_t(sum);
+        vi sums[kLanes / W];  // of each row's codes
+        for (vi& some : sums) some = set1_int(0);
+        alignas(64) uint32_t codes[kLanes][kWords] = {};
+        for (int64_t d = 0; d < depth; d += kWords) {
+            for (int64_t r = 0; r < count; r++) put_codes(row(r), d * Bytes::kPair, steps[r], (Code*)codes[r]);
+            for (int64_t c = 0; c < count; c += W) {
+                for (int64_t at = d; at < smaller(depth, d + kWords); at += W) {
+                    vi r[W];
+#pragma GCC unroll 16
+                    for (int i = 0; i < W; i++) r[i] = load_int(codes[c + i] + at - d);
+                    transpose(r);
+                    if (kWeightOffset) {
+#pragma GCC unroll 16
+                        for (int i = 0; i < W; i++) sums[c / W] = dot_codes(r[i], set1_int(kOnes), sums[c / W]);
+                    }
+                    put_beside(r, to, at, depth, c, count);
+                }
+            }
+        }
+        uint32_t excess[kLanes];
+        for (int i = 0; i < kLanes; i += W) store_int(excess + i, sums[i / W]);
+        for (int64_t r = 0; r < count; r++) coded.excess[first + r] = kWeightOffset * int32_t(excess[r]);
     }
 }
 

@@ -69,7 +69,7 @@ inline void pack_tile_rows(const Linear& args, int64_t group, int64_t stop, void
             uint8_t* to = registers + (from * groups + r / kStep * each + step - from) * kRegisterBytes + r % kStep * 64;
             const int64_t first = step * kStepValues<M>;
             if constexpr (kCoded<M>) {
-                put_codes(values, first, kStepValues<M>, steps_of_row, to, set1_int(0));
+                put_codes(values, first, steps_of_row, (Code*)to);
             } else {
                 const int64_t bytes = smaller(64, (args.depth - first) * 2);
                 if (bytes < 64) memset(to, 0, 64);

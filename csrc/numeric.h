@@ -50,6 +50,16 @@ inline float value_of(const T* p) {
     return all[0];
 }
 
+// Lane i: the largest lane of r[i], for the first `count`.
+inline vf largest_of(const vf* r, int count) {
+#ifdef BATCHGEN_FAST_BF16
+    if (count > 3) return across(r, [](vf a, vf b) { return max(a, b); });
+#endif
+    float all[W] = {};
+    for (int i = 0; i < count; i++) all[i] = largest(r[i]);
+    return load(all);
+}
+
 // Calls f with a null pointer of the type.
 template <class F>
 inline auto with_type(Type type, F f) {

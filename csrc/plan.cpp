@@ -12,14 +12,14 @@ constexpr int kPartKeys = 1024;
 constexpr int kTileKeys = 64;
 // K and V of a tile of keys, of all heads of an item, at most and at least: a core's cache has it beside the next one, which is
 // fetched meanwhile, and what products use. Longer runs of memory are read faster, until the next tile pushes this one out.
-constexpr long kMostTileBytes = 128 << 10, kFewestTileBytes = 32 << 10;
+constexpr long kMostTileBytes = 256 << 10, kFewestTileBytes = 32 << 10;
 constexpr int kHeadRows = 72;  // rows of several heads together: with more there is nothing to gain from it
 
 int tile_bytes() {
     static const int bytes = [] {
 #ifdef _SC_LEVEL2_CACHE_SIZE
         const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-        if (cache > 0) return int(std::clamp(cache / 8, kFewestTileBytes, kMostTileBytes));
+        if (cache > 0) return int(std::clamp(cache / 4, kFewestTileBytes, kMostTileBytes));
 #endif
         return int(kMostTileBytes);  // not known
     }();

@@ -80,7 +80,7 @@ inline void split_f16(vi words, vf& low, vf& high) {
     high = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
 }
 
-inline void transpose(vi* r) {
+__attribute__((always_inline)) inline void transpose(vi* r) {
     vi t[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
@@ -111,22 +111,28 @@ inline vi sub_int(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 // Of |a| and |b|; no number where one is none: compared as integers it is above all numbers.
 inline vf max_or_nan(vf a, vf b) { return as_float(_mm512_max_epi32(as_int(_mm512_abs_ps(a)), as_int(_mm512_abs_ps(b)))); }
 
-// Lane i: all lanes of r[i] joined two by two.
+// Of two vectors the halves of each 128 bits, or of all 512, joined: the first one's are before the second one's.
+template <class F>
+inline vf join_in_lanes(vf a, vf b, F join) {
+    return join(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+}
+template <class F>
+inline vf join_lanes(vf a, vf b, F join) {
+    return join(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+}
+// Lane i: all lanes of r[i] joined two by two. Those that are 2 apart first, then 8, 1 and 4: in this order most steps take a
+// blend instead of a second shuffle.
 template <class F>
 inline vf across(const vf* r, F join) {
-    vf fours[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const vf* a = r + 4 * i;
-        vf first = join(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-        vf second = join(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-        vf low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
-        vf high = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(first), _mm512_castps_pd(second)));
-        fours[i] = join(low, high);  // in each quarter parts of the four
+    vf halves[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const vf* a = r + 8 * i;
+        const vf even = join_lanes(join_in_lanes(a[0], a[1], join), join_in_lanes(a[4], a[5], join), join);
+        const vf odd = join_lanes(join_in_lanes(a[2], a[3], join), join_in_lanes(a[6], a[7], join), join);
+        halves[i] = join(_mm512_shuffle_ps(even, odd, 0x88), _mm512_shuffle_ps(even, odd, 0xdd));
     }
-    vf first = join(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-    vf second = join(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-    return join(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+    return join(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 // Lane i: the sum of r[i].
 inline vf sums(const vf* r) { return across(r, add); }

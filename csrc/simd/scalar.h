@@ -196,10 +196,11 @@ inline void store_codes(Code* p, vf a) {
 
 template <class F>
 inline vf across(const vf* r, F join) {
+    constexpr int order[] = {2, 8, 1, 4};
     vf a[W], result;
     for (int i = 0; i < W; i++) {
         a[i] = r[i];
-        for (int n = 1; n < W; n *= 2) {
+        for (int n : order) {
             vf other;
             for (int j = 0; j < W; j++) other[j] = a[i][j ^ n];
             a[i] = join(a[i], other);

@@ -466,6 +466,23 @@ def test_many_rows_of_a_large_depth():
     assert not out[:, 8:].any()
 
 
+@pytest.mark.parametrize("dtype, depth", [(torch.float32, 520), (torch.bfloat16, 1040), (torch.int8, 2080)])
+def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth):
+    """A thread puts a mebibyte of rows in order at a time."""
+    x_dtype = torch.float32 if dtype == torch.int8 else dtype
+    x, w = random(0, 1100, depth, dtype=x_dtype), random(1, 8, depth, dtype=x_dtype, scale=depth**-0.5)
+    residual = random(2, 1100, 8, dtype=x_dtype)
+    packed = kernels.pack(int8.quantize(w) if dtype == torch.int8 else w)
+    before = kernels.num_threads()
+    try:
+        kernels._kernels.set_num_threads(1)
+        whole = kernels.linear(x, packed, residual=residual)
+        for some in (slice(0, 20), slice(470, 600), slice(1080, 1100)):
+            assert torch.equal(kernels.linear(x[some], packed, residual=residual[some]), whole[some])
+    finally:
+        kernels._kernels.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "i8", "u8"])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_in_tile_registers(kind, rows, instruction_set):
