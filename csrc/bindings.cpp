@@ -101,10 +101,9 @@ int64_t num_panels(const Kernels& kernels, const Linear& args) {
     return (columns + width - 1) / width;
 }
 
-// Rows of a linear layer as the calls that the kernels would have.
-void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) {
-    const int64_t panels = num_panels(kernels, args), depth = kernels.panel_bytes(args) / (4 * kernels.panel),
-                  tile = cut.row_tile;
+// Rows of panels [first, stop) of a linear layer as the calls that the kernels would have.
+void run_linear_panels(const Kernels& kernels, Linear args, const LinearCut& cut, int64_t first, int64_t stop) {
+    const int64_t panels = stop - first, depth = kernels.panel_bytes(args) / (4 * kernels.panel), tile = cut.row_tile;
     // As many rows at once as the kernels would have. Fewer where threads would have nothing to do.
     int64_t blocks = (args.rows + cut.rows - 1) / cut.rows;
     while (blocks * panels < 3 * num_threads() && args.rows > blocks * tile) blocks++;
@@ -127,13 +126,29 @@ void run_linear_rows(const Kernels& kernels, Linear args, const LinearCut& cut) 
     const auto item = [&](int64_t i) {
         if (i < packs) return kernels.pack_rows(args, i * some, std::min(groups, (i + 1) * some), packed);
         i -= packs;
-        const int64_t row = i / pieces * block, panel = i % pieces * piece;
+        const int64_t row = i / pieces * block, panel = first + i % pieces * piece;
         // Threads take turns, so this one's next piece is as many further as there are threads.
-        const int64_t next = std::min(panels - 1, panel + piece * num_threads());
-        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(panels, panel + piece), next,
-                       scratch(bytes));
+        const int64_t next = std::min(stop - 1, panel + piece * num_threads());
+        kernels.linear(args, row, std::min(args.rows, row + block), panel, std::min(stop, panel + piece), next, scratch(bytes));
     };
     run(packs + blocks * pieces, item, packs);
+}
+
+void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut& cut) {
+    constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
+    const int64_t panels = num_panels(kernels, args);
+    // Within the kernels a panel would be unpacked again for each block of rows.
+    if (args.packing == GgufType::F32 || args.rows <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
+    const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
+    auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
+    for (int64_t first = 0; first < panels; first += some) {
+        const int64_t stop = std::min(panels, first + some);
+        void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
+        run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
+        Linear packed = args;
+        packed.w = whole, packed.packed = true, packed.packing = GgufType::F32;
+        run_linear_panels(kernels, packed, cut, first, stop);
+    }
 }
 
 void run_linear(const Kernels& kernels, const Linear& args) {
@@ -233,14 +248,14 @@ PYBIND11_MODULE(_kernels, m) {
                   [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
     });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
-                       int type, bool codes, bool packed, int activation, Address bias, Address residual,
+                       int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
                        int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {
         Linear args{};
         args.x = at(x), args.w = at(w), args.bias = at(bias), args.residual = at(residual), args.out = at(out);
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
         args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
         args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-        args.packed = packed, args.codes = codes;
+        args.packed = packed, args.codes = codes, args.packing = GgufType(packing);
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
         run_linear(kernels, args);

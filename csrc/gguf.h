@@ -117,11 +117,14 @@ inline void two_bits(const uint8_t* p, int8_t* codes) {
 
 // The low nibbles of each 32 bytes, then the high ones.
 inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
-    for (int part = 0; part < 4; part++)
-        for (int i = 0; i < 32; i++) {
-            codes[64 * part + i] = int8_t(p[32 * part + i] & 15);
-            codes[64 * part + 32 + i] = int8_t(p[32 * part + i] >> 4);
-        }
+    for (int i = 0; i < 8; i++) {
+        Bytes16 bytes;
+        memcpy(&bytes, p + 16 * i, 16);
+        const Bytes16 low = bytes & 15, high = bytes >> 4;
+        int8_t* to = codes + i / 2 * 64 + i % 2 * 16;
+        memcpy(to, &low, 16);
+        memcpy(to + 32, &high, 16);
+    }
 }
 
 // Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
@@ -220,6 +223,40 @@ inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
             for (int i = 0; i < Block::kRun; i += W, out += W)
                 store(out, fma(load(codes + run * Block::kRun + i), scale, minimum));
         }
+    }
+}
+
+constexpr int kLeastRun = 16;  // values that have the same scale and minimum, in every format
+
+// Codes of n values of a row, and the scale and minimum of each kLeastRun of them.
+template <class Block>
+inline void take_row_apart(const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
+    constexpr int kRuns = Block::kValues / Block::kRun, kEach = Block::kRun / kLeastRun;
+    float own_scales[kRuns], own_minimums[kRuns];
+    for (float& minimum : own_minimums) minimum = -0.0f;  // of formats that have none
+    for (; n > 0; n -= Block::kValues, packed += Block::kBytes, codes += Block::kValues) {
+        Block::take_apart(packed, codes, own_scales, own_minimums);
+        for (int i = 0; i < kRuns * kEach; i++) *scales++ = own_scales[i / kEach], *minimums++ = own_minimums[i / kEach];
+    }
+}
+
+// Of a packed format.
+inline void take_apart(GgufType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
+    switch (type) {
+        case GgufType::Q4_0: return take_row_apart<Q4_0>(packed, n, codes, scales, minimums);
+        case GgufType::Q4_1: return take_row_apart<Q4_1>(packed, n, codes, scales, minimums);
+        case GgufType::Q5_0: return take_row_apart<Q5_0>(packed, n, codes, scales, minimums);
+        case GgufType::Q5_1: return take_row_apart<Q5_1>(packed, n, codes, scales, minimums);
+        case GgufType::Q8_0: return take_row_apart<Q8_0>(packed, n, codes, scales, minimums);
+        case GgufType::Q2_K: return take_row_apart<Q2_K>(packed, n, codes, scales, minimums);
+        case GgufType::Q3_K: return take_row_apart<Q3_K>(packed, n, codes, scales, minimums);
+        case GgufType::Q4_K: return take_row_apart<Q4_K>(packed, n, codes, scales, minimums);
+        case GgufType::Q5_K: return take_row_apart<Q5_K>(packed, n, codes, scales, minimums);
+        case GgufType::Q6_K: return take_row_apart<Q6_K>(packed, n, codes, scales, minimums);
+        case GgufType::IQ4_NL: return take_row_apart<IQ4_NL>(packed, n, codes, scales, minimums);
+        case GgufType::IQ4_XS: return take_row_apart<IQ4_XS>(packed, n, codes, scales, minimums);
+        case GgufType::MXFP4: return take_row_apart<MXFP4>(packed, n, codes, scales, minimums);
+        default: return;  // F32, F16, BF16 are numbers
     }
 }
 

@@ -83,10 +83,32 @@ struct Merge {
 
 // ---- linear --------------------------------------------------------------------------------------------------------
 
+// As files number them.
+enum class GgufType : int {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    IQ4_NL = 20,
+    IQ4_XS = 23,
+    BF16 = 30,
+    MXFP4 = 39
+};
+
 // out = activation(x wᵀ + bias) + residual; with a gated one w has the gate's rows before the other half's.
 //
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.
+//
+// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), which are unpacked into x's type a panel at a time.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -94,11 +116,12 @@ struct Linear {
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
-    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row; with `codes` w's are bytes
+    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row; with `codes` or a packing w's are bytes
     int64_t rows, columns, depth;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
     bool packed, codes;
+    GgufType packing;  // F32: w is of x's type
 };
 
 // How a linear layer is best cut into calls.
@@ -153,26 +176,6 @@ struct Quant {
     int64_t rows, columns, row_bytes;
     Type type;
     int bits;  // of a code
-};
-
-// As files number them.
-enum class GgufType : int {
-    F32 = 0,
-    F16 = 1,
-    Q4_0 = 2,
-    Q4_1 = 3,
-    Q5_0 = 6,
-    Q5_1 = 7,
-    Q8_0 = 8,
-    Q2_K = 10,
-    Q3_K = 11,
-    Q4_K = 12,
-    Q5_K = 13,
-    Q6_K = 14,
-    IQ4_NL = 20,
-    IQ4_XS = 23,
-    BF16 = 30,
-    MXFP4 = 39
 };
 
 // Rows of a GGUF's tensor to be unpacked.

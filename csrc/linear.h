@@ -87,11 +87,15 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
     transpose(r);
 }
 
+#include "linear_gguf.h"
+
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel].
 template <class M, class T>
 inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename M::Operand* out) {
-    if constexpr (kCoded<M>) return pack_codes(args, panel, start, stop, out);
-    else
+    if constexpr (kCoded<M>) {
+        return pack_codes(args, panel, start, stop, out);
+    } else {
+        if (args.packing != GgufType::F32) return unpack_panel<M, T>(args, panel, start, stop, out);
         for (int c = 0; c < kPanel; c += W) {
             const T* rows[W];
             for (int i = 0; i < W; i++) {
@@ -107,6 +111,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t
                     if (i < count) store_int(out + (d - start + i) * kPanel + c, r[i]);
             }
         }
+    }
 }
 
 // Tiles [tile, stop) of kRowTile rows of x, the rows of a tile beside each other at each depth: [tiles, depth, rows of the

@@ -256,7 +256,7 @@ void* scratch(int64_t bytes, int which) {
         int64_t size = 0;
         ~Buffer() { std::free(data); }
     };
-    static thread_local Buffer buffers[2];
+    static thread_local Buffer buffers[3];
     Buffer& buffer = buffers[which];
     if (buffer.size < bytes) {
         std::free(buffer.data);

@@ -9,6 +9,27 @@ CODE_GROUP = 64
 WEIGHT_CODE_BITS = 4
 # KV of 4 bits costs 7 % of perplexity; the fifth bit takes that to 1 % (docs/tiers.md).
 KV_CODE_BITS = {INT4: 5, INT8: 8}
+# Packed rows of a GGUF: values and bytes of a block. Weights in them are kept as they are in the file.
+GGUF_FORMATS = {
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q8_0": (32, 34),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "iq4_nl": (32, 18),
+    "iq4_xs": (256, 136),
+    "mxfp4": (32, 17),
+}
+# Formats in which matrices of layers are packed, and all else is in the compute dtype.
+PACKED_FORMATS = (INT4, INT8, *GGUF_FORMATS)
+# `--quantization`: weights as they are found, or all of them in the compute dtype.
+AS_FOUND, EXPANDED = "none", "bf16"
+QUANTIZATIONS = (AS_FOUND, EXPANDED, INT4, INT8)
 # Of a weight, but for the scales of rows.
 FORMAT_BYTES = {
     "float32": 4.0,
@@ -16,16 +37,38 @@ FORMAT_BYTES = {
     "float16": 2.0,
     INT4: WEIGHT_CODE_BITS / 8 + 4.0 / CODE_GROUP,
     INT8: 1.0,
+    **{name: num_bytes / values for name, (values, num_bytes) in GGUF_FORMATS.items()},
 }
+
+
+def weight_format_of(dtype: str, quantization: str) -> str:
+    """What the layers' matrices are stored in. quantization: as of `models.files.resolve_quantization`."""
+    return dtype if quantization in (AS_FOUND, EXPANDED) else quantization
+
+
+def product_key(weight_format: str, dtype: str) -> str:
+    """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`."""
+    if weight_format in GGUF_FORMATS:
+        return f"{weight_format} {dtype}"
+    return INT8 if weight_format == INT8 else dtype
+
+
+def changes_results(quantization: str) -> bool:
+    """Whether products are other ones than those of the weights in the compute dtype: rows of a GGUF hold the same numbers."""
+    return quantization in (INT4, INT8)
 
 
 def weight_row_bytes(n: int, weight_format: str) -> int:
     """Stored bytes of a row of `n` weights.
 
-    weight_format: a dtype to compute in, "int4", or "int8": codes up to a multiple of four, and the row's scale.
+    weight_format: a dtype to compute in, "int4", "int8": codes up to a multiple of four, and the row's scale; or one of
+    `GGUF_FORMATS`: whole blocks.
     """
     if weight_format == INT4:
         return packed_bytes(n, WEIGHT_CODE_BITS)
+    if weight_format in GGUF_FORMATS:
+        values, num_bytes = GGUF_FORMATS[weight_format]
+        return -(-n // values) * num_bytes
     return -(-n // 4) * 4 + 4 if weight_format == INT8 else n * int(FORMAT_BYTES[weight_format])
 
 

@@ -57,6 +57,11 @@ class KernelChoice:
         found = self.linear.get(linear_key(columns, depth, dtype))
         return found.isa if found else self.default
 
+    def gguf_isa(self, columns: int, depth: int, dtype: str) -> str:
+        """What multiplies a weight that is rows of a GGUF: what the unpacked one runs on, but not TORCH, which cannot read it."""
+        found = self.linear_isa(columns, depth, dtype)
+        return self.default if found == TORCH else found
+
     def attention_isa(self, heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
         """What attends with queries of this dtype, and never TORCH; "": the process's instruction set."""
         found = self.attention.get(attention_key(heads, kv_heads, head_dim, dtype))

@@ -185,6 +185,7 @@ class Engine:
         files = resolve_model(model)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
+        quantization = resolve_quantization(files, quantization, on_cpu=where.kind != "cuda")
         policy = in_memory_policy(
             config,
             where,
@@ -194,10 +195,10 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
-            quantization=resolve_quantization(files, quantization),
+            quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
-        store = find_or_convert(files, cache_dir(), dtype, policy.weight_format) if needs_store(policy) else None
+        store = find_or_convert(files, cache_dir(), dtype, quantization) if needs_store(policy) else None
         request = LoadRequest(
             files,
             config,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -29,7 +29,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.convert import QUANTIZATIONS, store_path
+from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
@@ -182,8 +182,6 @@ def in_memory_policy(
     Raises:
         InputError: A value is out of range.
     """
-    if quantization not in QUANTIZATIONS:
-        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     if kv_cache_dtype not in ("auto", *KV_CODE_BITS):
         raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of auto, {', '.join(KV_CODE_BITS)}")
     if admission not in ADMISSIONS:
@@ -202,7 +200,7 @@ def in_memory_policy(
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
         share_prefixes=share_prefixes,
-        weight_format=dtype if quantization == "none" else quantization,
+        weight_format=weight_format_of(dtype, quantization),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=tier,
@@ -216,14 +214,14 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, quantizatio
     """Whether the model is a weight store of these formats, or one was made of it before."""
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
-        if (manifest["dtype"], manifest["weight_format"]) == (dtype, dtype if quantization == "none" else quantization):
+        if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
             return True
     return is_store(store_path(offload_dir, files, dtype, quantization))
 
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
     """About what a weight store takes on disk."""
-    layer = sum(group_bytes(config, dtype, dtype if quantization == "none" else quantization).values())
+    layer = sum(group_bytes(config, dtype, weight_format_of(dtype, quantization)).values())
     return config.num_layers * layer + int((config.embedding_params + config.head_params) * FORMAT_BYTES[dtype])
 
 

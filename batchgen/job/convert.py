@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from batchgen.core.dtypes import weight_format_of
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.options import ConvertOptions, JobOptions
 from batchgen.job.progress import Progress
@@ -20,7 +21,8 @@ def run_convert(options: ConvertOptions) -> str:
     files = resolve_model(options.model, notify=shown.say)
     quantization = resolve_quantization(files, options.quantization)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
-    shown.say(f"converting {files.name} to {dtype if quantization == 'none' else f'{quantization} and {dtype}'}")
+    weight_format = weight_format_of(dtype, quantization)
+    shown.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
     with shown.layers() as on_layer:
         store = convert(
             files,

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.dtypes import QUANTIZATIONS
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import parse_seconds
 
@@ -68,7 +69,6 @@ def _option(group: str, takers: str, *flags: str, default: Any = None, **more: A
 _COMMANDS = "run plan bench"
 _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
-_QUANTIZATIONS = ("none", "int4", "int8")
 _KV_DTYPES = ("auto", "int8", "int4")
 _STYLES = ("auto", "plain", "none")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
@@ -77,7 +77,8 @@ _INPUT_HELP = (
     " - is stdin."
 )
 _QUANTIZATION_HELP = (
-    "int4: the layers' matrices in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
+    "none: the layers' matrices as they are found; bf16: packed ones expanded to the dtype that is computed in; int4: in 4 bits;"
+    " int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
 _KV_HELP = "int8, int4: KV in 8 or 5 bits."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
@@ -115,7 +116,7 @@ class JobOptions:
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
     quantization: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default="none", choices=_QUANTIZATIONS, help=_QUANTIZATION_HELP
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default="none", choices=QUANTIZATIONS, help=_QUANTIZATION_HELP
     )
     kv_cache_dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm", default="auto", choices=_KV_DTYPES, help=_KV_HELP)
     max_model_len: int | None = _option(
@@ -470,7 +471,7 @@ class ConvertOptions:
     output: str = _option(
         RUN, "convert", "-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."
     )
-    quantization: str = _option(MODEL, "convert", default="none", choices=_QUANTIZATIONS, help=_QUANTIZATION_HELP)
+    quantization: str = _option(MODEL, "convert", default="none", choices=QUANTIZATIONS, help=_QUANTIZATION_HELP)
     dtype: str = _option(
         MODEL, "convert", default="auto", choices=_DTYPES, help="Of everything else, and of what is computed."
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS
+from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, KV_CODE_BITS, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -151,7 +151,9 @@ def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> 
 
 def _reading_s(case: Case, problem: Problem) -> float:
     """Seconds to read all weights on the problem's machine."""
-    return loading_s(problem.hardware, case.job.config, case.request.dtype, case.job.files.kind)
+    job, request = case.job, case.request
+    weight_format = weight_format_of(request.dtype, request.quantization)
+    return loading_s(problem.hardware, job.config, request.dtype, job.files.kind, weight_format)
 
 
 def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
@@ -190,7 +192,9 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=tuple(name for name in KV_CODE_BITS if name in (quantization, job.options.kv_cache_dtype)),
+        formats=tuple(
+            name for name in (*KV_CODE_BITS, *GGUF_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
+        ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
@@ -241,7 +245,7 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8".
+        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `GGUF_FORMATS`.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
@@ -301,15 +305,15 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
-    formats = {"none": (request.dtype,), "auto": (request.dtype, INT4)} | {name: (name,) for name in KV_CODE_BITS}
+    kv_formats = {name: (name,) for name in KV_CODE_BITS} | {"auto": (request.dtype,)}
     return Problem(
         hardware=hardware,
         model=model,
         workload=workload,
         budgets=budgets,
         compute_format=request.dtype,
-        weight_formats=formats[request.quantization],
-        kv_formats=formats["none" if request.kv_cache_dtype == "auto" else request.kv_cache_dtype],
+        weight_formats=_weight_formats(request),
+        kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
         allowed=Allowed(weight_tiers=tiers),
         block_size=request.max_num_seqs,
@@ -320,19 +324,34 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     )
 
 
+def _weight_formats(request: PlanRequest) -> tuple[str, ...]:
+    """Those that a plan may choose from."""
+    if request.quantization == "auto":
+        return (request.dtype, INT4)
+    return (weight_format_of(request.dtype, request.quantization),)
+
+
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
     """The profile's rates with this machine's memory, for a job that runs here wherever its rates came from."""
     here = available_memory_bytes() + resident_bytes()
     return replace(hardware, cpu_memory_bytes=max(here, 1))
 
 
-def loading_s(hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str) -> float:
-    """Seconds to read the weights, which may have to come from disk. kind: of `ModelFiles`."""
-    seconds = model.num_params * FORMAT_BYTES[dtype] / min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
+def loading_s(
+    hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str, weight_format: str | None = None
+) -> float:
+    """Seconds to read the weights, which may have to come from disk.
+
+    kind: of `ModelFiles`. weight_format: the layers'; in one of `GGUF_FORMATS` they are taken as they are. None: `dtype`.
+    """
+    rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
+    as_found = model.num_layers * model.params_per_layer if weight_format in GGUF_FORMATS else 0
+    expanded = model.num_params - as_found
+    seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
-        on_disk = model.num_params * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
-        seconds = max(on_disk, model.num_params * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds
+        on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
+        seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
+    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in GGUF_FORMATS else 0.0)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
@@ -379,11 +398,17 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             if on_gpu
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
-    for flag, wanted, planned in (
-        ("--quantization", options.quantization, policy.weight_format),
-        ("--kv-cache-dtype", options.kv_cache_dtype, policy.kv_format),
+    kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    for flag, wanted, stored, planned in (
+        (
+            "--quantization",
+            options.quantization,
+            weight_format_of(job.dtype, options.quantization),
+            policy.weight_format,
+        ),
+        ("--kv-cache-dtype", options.kv_cache_dtype, kv_format, policy.kv_format),
     ):
-        if planned != (job.dtype if wanted in ("none", "auto") else wanted):
+        if planned != stored:
             raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")
     return plan
 

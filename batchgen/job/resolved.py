@@ -72,11 +72,13 @@ def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFile
 
 
 def _resolved(options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device, dtype: str) -> ResolvedJob:
+    quantization = resolve_quantization(files, options.quantization, on_cpu=device.kind != "cuda")
+
     def size(value: str | int | None) -> int | None:
         return None if value is None else size_bytes(value)
 
     return ResolvedJob(
-        options=replace(options, quantization=resolve_quantization(files, options.quantization)),
+        options=replace(options, quantization=quantization),
         files=files,
         config=config,
         dtype=dtype,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.digest import json_sha256
+from batchgen.core.dtypes import changes_results
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -245,8 +246,9 @@ def _fingerprint(job: _Job) -> dict[str, Any]:
     }
     if options.task != "generate":
         fingerprint["task"] = options.task
-    if (options.quantization, options.kv_cache_dtype) != ("none", "auto"):
-        fingerprint["formats"] = [options.quantization, options.kv_cache_dtype]
+    quantization = options.quantization if changes_results(options.quantization) else "none"
+    if (quantization, options.kv_cache_dtype) != ("none", "auto"):
+        fingerprint["formats"] = [quantization, options.kv_cache_dtype]
     return fingerprint
 
 

@@ -10,12 +10,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT8, weight_row_bytes
+from batchgen.core.dtypes import GGUF_FORMATS, INT8, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import fused_experts
 from batchgen.models.config import ModelConfig
@@ -130,7 +131,9 @@ class Checkpoint:
 
     config: ModelConfig
     load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
-    stored_int8_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None  # of one that has 8 bits itself
+    # Of one whose matrices are packed: their format, and a layer as it is stored.
+    weight_format: str | None = None
+    stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands before the layers, by name.
@@ -150,10 +153,17 @@ class Checkpoint:
         """
         return self.load("layer", layer, dtype)
 
+    def load_packed_layer(self, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
+        """As `load_layer`, matrices packed in "int8", or in the format that the checkpoint itself has."""
+        if weight_format == INT8:
+            return self.load_int8_layer(layer, dtype)
+        assert self.stored_layer is not None and weight_format == self.weight_format
+        return self.stored_layer(layer, dtype)
+
     def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """As `load_layer`, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
-        if self.stored_int8_layer is not None:
-            return self.stored_int8_layer(layer, dtype)
+        if self.stored_layer is not None and self.weight_format == INT8:
+            return self.stored_layer(layer, dtype)
         tensors = self.load_layer(layer, dtype)
         return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
@@ -192,7 +202,8 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         suffixes = ("_blocks", "_scales") if in_blocks else ("",)
         return fused_experts.Source(part, tuple(find(f"{part}{suffix}", layer) for suffix in suffixes))
 
-    coded = stored_quantization(files) == INT8
+    stored_format = stored_quantization(files)
+    coded = stored_format == INT8
     for part, shape, layer, in_layer in _all_parts(config):
         if fused_experts.is_fused(part):
             fused_experts.check(config, files.path, find_fused(part, layer))
@@ -210,7 +221,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
-    return _part_checkpoint(config, fill, has_codes=coded)
+    return _part_checkpoint(config, fill, stored_format)
 
 
 def _all_parts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
@@ -275,20 +286,22 @@ def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
 
 
 def _part_checkpoint(
-    config: ModelConfig, fill: Callable[[str, int, Tensor], None], *, has_codes: bool = False
+    config: ModelConfig, fill: Callable[[str, int, Tensor], None], stored_format: str | None = None
 ) -> Checkpoint:
-    """A checkpoint put together by `fill(part, layer, tensor to fill)`; has_codes: it fills rows of 8 bits too."""
+    """A checkpoint put together by `fill(part, layer, tensor to fill)`; stored_format: it fills rows packed in this format too."""
     ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         layout = layer_layout(config, layer) if which == "layer" else ends[which]
         return filled(layout, layer, lambda shape: torch.empty(shape, dtype=dtype))
 
-    def load_codes(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         def space(shape: tuple[int, ...]) -> Tensor:
             if len(shape) < 2:
                 return torch.empty(shape, dtype=dtype)
-            return torch.zeros(shape[0], weight_row_bytes(shape[1], INT8), dtype=torch.int8)
+            assert stored_format is not None
+            kind = torch.int8 if stored_format == INT8 else torch.uint8
+            return torch.zeros(shape[0], weight_row_bytes(shape[1], stored_format), dtype=kind)
 
         return filled(layer_layout(config, layer), layer, space)
 
@@ -300,7 +313,7 @@ def _part_checkpoint(
                 fill(part, layer, piece)
         return tensors
 
-    return Checkpoint(config, load, load_codes if has_codes else None)
+    return Checkpoint(config, load, stored_format, load_stored if stored_format else None)
 
 
 def _store_checkpoint(files: ModelFiles) -> Checkpoint:
@@ -311,13 +324,14 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
 
-    def load_codes(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = store.layers[layer]
         groups = [read_extent(file, extent) for extent in file.extents.values()]
         tensors = {name: tensor for group in groups for name, tensor in group.items()}
-        return {name: t if t.dtype == torch.int8 else t.to(dtype) for name, t in tensors.items()}
+        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    return Checkpoint(store.config, load, load_codes if store.weight_format == INT8 else None)
+    kept = store.weight_format if store.weight_format in (INT8, *GGUF_FORMATS) else None
+    return Checkpoint(store.config, load, kept, load_stored if kept else None)
 
 
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
@@ -337,8 +351,10 @@ def _check_tensor(kind: str, name: str, info: TensorInfo, shape: tuple[int, ...]
     where = f"tensor {name} in {info.path}"
     if info.shape != shape:
         raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
-    if kind == "gguf":
-        return  # sizes follow from type and shape; the gguf package knows which types it can read
+    if kind == "gguf":  # sizes follow from type and shape
+        if info.dtype not in kernels.GGUF_TYPES and not _gguf_package_reads(info.dtype):
+            raise InputError(f"{where} has the unsupported type {info.dtype}")
+        return
     if info.dtype not in _DTYPES:
         raise InputError(f"{where} is {info.dtype}; supported: {', '.join(_DTYPES)}")
     if info.num_bytes != math.prod(shape) * _DTYPES[info.dtype].itemsize:
@@ -437,10 +453,15 @@ def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo
 
 
 def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
-    """Dequantize whole rows; of a permuted tensor, whole heads.
+    """Dequantize whole rows, or where `out` has bytes take them as they are; of a permuted tensor, whole heads.
 
     A permuted head holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ...
     """
+    if out.dtype == torch.uint8:
+        _read_into(name, info, 0, memoryview(out.view(-1).numpy()))
+        if permuted_head_dim:
+            out.copy_(_halves_apart(out, permuted_head_dim))
+        return
     unit = permuted_head_dim or 1
     rows = out.view(-1, info.shape[-1] if len(info.shape) > 1 or not permuted_head_dim else 1)
     row_bytes = info.num_bytes // len(rows)
@@ -457,21 +478,33 @@ def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, 
         if info.dtype in kernels.GGUF_TYPES:
             kernels.unpack_gguf(info.dtype, packed, piece, permuted_head_dim or 0)
         else:
-            _unpack_by_gguf(name, info, packed, permuted_head_dim, piece)
+            _unpack_by_gguf(info, packed, permuted_head_dim, piece)
         start += packed.nbytes
 
 
-def _unpack_by_gguf(name: str, info: TensorInfo, packed: Tensor, permuted_head_dim: int | None, out: Tensor) -> None:
-    """What the kernels do not know, by the gguf package, if that does."""
+@lru_cache
+def _gguf_package_reads(kind: str) -> bool:
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    number = GGMLQuantizationType[kind]
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _unpack_by_gguf(info: TensorInfo, packed: Tensor, permuted_head_dim: int | None, out: Tensor) -> None:
+    """What the kernels do not know, by the gguf package."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    try:
-        values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[info.dtype])).view(out.shape)
-    except NotImplementedError as error:
-        raise InputError(f"tensor {name} in {info.path} has the unsupported type {info.dtype}") from error
-    if permuted_head_dim:
-        halves = values.view(-1, permuted_head_dim // 2, 2, values.shape[1]).transpose(1, 2)
-        out.view(halves.shape).copy_(halves)
-    else:
-        out.copy_(values)
+    values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[info.dtype])).view(out.shape)
+    out.copy_(_halves_apart(values, permuted_head_dim) if permuted_head_dim else values)
+
+
+def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads, each half's one after the other; a copy."""
+    return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, INT8
+from batchgen.core.dtypes import INT4, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.weight_store import Extent, StoreFile, WeightStore
 
-QUANTIZATIONS = ("none", INT4, INT8)
 _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
 # What manifest, tokenizer and the file system's own records may take beside the weights.
@@ -67,7 +66,8 @@ def convert(
 ) -> WeightStore:
     """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
 
-    quantization: "int4" and "int8" pack the matrices of the layers. overwrite: replace a store of something else.
+    quantization: "int4" and "int8" pack the matrices of the layers; "none" leaves them packed as the model has them, "bf16" does
+    not (`models.files.resolve_quantization`). overwrite: replace a store of something else.
     on_layer(done, total): called after each layer. Peak memory is about one layer, or the embeddings.
 
     Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
@@ -80,12 +80,9 @@ def convert(
     target = Path(target)
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
-    if quantization not in QUANTIZATIONS:
-        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     _check_apart(files, target)
-    quantization = resolve_quantization(files, quantization)
+    weight_format = weight_format_of(dtype, resolve_quantization(files, quantization))
     checkpoint = open_checkpoint(files)
-    weight_format = dtype if quantization == "none" else quantization
     header = {
         "format": STORE_FORMAT,
         "format_version": STORE_VERSION,
@@ -122,9 +119,10 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str) -> Path:
     """Where jobs keep the store that is made of a model."""
-    key = json_sha256([model_identity(files), dtype, quantization, STORE_VERSION])
+    packed = weight_format_of("none", quantization)
+    key = json_sha256([model_identity(files), dtype, packed, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
-    kind = dtype if quantization == "none" else f"{quantization}-{dtype}"
+    kind = dtype if packed == "none" else f"{packed}-{dtype}"
     return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
 
 
@@ -139,20 +137,21 @@ def find_or_convert(
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
-    notify: is told before a conversion begins. on_layer and errors as `convert`.
+    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion begins. on_layer and errors as `convert`.
     """
     from batchgen.models.weight_store import open_store
 
     if files.kind == "store":
         store = open_store(files.path)
-        if (store.dtype, store.weight_format) == (dtype, dtype if quantization == "none" else quantization):
+        if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
             return store
     target = store_path(offload_dir, files, dtype, quantization)
     if (target / STORE_MANIFEST).exists():
         with contextlib.suppress(InputError):  # what is missing is made anew
             return open_store(target)
-    kind = dtype if quantization == "none" else quantization
-    notify(f"converting {files.name} to {kind} in {target}, which later jobs will find there")
+    notify(
+        f"converting {files.name} to {weight_format_of(dtype, quantization)} in {target}, which later jobs will find there"
+    )
     return convert(files, target, dtype=dtype, quantization=quantization, overwrite=True, on_layer=on_layer)
 
 
@@ -280,8 +279,11 @@ class _Conversion:
             yield planned, tensors if absent else {}, importance
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
-        if planned.which == "layer" and self.header["weight_format"] == INT8:
-            return checkpoint.load_int8_layer(planned.layer, dtype)
+        weight_format = self.header["weight_format"]
+        if (
+            planned.which == "layer" and weight_format in PACKED_FORMATS and weight_format != INT4
+        ):  # packed as it is written
+            return checkpoint.load_packed_layer(planned.layer, dtype, weight_format)
         return checkpoint.load(planned.which, planned.layer, dtype)
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:

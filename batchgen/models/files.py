@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT8
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, GGUF_FORMATS, INT8, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.compressed_tensors import is_mxfp4
 from batchgen.models.config import ModelConfig
@@ -177,16 +177,48 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 
 def stored_quantization(files: ModelFiles) -> str | None:
-    """What a checkpoint's layers are quantized in by itself, "int8" (models/compressed_tensors.py); None: they are not."""
+    """What a model's layers are quantized in by itself, all of them alike; None: they are not, or not alike.
+
+    "int8" of compressed-tensors (models/compressed_tensors.py); one of `GGUF_FORMATS` of a GGUF, and of a store of one.
+    """
+    if files.kind == "gguf":
+        return _gguf_format(files.path)
+    if files.kind == "store":
+        stored = read_store_manifest(files.path / STORE_MANIFEST)["weight_format"]
+        return stored if stored in GGUF_FORMATS else None
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
     stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
     return INT8 if stated and not is_mxfp4(stated) else None  # MXFP4 is dequantized
 
 
-def resolve_quantization(files: ModelFiles, quantization: str) -> str:
-    """What weights are to be quantized in, "none" or a format: what is asked for, or else the checkpoint's own."""
-    return (stored_quantization(files) or quantization) if quantization == "none" else quantization
+def _gguf_format(path: Path) -> str | None:
+    """The format of the layers' matrices, if it is one for all."""
+    tensors = read_gguf_header(path).tensors
+    kinds = {info.dtype.lower() for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2}
+    return next(iter(kinds & GGUF_FORMATS.keys())) if len(kinds) == 1 and kinds <= GGUF_FORMATS.keys() else None
+
+
+def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool = True) -> str:
+    """What weights are to be quantized in: what is asked for, or with "none" the model's own format, if it has one.
+
+    Args:
+        files: The model.
+        quantization: One of `QUANTIZATIONS`, or what this has returned.
+        on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of a GGUF.
+
+    Returns:
+        "none": the model has numbers, which are in the compute dtype; "bf16": it has a format of its own, and its weights are
+        expanded to that dtype; or a format.
+
+    Raises:
+        InputError: There is no such format, or the model is not in it.
+    """
+    stored = stored_quantization(files)
+    if quantization not in (*QUANTIZATIONS, stored):
+        raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    found = stored if quantization == AS_FOUND and stored else quantization
+    return EXPANDED if found in GGUF_FORMATS and not on_cpu else found
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:

@@ -123,13 +123,15 @@ class _GgufParser:
             key = self.string()
             metadata[key] = self.value(self.scalar("I"))
         metadata = {key: value for key, value in metadata.items() if value is not None}
-        extents = {}
+        extents, known = {}, {kind.value for kind in GGMLQuantizationType}
         for _ in range(num_tensors):
             name = self.string()
             if (num_dims := self.scalar("I")) > 8:
                 raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
             shape = tuple(self.scalar("Q") for _ in range(num_dims))[::-1]
-            kind = GGMLQuantizationType(self.scalar("I"))
+            if (number := self.scalar("I")) not in known:
+                raise ValueError(f"tensor {name!r} has the unknown type {number}")
+            kind = GGMLQuantizationType(number)
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
             if block_size > 1 and (not shape or shape[-1] % block_size):
                 raise ValueError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT4, INT8, weight_row_bytes
+from batchgen.core.dtypes import INT8, PACKED_FORMATS, weight_row_bytes
 from batchgen.models.config import ModelConfig
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
@@ -22,7 +22,9 @@ _LAYER_GROUPS = {
     "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
     "down": ("down", "shared_down"),
 }
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", INT4: "U8", INT8: "I8"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+    name: "I8" if name == INT8 else "U8" for name in PACKED_FORMATS
+}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, ...]
@@ -37,7 +39,7 @@ def is_quantized(name: str, shape: Shape) -> bool:
 class StoredTensor:
     """A tensor and where it lies.
 
-    dtype: "float32", "bfloat16", "float16", "int4" or "int8". shape: the weights', however they are packed.
+    dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `GGUF_FORMATS`. shape: the weights', however they are packed.
 
     offset: bytes from the start of the file.
     """
@@ -50,8 +52,8 @@ class StoredTensor:
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the file: of int4 and int8, that of the bytes of packed rows."""
-        return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype in (INT4, INT8) else self.shape
+        """The shape in the file: of packed rows, that of their bytes."""
+        return (self.shape[0], self.num_bytes // self.shape[0]) if self.dtype in PACKED_FORMATS else self.shape
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class StoreFile:
 class WeightStore:
     """A whole store.
 
-    dtype: what it computes in, and `config.dtype`. weight_format: that, or "int4" or "int8" of the layers' matrices.
+    dtype: what it computes in, and `config.dtype`. weight_format: that, or one of `PACKED_FORMATS`, of the layers' matrices.
     """
 
     path: Path
@@ -141,7 +143,7 @@ def lay_out(
         for name, shape in shapes.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
             stored_dtype = weight_format if is_quantized(name, shape) else dtype
-            if stored_dtype in (INT4, INT8):
+            if stored_dtype in PACKED_FORMATS:
                 num_bytes = shape[0] * weight_row_bytes(shape[1], stored_dtype)
             else:
                 num_bytes = math.prod(shape) * _ITEM_BYTES[stored_dtype]

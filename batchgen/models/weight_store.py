@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
-from batchgen.core.dtypes import INT4, INT8
+from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import STORE_MANIFEST, read_store_manifest
@@ -70,15 +70,17 @@ def open_store(path: Path | str) -> WeightStore:
 def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:
     """The extent's tensors, without a copy. buffer: uint8, its first byte that at the extent's offset; may be longer.
 
-    int4 matrices [rows, n] come as they are stored: uint8 [rows, quant.row_bytes(n)]; int8 ones too: int8 [rows,
-    int8.row_bytes(n)].
+    Packed matrices [rows, n] come as they are stored: uint8 [rows, weight_row_bytes(n, format)], of int8 as int8.
     """
     import torch
 
     tensors = {}
     for tensor in extent.tensors:
         raw = buffer[tensor.offset - extent.offset :][: tensor.num_bytes]
-        dtype = {INT4: torch.uint8, INT8: torch.int8}.get(tensor.dtype) or getattr(torch, tensor.dtype)
+        if tensor.dtype in PACKED_FORMATS:
+            dtype = torch.int8 if tensor.dtype == INT8 else torch.uint8
+        else:
+            dtype = getattr(torch, tensor.dtype)
         tensors[tensor.name] = raw.view(dtype).view(tensor.stored_shape)
     return tensors
 
@@ -112,14 +114,14 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
 
 
 def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Reads and verifies one group as numbers of `dtype`, int4 and int8 dequantized, each tensor in memory of its own.
+    """Reads and verifies one group as numbers of `dtype`, packed ones dequantized, each tensor in memory of its own.
 
     Beside them only a few MB are held. Raises BatchgenError.
     """
     import torch
     import xxhash
 
-    from batchgen.ops import int8, quant
+    from batchgen.ops import cpp, int8, quant
 
     digest = xxhash.xxh3_128()
     tensors = {}
@@ -138,6 +140,8 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
                     quant.dequantize(values, tensor.shape[-1], out=piece)
                 elif tensor.dtype == INT8:
                     int8.dequantize(values.view(torch.int8), tensor.shape[-1], out=piece)
+                elif tensor.dtype in GGUF_FORMATS:
+                    cpp.unpack_gguf(tensor.dtype.upper(), values, piece)
                 else:
                     piece.copy_(values.view(getattr(torch, tensor.dtype)))
             tensors[tensor.name] = target

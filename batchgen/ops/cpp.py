@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import WEIGHT_CODE_BITS
+from batchgen.core.dtypes import GGUF_FORMATS, WEIGHT_CODE_BITS
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
@@ -163,6 +163,24 @@ class BoundWeight:
         return self.data.dtype
 
 
+@dataclass(frozen=True)
+class GgufWeight:
+    """A linear layer's weight [columns, depth] as rows of a GGUF, which products unpack as they need them."""
+
+    data: Tensor  # uint8 [columns, bytes of a row], contiguous
+    weight_format: str  # of GGUF_FORMATS
+    isa: str = ""  # what multiplies it; "": the process's set
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        values, num_bytes = GGUF_FORMATS[self.weight_format]
+        return len(self.data), self.data.shape[1] // num_bytes * values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
 def packed_bytes(columns: int, depth: int, dtype: torch.dtype, *, gated: bool = False, isa: str = "") -> int:
     """Size of a packed weight: that of the weight itself, but for rounding up.
 
@@ -197,7 +215,7 @@ def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight | BoundWeight,
+    weight: Tensor | PackedWeight | BoundWeight | GgufWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
@@ -209,9 +227,13 @@ def linear(
 
     With a gated activation the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
-    says.
+    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight.
     """
-    packed, coded = isinstance(weight, PackedWeight), weight.dtype == torch.int8
+    packed, coded, in_gguf = (
+        isinstance(weight, PackedWeight),
+        weight.dtype == torch.int8,
+        isinstance(weight, GgufWeight),
+    )
     plain = isinstance(weight, Tensor)
     stored, isa = (weight, "") if plain else (weight.data, weight.isa)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
@@ -220,8 +242,9 @@ def linear(
     if out is None:
         out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
     out_stride, out_unit = out.stride()
-    assert x_unit == 1 and out_unit == 1 and (coded or weight.dtype == dtype)
+    assert x_unit == 1 and out_unit == 1 and (coded or in_gguf or weight.dtype == dtype)
     assert _depth(weight) == (-(-depth // 4) * 4 if coded else depth)
+    assert not in_gguf or stored.is_contiguous()
     assert not packed or weight.gated == gated
     assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
     _kernels.linear(
@@ -235,6 +258,7 @@ def linear(
         TYPES[dtype],
         coded,
         packed,
+        GGUF_TYPES[weight.weight_format.upper()] if in_gguf else 0,
         ACTIVATIONS[activation],
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -405,10 +429,12 @@ def _kind(dtype: torch.dtype) -> tuple[int, bool]:
     return (0, True) if dtype == torch.int8 else (TYPES[dtype], False)
 
 
-def _depth(weight: Tensor | PackedWeight) -> int:
+def _depth(weight: Tensor | PackedWeight | BoundWeight | GgufWeight) -> int:
     """Values of a row; of 8 bits, codes before its scale."""
     if isinstance(weight, PackedWeight):
         return weight.depth
+    if isinstance(weight, GgufWeight):
+        return weight.shape[1]
     return weight.shape[1] - 4 if weight.dtype == torch.int8 else weight.shape[1]
 
 

@@ -22,13 +22,13 @@ from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.cpp import BoundWeight, PackedWeight
+from batchgen.ops.cpp import BoundWeight, GgufWeight, PackedWeight
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
     from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
 
-Weight = Tensor | PackedWeight | BoundWeight
+Weight = Tensor | PackedWeight | BoundWeight | GgufWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 # Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
@@ -71,7 +71,7 @@ def linear(
         x: [tokens, depth].
         weight: [columns, depth], or bound to an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8 bits, int8
             [columns, int8.row_bytes(depth)], which x is multiplied with as integers (`int8`): by the kernels on the CPU, and
-            elsewhere by torch.
+            elsewhere by torch; or, on the CPU alone, rows of a GGUF.
         bias: [columns].
         activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of columns times the second one,
             "gelu_tanh_mul", or "swiglu_oai_mul", gpt-oss's: with both halves within 7, x sigmoid(1.702 x) of the first times one more

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KV_CODE_BITS
+from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.models.config import ModelConfig
@@ -62,9 +62,9 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     """
     if phase.tokens == 0:
         return 0.0
-    # Products of 8 bits have rates of their own; where these are not known, they count as if in the compute format.
-    known_int8 = s.weight_format == INT8 and s.rates.has_rates("gemm_flops_per_s", INT8)
-    rates = s.rates.rates("gemm_flops_per_s", INT8 if known_int8 else s.compute_format)
+    # Products of packed weights have rates of their own; where these are not known, they count as if in the compute format.
+    own = product_key(s.weight_format, s.compute_format)
+    rates = s.rates.rates("gemm_flops_per_s", own if s.rates.has_rates("gemm_flops_per_s", own) else s.compute_format)
     model, batch_tokens = s.model, phase.tokens / s.num_gpu_batches
 
     def seconds(params: int, tokens: float) -> float:
@@ -300,7 +300,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
         lanes["compute"] = before + own_attention + requests_s
-        read = s.layer_bytes if s.weight_format == INT8 else s.dequantized_layer_bytes
+        read = s.layer_bytes if s.weight_format in (INT8, *GGUF_FORMATS) else s.dequantized_layer_bytes
         dram = on_disk + (read + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes

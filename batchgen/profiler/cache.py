@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import INT8
+from batchgen.core.dtypes import GGUF_FORMATS, INT8, KV_CODE_BITS, product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
@@ -24,8 +24,8 @@ from batchgen.profiler.calibration import calibrated
 from batchgen.profiler.measure import (
     Overheads,
     add_dtypes,
-    add_int8,
     add_packed,
+    add_products,
     check_measurable,
     identity,
     measure,
@@ -53,7 +53,7 @@ class Wanted:
     Attributes:
         device: that of the matrix products, "cpu" or "cuda".
         dtypes: those that models run in; the first one is what further formats are measured beside.
-        formats: others that weights or KV may be stored in: "int4", "int8".
+        formats: others that weights or KV may be stored in: "int4", "int8", one of `GGUF_FORMATS`.
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
@@ -65,6 +65,16 @@ class Wanted:
     model: ModelConfig | None = None
     effort: Effort = FULL
     kernels_of: ModelConfig | None = None
+
+    @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """Those of `formats` that KV may be stored in."""
+        return tuple(name for name in self.formats if name in KV_CODE_BITS)
+
+    @property
+    def multiplied(self) -> dict[str, str]:
+        """Those of `formats` that are multiplied as they are stored, each with the name of its rates."""
+        return {name: product_key(name, self.dtypes[0]) for name in self.formats if name in (INT8, *GGUF_FORMATS)}
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
@@ -161,11 +171,12 @@ def _complete(
         profile = add_dtypes(profile, missing, **how)
     if wanted.formats:
         _keep(profile, path, notify)
-    for packing in wanted.formats:
+    for packing in wanted.kv_formats:
         if not profile.compute.has_rates("decode_attention_bytes_per_s", packing):
             profile = add_packed(profile, dtypes[0], packing, **how)
-    if INT8 in wanted.formats and not profile.compute.has_rates("gemm_flops_per_s", INT8):
-        profile = add_int8(profile, dtypes[0], **how)
+    for packing, key in wanted.multiplied.items():
+        if not profile.compute.has_rates("gemm_flops_per_s", key):
+            profile = add_products(profile, dtypes[0], packing, **how)
     return profile
 
 
@@ -179,9 +190,9 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
     rates = profile.compute
     if any(dtype not in rates.gemm_flops_per_s for dtype in wanted.dtypes):
         return True
-    if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.formats):
+    if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.kv_formats):
         return True
-    if INT8 in wanted.formats and not rates.has_rates("gemm_flops_per_s", INT8):
+    if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.multiplied.values()):
         return True
     known = _known_kernels(profile)
     return known != profile.kernels or (known != PROCESS_SET and any(_unknown_shapes(wanted, known)))

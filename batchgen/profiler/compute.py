@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT4, INT8, KV_CODE_BITS
+from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, KV_CODE_BITS, product_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -135,12 +135,14 @@ def measure_packed(  # what is measured, how, and for how long
 
 
 @torch.inference_mode()
-def measure_int8(device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed) -> ComputeRates:
-    """What weights of 8 bits change: the rates of products, tokens in `dtype_name` quantized on the way."""
+def measure_products(  # what is measured, how, and for how long
+    device: Device, dtype_name: str, weight_format: str, subjects: Subjects, effort: Effort, timed: Timed
+) -> ComputeRates:
+    """What packed weights change: the rates of products, of tokens in `dtype_name`. weight_format: as of `gemm_rates`."""
     pool = device.pool(getattr(torch, dtype_name), effort)
-    name = f"matrix products with {INT8} weights and {dtype_name} on {device.kind}"
-    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT8, subjects.kernels))
-    return ComputeRates(gemm_flops_per_s={INT8: gemm})
+    name = f"matrix products with {weight_format} weights and {dtype_name} on {device.kind}"
+    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels))
+    return ComputeRates(gemm_flops_per_s={product_key(weight_format, dtype_name): gemm})
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
@@ -171,10 +173,9 @@ def gemm_rates(
     The activation and the residual adds go with them.
 
     Args:
-        weight_format: "int8", or None: the pool's dtype.
+        weight_format: "int8", one of `GGUF_FORMATS`, or None: the pool's dtype.
     """
-    stored = int8.quantize if weight_format == INT8 else lambda weight: weight
-    dtype_name = weight_format or _name(pool.dtype)
+    dtype_name = _name(pool.dtype)
 
     def trial(model: ModelConfig, tokens: int) -> Trial:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -185,11 +186,7 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                ops.pack_weight(
-                    stored(part.view(shape)),
-                    gated=model.gated_mlp and i == 2,
-                    isa=kernels.linear_isa(*shape, dtype_name),
-                )
+                _weight(part.view(shape), weight_format or dtype_name, kernels, gated=model.gated_mlp and i == 2)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -210,6 +207,18 @@ def gemm_rates(
         for model in models
     )
     return Rates(("width", "tokens"), points)
+
+
+def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool) -> ops.Weight:
+    """A matrix as products take it; one in rows of a GGUF has other numbers."""
+    if weight_format in GGUF_FORMATS:
+        rows, columns = numbers.shape
+        data = torch.full(
+            (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
+        )  # scales are numbers
+        return ops.GgufWeight(data, weight_format, kernels.gguf_isa(rows, columns, _name(numbers.dtype)))
+    stored = int8.quantize(numbers) if weight_format == INT8 else numbers
+    return ops.pack_weight(stored, gated=gated, isa=kernels.linear_isa(*numbers.shape, weight_format))
 
 
 def decode_rates(

@@ -204,22 +204,26 @@ def add_packed(
     return replace(profile, measured=profile.measured | {"seconds": seconds})
 
 
-def add_int8(
+def add_products(
     profile: HardwareProfile,
     dtype: str,
+    weight_format: str,
     *,
     notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of products with weights of 8 bits, of tokens in `dtype`, merged in."""
-    from batchgen.profiler.compute import measure_int8, subjects_of
+    """A profile of this machine with the rates of products with packed weights, of tokens in `dtype`, merged in.
+
+    weight_format: "int8" or one of `GGUF_FORMATS`.
+    """
+    from batchgen.profiler.compute import measure_products, subjects_of
 
     device = "cuda" if profile.gpu else "cpu"
     check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
     subjects = subjects_of(device, effort, model, profile.kernels)
-    rates = measure_int8(Device(device), dtype, subjects, effort, watch)
+    rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch)
     # What whole sweeps have shown of the dtype's own products goes for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}

@@ -12,9 +12,9 @@ import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
-from tiny_models import MODELS
+from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8
+from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, INT8
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
@@ -198,6 +198,42 @@ def test_tokens_of_codes_equal_those_of_torch(model, tier, formats, expected_of_
     weight_format, kv_format = formats
     for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, kv_format, admission, num_batches, weight_format)
+        found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
+        assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.fixture(scope="module")
+def expected_of_ggufs(tmp_path_factory):
+    """Format of a GGUF's matrices -> (path, prompts, tokens of its weights expanded, in memory, as far as these are clear)."""
+    made = {}
+
+    def get(weight_format):
+        if weight_format not in made:
+            directory = tmp_path_factory.mktemp(weight_format)
+            tokenizer = make_tiny_tokenizer(directory)
+            model = make_tiny_model("llama", directory, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+            path = directory / "model.gguf"
+            write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
+            rng = random.Random(7)
+            prompts = [[rng.randrange(4, 250) for _ in range(n)] for n in (1, 3, 17, 9, 30, 5)]
+            samples = samples_of(
+                make_parts(path, CPU, policy_of(path, "memory", DTYPE, "continuous", 1), path), prompts, logprobs=2
+            )
+            made[weight_format] = path, prompts, [clear_tokens(sample) for sample in samples]
+        return made[weight_format]
+
+    return get
+
+
+_AS_FOUND = [(weight_format, tier) for weight_format in GGUF_FORMATS for tier in TIERS]
+
+
+@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
+def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, expected_of_ggufs, stores):
+    path, prompts, wanted = expected_of_ggufs(weight_format)
+    assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
+    for admission, num_batches in schedules("llama", tier):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format)
         found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 

@@ -211,6 +211,14 @@ class TestLoading:
         assert loading_s(slow, SMALL, "float16", "gguf") == pytest.approx(SMALL.num_params * 2 / 1e8)
         assert loading_s(slow, SMALL, "float32", "gguf") == pytest.approx(SMALL.num_params * 4 / 1e8)
 
+    def test_weights_as_found_are_read_as_they_are(self):
+        layers = SMALL.num_layers * SMALL.params_per_layer
+        rest = (SMALL.num_params - layers) * 2
+        box = cpu_box(gguf_load_bytes_per_s=1e8)
+        wanted = layers * 18 / 32 / 2e9 + rest / 1e8
+        assert loading_s(box, SMALL, "float16", "gguf", "q4_0") == pytest.approx(wanted)
+        assert loading_s(cpu_box(), SMALL, "float16", "store", "q4_0") == pytest.approx((layers * 18 / 32 + rest) / 2e9)
+
     def test_a_gguf_on_a_slow_disk_has_fewer_bytes_to_be_read(self):
         box = cpu_box(gguf_load_bytes_per_s=4e9, disk_read_bytes_per_s=1e8)
         assert loading_s(box, SMALL, "float16", "gguf") < loading_s(box, SMALL, "float16", "hf") / 2
@@ -294,6 +302,20 @@ class TestRunnable:
         assert f"--plan has float16 where {flag} is {stored}" in complaint(self.runnable, in_memory, **{option: stored})
         other = {"int4": "int8", "int8": "int4"}[stored]
         assert f"--plan has {stored} where {flag} is {other}" in complaint(self.runnable, plan, **{option: other})
+
+    def test_weights_as_found_need_less_memory(self):
+        """A budget that the expanded ones do not fit."""
+        request = replace(REQUEST, model_name="llama", disk_memory=0)
+        box = cpu_box(cpu_memory_bytes=10 * GIB)
+        assert "no plan fits" in complaint(make, box, llama_8b(), request=request)
+        plan = make(box, llama_8b(), request=replace(request, quantization="q4_0"))
+        assert plan.policy.weight_format == "q4_0"
+        model = llama_8b()
+        matrices = sum(rows * columns for rows, columns in model.layer_matrices.values())
+        stored = model.num_layers * (matrices * 18 / 32 + 2 * (model.params_per_layer - matrices))
+        assert plan.placement_bytes["weights"]["cpu"] == pytest.approx(
+            stored + 2 * (model.embedding_params + model.head_params)
+        )
 
     def test_without_a_disk_all_is_in_memory(self, in_memory):
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}

@@ -108,7 +108,7 @@ def test_it_runs_in_8_bits_without_being_told(tmp_path, monkeypatch):
     store = find_or_convert(files, tmp_path / "stores", "float32", "int8")
     assert tokens(str(store.path), "int8") == own
     assert tokens(path, "int4")[0] == "int4"
-    with pytest.raises(InputError, match="quantization 'int3' is not one of none, int4, int8"):
+    with pytest.raises(InputError, match="quantization 'int3' is not one of none, bf16, int4, int8"):
         tokens(path, "int3")
 
 

@@ -30,7 +30,7 @@ from batchgen.profiler import measure as profile_module
 from batchgen.profiler import timing as profile_timing
 from batchgen.profiler import transfer as profile_transfer
 from batchgen.profiler.cache import Wanted, load_or_measure, profile_path, recall
-from batchgen.profiler.measure import Overheads, add_dtypes, add_int8, add_packed, measure
+from batchgen.profiler.measure import Overheads, add_dtypes, add_packed, add_products, measure
 from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes, pieces
 from batchgen.profiler.transfer import copy_rates, disk_rates
 
@@ -167,17 +167,20 @@ class TestMeasure:
         assert set(measured.measured["seconds"]) < set(after.measured["seconds"])
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_products_of_8_bits_are_merged_in(self, measured, dtype):
+    @pytest.mark.parametrize(
+        ("packing", "dtype", "key"),
+        [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
+    )
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key):
         lines = []
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
-        after = add_int8(
-            dataclasses.replace(measured, measured=measured.measured | slower), dtype, notify=lines.append, effort=TINY
-        )
+        before = dataclasses.replace(measured, measured=measured.measured | slower)
+        model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
+        after = add_products(before, dtype, packing, notify=lines.append, effort=TINY, model=model)
         table = after.cpu.gemm_flops_per_s
-        assert {k: v for k, v in table.items() if k != "int8"} == measured.cpu.gemm_flops_per_s
-        assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table["int8"].points))
-        assert len(lines) == 1 and "int8" in lines[0]
+        assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
+        assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
+        assert len(lines) == 1 and packing in lines[0]
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
 
     @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])

@@ -216,11 +216,12 @@ def write_tiny_gguf(  # a line for each key and each name of the format
 ) -> None:
     """A llama, qwen2 or qwen3 model as llama.cpp's converter would write it.
 
-    tensor_type: "F32", "F16", "BF16", "Q8_0" or another that the gguf package can quantise to, for matrices;
-    vectors stay F32. tokenizer: a byte-level one to carry along. rope_freqs: values for `rope_freqs.weight`.
+    tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices; one that the gguf package cannot quantise to has random
+    numbers. Vectors stay F32. tokenizer: a byte-level one to carry along. rope_freqs: values for `rope_freqs.weight`.
     """
     import gguf
     import numpy as np
+    from gguf_blocks import random_rows
 
     config, arch = model.config, model.config.model_type
     writer = gguf.GGUFWriter(str(path), arch)
@@ -273,7 +274,11 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         if values.ndim == 1 or tensor_type == "F32":
             writer.add_tensor(name, values)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            try:
+                packed = gguf.quants.quantize(values, kind)
+            except NotImplementedError:  # the package does not pack these
+                packed = random_rows(tensor_type, *values.shape, seed=len(writer.tensors[-1]))
+            writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,7 +15,7 @@ from batchgen.runtime.steps.graph import Streams
 class WeightResidency:
     """The tier of every tensor of a model.
 
-    layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, "int4" or "int8".
+    layers: for each layer, group -> tier. head: tier of the output matrix. weight_format: a dtype's name, or one of `PACKED_FORMATS`.
     embeddings: tier of the input embeddings, where these are not the output matrix too.
     """
 

@@ -2,20 +2,21 @@
 
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
-computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits are multiplied as they are.
+computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits, and rows of a GGUF, are multiplied as
+they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import INT4, INT8, weight_row_bytes
+from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
@@ -77,7 +78,7 @@ class Weights:
             dtype: To compute in.
             checkpoint: Where resident weights come from, read layer by layer, so that memory peaks about one layer above the
                 result.
-            store: Of `residency.weight_format`; needed for 4-bit weights and what is on disk, and used for all if given.
+            store: Of `residency.weight_format`; needed for weights of int4 and what is on disk, and used for all if given.
             tiers: Their memories; None: the host's.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
             kernels: What multiplies each shape on the CPU.
@@ -201,9 +202,11 @@ class Weights:
             file = self._store.layers[layer]
             groups = {group: read_extent(file, file.extents[group]) for group in kept}
         elif kept:
-            in_codes = self.residency.weight_format == INT8
-            load = self._checkpoint.load_int8_layer if in_codes else self._checkpoint.load_layer
-            tensors = load(layer, self.dtype)
+            stored_format = self.residency.weight_format
+            if stored_format in PACKED_FORMATS:
+                tensors = self._checkpoint.load_packed_layer(layer, self.dtype, stored_format)
+            else:
+                tensors = self._checkpoint.load_layer(layer, self.dtype)
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}
@@ -220,9 +223,9 @@ class Weights:
     def _stored(self, shapes: Mapping[str, tuple[int, ...]]) -> _Shapes:
         """Each tensor of a layer as it is stored."""
         stored_format = self.residency.weight_format
-        packed = {INT4: torch.uint8, INT8: torch.int8}.get(stored_format)
-        if packed is None:
+        if stored_format not in PACKED_FORMATS:
             return {name: (shape, self.dtype) for name, shape in shapes.items()}
+        packed = torch.int8 if stored_format == INT8 else torch.uint8
         return {
             name: ((shape[0], weight_row_bytes(shape[1], stored_format)), packed)
             if is_quantized(name, shape)
@@ -362,7 +365,7 @@ class Weights:
         return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
 
     def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
-        """With matrices as products read them fastest; 4-bit ones are left as they are. layer: that they are of, if any."""
+        """With matrices as products read them fastest; those in bytes are left as they are. layer: that they are of, if any."""
         if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
             tensors = split_experts(self.config, tensors, layer)
         return {
@@ -372,6 +375,10 @@ class Weights:
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
+        if self.residency.weight_format in GGUF_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
+            found = ops.GgufWeight(weight, self.residency.weight_format)
+            dtype = str(self.dtype).removeprefix("torch.")
+            return replace(found, isa=self._kernels.gguf_isa(*found.shape, dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
     def _verify(self, stretch: _Stretch, part: Tensor) -> None:
@@ -384,7 +391,7 @@ class Weights:
 
 
 def _is_matrix(weight: ops.Weight) -> bool:
-    """Of numbers, or of rows of 8 bits; 4-bit ones are left as they are."""
+    """Of numbers, or of rows of 8 bits. Not of bytes: 4-bit ones, and rows of a GGUF."""
     return isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype != torch.uint8
 
 

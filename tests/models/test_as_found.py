@@ -1,0 +1,141 @@
+"""Weights as found: a GGUF in one packed format stays in it, in memory, in stores and in what is planned."""
+
+import struct
+
+import gguf
+import pytest
+import torch
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+
+import batchgen
+from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, weight_row_bytes
+from batchgen.core.errors import InputError
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.convert import convert, find_or_convert
+from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.models.store_format import is_quantized
+from batchgen.models.weight_store import load_extent
+from batchgen.ops import cpp
+from batchgen.planner.memory import group_bytes
+
+
+def make_gguf(directory, tensor_type, family="llama", **overrides):
+    """A tiny model whose rows are whole blocks of any format."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tiny_tokenizer(directory)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = make_tiny_model(family, directory, **sizes | overrides)
+    write_tiny_gguf(model, directory / "model.gguf", tensor_type=tensor_type, tokenizer=tokenizer)
+    return resolve_model(str(directory / "model.gguf"))
+
+
+def retyped(path, name, number):
+    """Another type for a tensor of a GGUF."""
+    data = path.read_bytes()
+    at = data.index(name.encode()) + len(name)
+    (dims,) = struct.unpack_from("<I", data, at)
+    at += 4 + 8 * dims
+    path.write_bytes(data[:at] + struct.pack("<I", number) + data[at + 4 :])
+
+
+def test_sizes_are_those_of_ggml():
+    for name, sizes in GGUF_FORMATS.items():
+        assert sizes == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+        assert name.upper() in cpp.GGUF_TYPES
+        assert weight_row_bytes(512, name) == 512 * FORMAT_BYTES[name]
+
+
+@pytest.mark.parametrize("weight_format", GGUF_FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # rows of heads are interleaved in the one alone
+def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family):
+    """In memory and in a store; all else is in the compute dtype."""
+    files = make_gguf(tmp_path, weight_format.upper(), family)
+    store = convert(files, tmp_path / "store", dtype="float32")
+    assert store.weight_format == weight_format
+    kept = resolve_model(str(store.path))
+    assert resolve_quantization(kept, "none") == weight_format
+    expanded = open_checkpoint(files).load_layer(1, torch.float32)
+    from_store = {
+        k: v
+        for e in store.layers[1].extents.values()
+        for k, v in load_extent(store.layers[1], e, torch.float32).items()
+    }
+    for found in (open_checkpoint(f).load_packed_layer(1, torch.float32, weight_format) for f in (files, kept)):
+        assert found.keys() == expanded.keys() == from_store.keys()
+        for name, numbers in expanded.items():
+            assert torch.equal(from_store[name], numbers)
+            if is_quantized(name, tuple(numbers.shape)):
+                assert found[name].nbytes == numbers.numel() * FORMAT_BYTES[weight_format]
+                assert torch.equal(
+                    cpp.unpack_gguf(weight_format.upper(), found[name], torch.empty_like(numbers)), numbers
+                )
+            else:
+                assert torch.equal(found[name], numbers)
+    groups = group_bytes(store.config, "float32", weight_format)
+    assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[1].extents.values() for t in e.tensors)
+    again = convert(kept, tmp_path / "expanded", dtype="float32", quantization="bf16")
+    assert again.weight_format == "float32"
+
+
+def test_what_none_means(tmp_path):
+    files = make_gguf(tmp_path, "Q8_0")
+    found = {q: resolve_quantization(files, q) for q in ("none", "bf16", "int4", "int8", "q8_0")}
+    assert found == {"none": "q8_0", "bf16": "bf16", "int4": "int4", "int8": "int8", "q8_0": "q8_0"}
+    assert resolve_quantization(files, "none", on_cpu=False) == "bf16"
+    with pytest.raises(InputError, match="'q4_0' is not one of none, bf16, int4, int8"):
+        resolve_quantization(files, "q4_0")
+    plain = make_gguf(tmp_path / "plain", "F16")
+    assert resolve_quantization(plain, "none") == "none"
+
+
+def test_a_mixture_of_formats_is_expanded(tmp_path):
+    files = make_gguf(tmp_path, "Q4_0")
+    # As large: only the type differs.
+    retyped(files.path, "blk.1.ffn_down.weight", gguf.GGMLQuantizationType.IQ4_NL)
+    assert resolve_quantization(files, "none") == "none"
+    assert open_checkpoint(files).load_layer(1, torch.float32)["down.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(("number", "named"), [(999, "unknown type 999"), (15, "unsupported type Q8_K")])
+def test_types_that_nobody_reads_are_named_before_anything_is_loaded(tmp_path, number, named):
+    files = make_gguf(tmp_path, "Q4_0")
+    retyped(files.path, "blk.1.ffn_down.weight", number)
+    with pytest.raises(InputError, match=named) as caught:
+        open_checkpoint(files)
+    assert "blk.1.ffn_down.weight" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    files = make_gguf(tmp_path / "model", "Q4_0")
+    store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")
+
+    def run(model, quantization="none"):
+        sampling = batchgen.SamplingParams(max_tokens=8)
+        with batchgen.Engine(str(model), dtype="float32", quantization=quantization, sampling=sampling) as engine:
+            tokens = [c.samples[0].token_ids for c in engine.generate(["The ferry", "Yes."])]
+            return engine.policy.weight_format, engine.parts.loaded_bytes, tokens
+
+    found, kept, expanded = run(files.path), run(store.path), run(files.path, "bf16")
+    assert found == kept and found[0] == "q4_0" and expanded[0] == "float32" and found[2] == expanded[2]
+    config = read_config(files)
+    matrices = config.num_layers * sum(rows * columns for rows, columns in config.layer_matrices.values())
+    assert expanded[1] - found[1] == matrices * (4 - 18 / 32)
+
+
+def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch):
+    """The results are the same, so a fingerprint does not tell one from the other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    files = make_gguf(tmp_path / "model", "Q4_0")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "The ferry"}\n{"prompt": "Yes."}\n')
+    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
+    report = batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", **options)
+    assert report["policy"]["weight_format"] == "q4_0" and report["rows_ok"] == 2
+    assert (
+        batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", quantization="bf16", **options)["state"]
+        == "already complete"
+    )
+    report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", quantization="bf16", **options)
+    assert report["policy"]["weight_format"] == "float32"
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "expanded.jsonl").read_bytes()

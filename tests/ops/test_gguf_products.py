@@ -1,0 +1,58 @@
+"""Products with rows of a GGUF: those of the unpacked weights, on every instruction set."""
+
+import itertools
+
+import pytest
+import torch
+from gguf_blocks import random_rows
+
+from batchgen.core.dtypes import GGUF_FORMATS
+from batchgen.ops import cpp as kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
+@pytest.mark.parametrize("weight_format", GGUF_FORMATS)
+def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
+    """Bit for bit: of one block and of several depths that are worked on apart, of few rows and many, gated or not."""
+    kind, (values, _) = weight_format.upper(), GGUF_FORMATS[weight_format]
+    generator = torch.Generator().manual_seed(0)
+    for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):
+        packed = torch.from_numpy(random_rows(kind, 40, depth, seed=depth))
+        weight = kernels.GgufWeight(packed, weight_format, isa)
+        assert weight.shape == (40, depth)
+        numbers = kernels.unpack_gguf(kind, packed, torch.empty(40, depth, dtype=dtype))
+        assert numbers.isfinite().all() and numbers.float().std() > 0.01
+        x = torch.randn(25, depth, generator=generator).to(dtype)
+        for rows, columns, activation in (
+            (1, 37, None),
+            (3, 40, "silu_mul"),
+            (25, 40, "relu"),
+            (25, 38, "gelu_tanh_mul"),
+        ):
+            made = columns // 2 if activation in kernels.GATED else columns
+            options = {
+                "bias": torch.randn(columns, generator=generator).to(dtype),
+                "residual": torch.randn(rows, made, generator=generator).to(dtype),
+                "activation": activation,
+            }
+            some = kernels.GgufWeight(packed[:columns], weight_format, isa)
+            plain = kernels.BoundWeight(numbers[:columns], isa)
+            assert torch.equal(kernels.linear(x[:rows], some, **options), kernels.linear(x[:rows], plain, **options))
+
+
+@pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
+    """More rows than are multiplied at once, of more panels than are unpacked at once."""
+    depth, columns, rows = 2112, 1100, 500
+    packed = torch.from_numpy(random_rows("Q4_1", columns, depth, seed=1))
+    numbers = kernels.unpack_gguf("Q4_1", packed, torch.empty(columns, depth, dtype=dtype))
+    x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
+    residual = torch.randn(rows, columns // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
+    options = {"activation": "silu_mul", "residual": residual}
+    found = kernels.linear(x, kernels.GgufWeight(packed, "q4_1", isa), **options)
+    assert torch.equal(found, kernels.linear(x, kernels.BoundWeight(numbers, isa), **options))
+    few = kernels.linear(x[:3], kernels.GgufWeight(packed, "q4_1", isa), activation="silu_mul", residual=residual[:3])
+    assert torch.equal(found[:3], few)
