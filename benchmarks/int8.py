@@ -4,7 +4,7 @@
     python benchmarks/int8.py perplexity
     python benchmarks/int8.py perplexity --formats "int8 weights" --tokens 2000
 
-Rates: one thread unless BATCHGEN_NUM_THREADS says otherwise; linear layers of fp32 and bf16 with packed weights, and of weights of
+Rates: on as many threads as BATCHGEN_NUM_THREADS says, one by its own clock; linear layers of fp32 and bf16 with packed weights, and of weights of
 8 bits, whose tokens are quantized within the call. Weights come from memory: several are used in turn. Perplexity: as
 `int4_perplexity.py`, of the demo model on Python's reference documentation; in parts where that takes long (`--windows 0 7`).
 
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from cpu_kind import machine, slug
 from int4_perplexity import DTYPE, measure, real_text
+from kernel_rates import clock
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import INT8
@@ -75,10 +76,10 @@ def rates(at_least_s: float) -> dict[str, dict]:
 def seconds_of(x: torch.Tensor, weights: list, turn: int) -> float:
     """Of one call, the mean of some that take a few milliseconds together."""
     calls = max(1, 256 // len(x))
-    started = time.perf_counter()
+    started = clock()
     for i in range(calls):
         ops.linear(x, weights[(turn + i) % len(weights)])
-    return (time.perf_counter() - started) / calls
+    return (clock() - started) / calls
 
 
 def load(files: ModelFiles, quantization: str, window: int, chunk: int) -> EngineParts:
