@@ -42,11 +42,11 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
             assert torch.equal(kernels.linear(x[:rows], some, **options), kernels.linear(x[:rows], plain, **options))
 
 
-@pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
+@pytest.mark.parametrize("isa", kernels.instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
     """More rows than are multiplied at once, of more panels than are unpacked at once."""
-    depth, columns, rows = 2112, 1100, 500
+    depth, columns, rows = 2112, 1100, 520
     packed = torch.from_numpy(random_rows("Q4_1", columns, depth, seed=1))
     numbers = kernels.unpack_gguf("Q4_1", packed, torch.empty(columns, depth, dtype=dtype))
     x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
