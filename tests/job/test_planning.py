@@ -305,7 +305,7 @@ class TestRunnable:
 
     def test_weights_as_found_need_less_memory(self):
         """A budget that the expanded ones do not fit."""
-        request = replace(REQUEST, model_name="llama", disk_memory=0)
+        request = replace(REQUEST, model_name="llama", disk_memory=0, store_bytes=GIB)
         box = cpu_box(cpu_memory_bytes=10 * GIB)
         assert "no plan fits" in complaint(make, box, llama_8b(), request=request)
         plan = make(box, llama_8b(), request=replace(request, quantization="q4_0"))
