@@ -101,7 +101,7 @@ def main() -> None:
     }
     found: dict[str, dict] = {}
     for name, path in models.items():
-        sides: dict[str, list[dict[str, float]]] = {"none": [], "bf16": []}
+        sides: dict[str, list[dict[str, float]]] = {name.lower(): [], "bf16": []}
         for _ in range(args.rounds):
             for quantization, rounds in sides.items():
                 command = [sys.executable, __file__, "--work-dir", str(args.work_dir), "--dtype", args.dtype]
@@ -111,8 +111,8 @@ def main() -> None:
             side: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
             for side, rounds in sides.items()
         }
-        ratios = {key: round(value / medians["bf16"][key], 3) for key, value in medians["none"].items()}
-        found[name] = {"as_found": medians["none"], "expanded": medians["bf16"], "as_found_over_expanded": ratios}
+        ratios = {key: round(value / medians["bf16"][key], 3) for key, value in medians[name.lower()].items()}
+        found[name] = {"as_found": medians[name.lower()], "expanded": medians["bf16"], "as_found_over_expanded": ratios}
         print(name, ratios, flush=True)
     on = machine()
     output = args.output or HERE / "results" / f"as_found-{slug(on)}.json"

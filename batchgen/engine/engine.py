@@ -16,6 +16,7 @@ from batchgen.core.request import Completion, Request, SamplingParams, Scored, S
 from batchgen.engine.generation import Generation
 from batchgen.engine.loader import (
     LoadRequest,
+    choose_quantization,
     in_memory_policy,
     load_parts,
     needs_store,
@@ -27,7 +28,7 @@ from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
 from batchgen.models.convert import find_or_convert
-from batchgen.models.files import cache_dir, read_config, resolve_model, resolve_quantization
+from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.runtime.grammar import check_grammar
 from batchgen.runtime.scheduling.adaptation import Adaptation, Change, Measured
 from batchgen.runtime.scheduling.from_policy import kv_pools, scheduler_limits
@@ -185,7 +186,8 @@ class Engine:
         files = resolve_model(model)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
-        quantization = resolve_quantization(files, quantization, on_cpu=where.kind != "cuda")
+        budgets = resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory)
+        quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
         policy = in_memory_policy(
             config,
             where,
@@ -205,7 +207,7 @@ class Engine:
             policy,
             dtype=dtype,
             device=where,
-            budgets=resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory),
+            budgets=budgets,
             min_output_len=sampling.max_tokens,
             sampling=sampling,
             task=None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, KV_CODE_BITS, weight_format_of
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, FORMAT_BYTES, GGUF_FORMATS, INT4, KV_CODE_BITS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -30,7 +30,7 @@ from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest
+from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest, resolve_quantization
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 ADMISSIONS = ("continuous", "static")
 # Of the memory that is free, this part is left for everything else on the machine.
 _MARGIN_FRAC = 0.1
+_EXPANDED_FRAC = 0.5  # of the host's memory: what a GGUF's weights may take when they are expanded, so that KV has room
 # Of KV pools, what is provided ahead of its use. What is used of a pool is known only later, as rows may share most of their KV.
 # It begins while the model loads, where that leaves cores idle, else once it is loaded: loading keeps two or three cores busy.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
@@ -150,6 +151,36 @@ def resolve_budgets(
     elif gpu_memory is not None:
         raise InputError("--gpu-memory is given, but there is no GPU: leave it out, or give --device emulated:...")
     return budgets
+
+
+def choose_quantization(
+    files: ModelFiles,
+    config: ModelConfig,
+    quantization: str,
+    dtype: str,
+    device: Device,
+    memory_bytes: Callable[[], int],
+) -> str:
+    """As of `resolve_quantization`; a GGUF's packed weights are expanded where that takes little of the memory.
+
+    Both hold the same numbers. Products of expanded weights are faster, the more so the fewer the tokens; packed ones leave memory.
+
+    Args:
+        files: The model.
+        config: Its configuration.
+        quantization: What is asked for.
+        dtype: What is computed in.
+        device: What computes.
+        memory_bytes: Gives the host's, for the whole process; asked where it matters.
+
+    Raises:
+        InputError: There is no such format, or the model is not in it.
+    """
+    found = resolve_quantization(files, quantization, on_cpu=device.kind != "cuda")
+    if quantization != AS_FOUND or files.kind != "gguf" or found not in GGUF_FORMATS:
+        return found
+    expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
+    return EXPANDED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
 
 
 def in_memory_policy(

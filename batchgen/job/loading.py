@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from batchgen.core.dtypes import EXPANDED, GGUF_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
@@ -37,11 +38,11 @@ def load_engine(
     """
     options, files, policy = job.options, job.files, plan.policy
     generates = options.task == "generate"
-    store = None
+    store, quantization = None, _quantization(options.quantization, policy.weight_format)
     if needs_store(policy):
         with progress.layers() as on_layer:
             store = find_or_convert(
-                files, job.offload_dir, plan.dtype, options.quantization, notify=progress.say, on_layer=on_layer
+                files, job.offload_dir, plan.dtype, quantization, notify=progress.say, on_layer=on_layer
             )
     progress.say(f"loading {files.name}")
     request = LoadRequest(
@@ -70,6 +71,13 @@ def load_engine(
         on_overlong=options.on_overlong,
         sampling=options.sampling,
     )
+
+
+def _quantization(resolved: str, weight_format: str) -> str:
+    """What the job's plan has, which may have a GGUF's rows as found where the job would expand them, or the other way round."""
+    if weight_format in GGUF_FORMATS:
+        return weight_format
+    return EXPANDED if resolved in GGUF_FORMATS else resolved
 
 
 def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:

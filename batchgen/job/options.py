@@ -77,8 +77,8 @@ _INPUT_HELP = (
     " - is stdin."
 )
 _QUANTIZATION_HELP = (
-    "none: the layers' matrices as they are found; bf16: packed ones expanded to the dtype that is computed in; int4: in 4 bits;"
-    " int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
+    "none: the layers' matrices as they are found, or those of a GGUF expanded where memory is plenty; bf16: always expanded to"
+    " the dtype that is computed in; int4: in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
 _KV_HELP = "int8, int4: KV in 8 or 5 bits."
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, KV_CODE_BITS, weight_format_of
+from batchgen.core.dtypes import (
+    FORMAT_BYTES,
+    GGUF_FORMATS,
+    INT4,
+    INT8,
+    KV_CODE_BITS,
+    changes_results,
+    weight_format_of,
+)
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -32,7 +40,7 @@ from batchgen.job.resolved import ResolvedJob
 from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import cache_dir
+from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
@@ -399,16 +407,14 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    weights = {weight_format_of(job.dtype, options.quantization)}
+    if not changes_results(options.quantization):  # rows of a GGUF hold the same numbers as found and expanded
+        weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (
-        (
-            "--quantization",
-            options.quantization,
-            weight_format_of(job.dtype, options.quantization),
-            policy.weight_format,
-        ),
-        ("--kv-cache-dtype", options.kv_cache_dtype, kv_format, policy.kv_format),
+        ("--quantization", options.quantization, weights, policy.weight_format),
+        ("--kv-cache-dtype", options.kv_cache_dtype, {kv_format}, policy.kv_format),
     ):
-        if planned != stored:
+        if planned not in stored:
             raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")
     return plan
 

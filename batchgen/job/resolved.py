@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +10,10 @@ from pathlib import Path
 from batchgen.core.device import Device, parse_device
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import size_bytes
-from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_quantization
+from batchgen.models.files import ModelFiles, cache_dir, read_config
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,12 @@ def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | No
     """
     config = config or read_config(files)
     device = parse_device(options.device)
-    return _resolved(options, files, config, device, resolve_dtype(config, options.dtype, device))
+    dtype = resolve_dtype(config, options.dtype, device)
+
+    def memory_bytes() -> int:
+        return resolve_budgets(device, cpu_memory=options.cpu_memory, gpu_memory=options.gpu_memory)["cpu"]
+
+    return _resolved(options, files, config, device, dtype, memory_bytes)
 
 
 def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig) -> ResolvedJob:
@@ -68,11 +73,23 @@ def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFile
     dtype = options.dtype
     if dtype == "auto":
         dtype = config.dtype if hardware.compute.has_rates("gemm_flops_per_s", config.dtype) else "float32"
-    return _resolved(options, files, config, Device("cpu" if hardware.gpu is None else "cuda"), dtype)
+    device = Device("cpu" if hardware.gpu is None else "cuda")
+
+    def memory_bytes() -> int:
+        return hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
+
+    return _resolved(options, files, config, device, dtype, memory_bytes)
 
 
-def _resolved(options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device, dtype: str) -> ResolvedJob:
-    quantization = resolve_quantization(files, options.quantization, on_cpu=device.kind != "cuda")
+def _resolved(
+    options: JobOptions,
+    files: ModelFiles,
+    config: ModelConfig,
+    device: Device,
+    dtype: str,
+    memory_bytes: Callable[[], int],
+) -> ResolvedJob:
+    quantization = choose_quantization(files, config, options.quantization, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:
         return None if value is None else size_bytes(value)

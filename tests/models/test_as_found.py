@@ -5,11 +5,14 @@ import struct
 import gguf
 import pytest
 import torch
+from command_line import invoke
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
+from batchgen.core.device import parse_device
 from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
+from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
@@ -17,6 +20,8 @@ from batchgen.models.store_format import is_quantized
 from batchgen.models.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
+
+OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
 
 
 def make_gguf(directory, tensor_type, family="llama", **overrides):
@@ -105,7 +110,25 @@ def test_types_that_nobody_reads_are_named_before_anything_is_loaded(tmp_path, n
     assert "blk.1.ffn_down.weight" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch):
+@pytest.fixture
+def little_memory(monkeypatch):
+    """As if there were no room for expanded weights."""
+    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0)
+
+
+def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
+    files, cpu = make_gguf(tmp_path, "Q4_0"), parse_device("cpu")
+    config = read_config(files)
+    size = config.num_params * 4
+
+    def chosen(memory, quantization="none", dtype="float32"):
+        return choose_quantization(files, config, quantization, dtype, cpu, lambda: memory)
+
+    assert [chosen(2 * size), chosen(2 * size - 1), chosen(size, dtype="bfloat16")] == ["bf16", "q4_0", "bf16"]
+    assert [chosen(0, "bf16"), chosen(0, "int8"), chosen(2 * size, "q4_0")] == ["bf16", "int8", "q4_0"]
+
+
+def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make_gguf(tmp_path / "model", "Q4_0")
     store = find_or_convert(files, tmp_path / "stores", "float32", "q4_0")
@@ -119,23 +142,40 @@ def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch):
     found, kept, expanded = run(files.path), run(store.path), run(files.path, "bf16")
     assert found == kept and found[0] == "q4_0" and expanded[0] == "float32" and found[2] == expanded[2]
     config = read_config(files)
-    matrices = config.num_layers * sum(rows * columns for rows, columns in config.layer_matrices.values())
+    matrices = config.num_layers * sum(r * c for group in config.layer_matrices.values() for r, c in group)
     assert expanded[1] - found[1] == matrices * (4 - 18 / 32)
 
 
-def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch):
+def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch, little_memory):
     """The results are the same, so a fingerprint does not tell one from the other."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     files = make_gguf(tmp_path / "model", "Q4_0")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "The ferry"}\n{"prompt": "Yes."}\n')
-    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
-    report = batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", **options)
+    report = batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", **OPTIONS)
     assert report["policy"]["weight_format"] == "q4_0" and report["rows_ok"] == 2
     assert (
-        batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", quantization="bf16", **options)["state"]
+        batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", quantization="bf16", **OPTIONS)["state"]
         == "already complete"
     )
-    report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", quantization="bf16", **options)
+    report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", quantization="bf16", **OPTIONS)
     assert report["policy"]["weight_format"] == "float32"
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "expanded.jsonl").read_bytes()
+
+
+def test_a_plan_says_how_weights_are_kept(tmp_path, monkeypatch):
+    """Of a machine with more or less memory than this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    files = make_gguf(tmp_path / "model", "Q4_0")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "The ferry"}\n{"prompt": "Yes."}\n')
+    found = {}
+    for name, frac, then in (("kept", 0, 0.5), ("expanded", 0.5, 0)):
+        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", frac)
+        sizes = ["--dtype", "float32", "--cpu-memory", "2GiB", "--max-tokens", "4"]
+        code, _, message = invoke("plan", "-m", files.path, "-i", "rows.jsonl", "-o", "plan.json", *sizes)
+        assert code == 0, message
+        monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", then)
+        report = batchgen.run(str(files.path), "rows.jsonl", f"{name}.jsonl", plan="plan.json", **OPTIONS)
+        found[name] = report["policy"]["weight_format"], (tmp_path / f"{name}.jsonl").read_bytes()
+    assert [found["kept"][0], found["expanded"][0]] == ["q4_0", "float32"] and found["kept"][1] == found["expanded"][1]
