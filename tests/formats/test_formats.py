@@ -45,6 +45,7 @@ PROMPTS = [prompt for prompt in pq.read_table(HERE / "run_directory" / "rows.par
 WRITERS = {
     "core/atomic_file.py": "for the others",
     "helm/jobs.py": "helm_jobs",
+    "job/destination.py": "what was copied to a URL, by its digest, beside the manifest",
     "job/files.py": ("plan", "hardware_profile"),
     "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",

@@ -311,7 +311,7 @@ class TestRunnable:
         plan = make(box, llama_8b(), request=replace(request, quantization="q4_0"))
         assert plan.policy.weight_format == "q4_0"
         model = llama_8b()
-        matrices = sum(rows * columns for rows, columns in model.layer_matrices.values())
+        matrices = sum(rows * columns for group in model.layer_matrices.values() for rows, columns in group)
         stored = model.num_layers * (matrices * 18 / 32 + 2 * (model.params_per_layer - matrices))
         assert plan.placement_bytes["weights"]["cpu"] == pytest.approx(
             stored + 2 * (model.embedding_params + model.head_params)

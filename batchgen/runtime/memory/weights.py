@@ -108,8 +108,8 @@ class Weights:
         self._dequantized = [
             self._dequantized_buffers() for _ in range(dequantized_slots if residency.weight_format == INT4 else 0)
         ]
-        self.embeddings, self.head = self._load_ends()
-        self._sinks = self._load_sinks(tiers.device)
+        self._sinks: dict[str, Tensor] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
+        self.embeddings, self.head = self._load_ends(tiers.device)
         if self.residency.head == self._compute_tier:
             self.head = self._packed(self.head)
         self._layers: dict[tuple[int, int | None], Tensors] = {}  # once they have been asked for
@@ -289,7 +289,7 @@ class Weights:
         arena = self.arenas[self._compute_tier]
         return {n: arena.empty(*shape, "expanded weights") for n, shape in largest.items()}
 
-    def _load_ends(self) -> tuple[Tensors, Tensors]:
+    def _load_ends(self, device: torch.device) -> tuple[Tensors, Tensors]:
         """Embeddings and head; the head's slots where it comes over in chunks."""
         if self._store is not None:
             ends = [
@@ -302,6 +302,9 @@ class Weights:
         self._embeddings_tier = self.residency.head if self.config.tied_embeddings else self.residency.embeddings
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
         self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
+        if self.config.sinks:
+            sinks = head["sinks.weight"].float().view(self.config.num_layers, self.config.num_heads)
+            self._sinks = {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
         for name, tensor in head.items():  # what is small, where it is used
             tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
             head[name] = self.arenas[tier].memory.keep(tensor)
@@ -313,13 +316,6 @@ class Weights:
                 self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]
         return embeddings, head
-
-    def _load_sinks(self, device: torch.device) -> dict[str, Tensor]:
-        """Type of device -> those of all layers, fp32 [layers, heads]: the host attends, too."""
-        if not self.config.sinks:
-            return {}
-        sinks = self.head["sinks.weight"].float().view(self.config.num_layers, self.config.num_heads)
-        return {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
 
     def _output_matrix(self) -> ops.Weight:
         return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
