@@ -16,9 +16,20 @@ _HASH_SAMPLE_BYTES = 64 << 10
 _HASH_SAMPLES = 64
 
 
-def files_identity(paths: list[str], partitions: Partitions | None = None) -> dict[str, Any]:
-    """What tells these files from others, wherever they lie: see `Dataset.identity`."""
-    identity: dict[str, Any] = {"files": [_file_identity(path) for path in paths]}
+def sizes_of(paths: list[str]) -> list[int]:
+    """Bytes of each file; to be taken before rows are counted, so that what comes meanwhile is taken for rows to come."""
+    return [_size_of(path) for path in paths]
+
+
+def files_identity(
+    paths: list[str], partitions: Partitions | None = None, sizes: list[int] | None = None
+) -> dict[str, Any]:
+    """What tells these files from others, wherever they lie: see `Dataset.identity`.
+
+    sizes: How many bytes of each count; None: all that there are now.
+    """
+    lengths = sizes_of(paths) if sizes is None else sizes
+    identity: dict[str, Any] = {"files": [_file_identity(*file) for file in zip(paths, lengths, strict=True)]}
     if partitions is not None and partitions.fields:
         identity["partitions"] = [partitions.row(path) for path in paths]
     return identity
@@ -57,10 +68,14 @@ def _got_lines(path: str, was: dict[str, Any]) -> bool:
         return (before in b"\n" or after in b"\r\n") and _sha256(file, size_bytes) == was["sha256"]
 
 
-def _file_identity(path: str) -> dict[str, Any]:
+def _size_of(path: str) -> int:
+    with naming(path), open_raw(path) as file:
+        return file.seek(0, os.SEEK_END)
+
+
+def _file_identity(path: str, size_bytes: int) -> dict[str, Any]:
     """Name, size and SHA-256; of a file over 64 MiB, of its head, its tail and 64 evenly spaced samples."""
     with naming(path), open_raw(path) as file:
-        size_bytes = file.seek(0, os.SEEK_END)
         return {"name": Path(path).name, "size_bytes": size_bytes, "sha256": _sha256(file, size_bytes)}
 
 

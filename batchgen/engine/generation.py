@@ -20,7 +20,7 @@ from batchgen.core.request import (
 )
 from batchgen.engine.encode import Texts, check_vocabulary, chunks, encode_prompt, encode_texts
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.models.harmony import Harmony
+from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.runtime.grammar import Grammar
 from batchgen.runtime.scheduling.from_policy import longest_sequence
 from batchgen.runtime.scheduling.sequence import PENDING, Sequence
@@ -204,7 +204,8 @@ class Generation:
             sequence = Sequence(prepared.index, row_id, first + k, list(token_ids), sampling)
             sequence.constraint = prepared.grammar and prepared.grammar.start()
             if sampling.stop:
-                self._detectors[sequence] = self._parts.tokenizer.stop_detector(sampling.stop)
+                detector = self._parts.tokenizer.stop_detector(sampling.stop)
+                self._detectors[sequence] = AnswerStops(self._harmony, detector) if self._harmony else detector
             if started:  # the prompt is computed by the first
                 sequence.prefix_donor, sequence.num_donated = started[0], sequence.num_prompt - 1
             started.append(sequence)
@@ -283,19 +284,17 @@ class Generation:
 
     def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:
         tokenizer, generated = self._parts.tokenizer, sequence.generated
-        channels = self._harmony.read(generated) if self._harmony else None
+        said = generated[:-1] if finish.ends_with_stop_token else generated
+        channels = self._harmony.read(said) if self._harmony else None
         if channels is not None:
             return self._in_channels(sequence, finish, *channels)
-        if detector is not None and isinstance(finish.stop, str):
-            text = detector.text
-        else:
-            text = tokenizer.decode(generated[:-1] if finish.ends_with_stop_token else generated)
+        text = detector.text if detector is not None and isinstance(finish.stop, str) else tokenizer.decode(said)
         return Sample(text, tuple(generated), finish.reason, self._logprobs(sequence), finish.stop)
 
     def _in_channels(self, sequence: Sequence, finish: _Finish, text: str, reasoning: str) -> Sample:
-        """A sample of a model that thinks before it answers. A stop string ends what it stands in."""
+        """A sample of a model that thinks before it answers. A stop string ends the answer."""
         if isinstance(finish.stop, str):
-            text, reasoning = text.split(finish.stop)[0], reasoning if text else reasoning.split(finish.stop)[0]
+            text = text.split(finish.stop)[0]
         generated, logprobs = tuple(sequence.generated), self._logprobs(sequence)
         return Sample(text, generated, finish.reason, logprobs, finish.stop, reasoning)
 

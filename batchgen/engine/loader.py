@@ -177,7 +177,7 @@ def choose_quantization(
         InputError: There is no such format, or the model is not in it.
     """
     found = resolve_quantization(files, quantization, on_cpu=device.kind != "cuda")
-    if quantization != AS_FOUND or files.kind != "gguf" or found not in GGUF_FORMATS:
+    if quantization != AS_FOUND or found not in GGUF_FORMATS:
         return found
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
     return EXPANDED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found

@@ -19,8 +19,8 @@ def run_convert(options: ConvertOptions) -> str:
     started_s = time.monotonic()
     shown = Progress(options.progress)
     files = resolve_model(options.model, notify=shown.say)
-    quantization = resolve_quantization(files, options.quantization)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
+    quantization = resolve_quantization(files, options.quantization)
     weight_format = weight_format_of(dtype, quantization)
     shown.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
     with shown.layers() as on_layer:

@@ -118,7 +118,9 @@ class JobOptions:
     quantization: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="none", choices=QUANTIZATIONS, help=_QUANTIZATION_HELP
     )
-    kv_cache_dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP)
+    kv_cache_dtype: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
+    )
     max_model_len: int | None = _option(
         MODEL,
         f"{_COMMANDS} lm_eval helm engine",

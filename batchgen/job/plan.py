@@ -14,7 +14,7 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
-from batchgen.engine.loader import resolve_context, store_bytes
+from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
@@ -73,8 +73,8 @@ def run_plan(options: PlanOptions) -> list[str]:
         trace_plan(plan, config, case.hardware, job.trace)
     others = []
     if options.what_if:
-        hardware, request = what_if(case.hardware, case.request, _changes(options.what_if))
-        other, _ = plan_case(replace(case, hardware=hardware, request=request), estimated)
+        changed = _changed_case(case, _changes(options.what_if), job.quantization)
+        other, _ = plan_case(changed, estimated)
         others = [(", ".join(options.what_if), other)]
     if options.html:
         write_text(plan_page(plan, explained, problem, config, case.hardware, others), options.html, "--html")
@@ -89,6 +89,15 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
     return lines
+
+
+def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Case:
+    """The case on a changed machine, which may have room for expanded weights, or have lost it. quantization: as asked for."""
+    hardware, request = what_if(case.hardware, case.request, changes)
+    memory = hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory
+    job = case.job
+    chosen = choose_quantization(job.files, job.config, quantization, job.dtype, job.device, lambda: memory)
+    return replace(case, hardware=hardware, request=replace(request, quantization=chosen))
 
 
 def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:

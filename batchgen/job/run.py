@@ -166,13 +166,13 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
-        output = options.output
+        output, named = options.output, options.output is not None
         if output is None:
             output = _cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
             options = replace(options, output=output)
             check_files(options)
-            job = replace(job, resolved=replace(resolved, options=options))
-        with open_output(options, output, fingerprint, source) as state:
+            job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
+        with open_output(options, output, fingerprint, source, named=named) as state:
             return _carry_on(job, state)
 
 

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 def open_output(
-    options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource
+    options: JobOptions, output: str | Path, fingerprint: dict[str, Any], source: RequestSource, *, named: bool
 ) -> Run | SharedRun:
-    """Open a job's output, alone or as one of several workers. Raises BatchgenError."""
-    # A file that is called after the fingerprint is never that of another job.
-    named = options.output is not None
+    """Open a job's output, alone or as one of several workers. Raises BatchgenError.
+
+    named: Whether the job says where it is; else it is called after the fingerprint, and is never that of another job.
+    """
     extends = growing_from(source) if named else None
     keep_parts = named and source.dataset.may_grow
     if options.share:

@@ -6,10 +6,11 @@ anyway: continuous admission, chunked prompts, and the sizes that suit it best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, Policy, WayTime
 from batchgen.core.units import format_bytes, format_seconds
@@ -51,6 +52,8 @@ def limited(
     classes = tuple(name for name in allowed.kv_classes if name in kv)
     if num_gpu_batches is not None and problem.num_gpu_batches not in (None, num_gpu_batches):
         raise NoWay(f"takes {num_gpu_batches} micro-batches, --num-gpu-batches is {problem.num_gpu_batches}")
+    if num_gpu_batches is not None and problem.block_size is not None and problem.block_size % num_gpu_batches:
+        raise NoWay(f"takes {num_gpu_batches} micro-batches, --max-num-seqs is {problem.block_size}")
     if not tiers or not classes:
         raise NoWay("is not among what this plan may do")
     return replace(
@@ -156,7 +159,7 @@ ON_CPU = (
         "quantised",
         "weights in 4 bits (--quantization int4)",
         _quantised,
-        lambda policy: FORMAT_BYTES[policy.weight_format] < FORMAT_BYTES["float16"],
+        lambda policy: policy.weight_format == INT4,
     ),
     Way("streamed", "weights or KV from disk", _streamed, _uses_disk),
     Way("in memory", "weights and KV in memory", _in_memory, lambda policy: True),
@@ -182,7 +185,11 @@ def best_plan(way: Way, problem: Problem, plan_of: PlanOf) -> Plan:
         plan_of: Makes a plan of a candidate and the seconds of its sweeps, None for those of the cost model.
     """
     plans = [plan_of(c, simulate_shortened(plan_of(c, None), c).seconds) for c in way.find(problem)]
-    return min(plans, key=lambda plan: plan.prediction.total_s)
+    limit_s = problem.max_block_latency_s or math.inf
+    kept = [plan for plan in plans if plan.prediction.block_latency_s <= limit_s]
+    if not kept:
+        raise NoWay("its blocks take longer than --max-block-latency")
+    return min(kept, key=lambda plan: plan.prediction.total_s)
 
 
 def with_ways(plan: Plan, problem: Problem, plan_of: PlanOf) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.models.tokenizer import Tokenizer
+from batchgen.models.tokenizer import StopDetector, Tokenizer
 
 _MARKS = {"<|start|>": "start", "<|channel|>": "channel", "<|message|>": "message", "<|end|>": "end"}
 _ENDS = ("<|return|>", "<|call|>")  # of an answer; they count as `<|end|>`
@@ -29,6 +29,11 @@ class Harmony:
             return None
         return cls(tokenizer, {**dict.fromkeys(map(tokenizer.token_id, _ENDS), "end"), **ids})
 
+    def name_of(self, channel: Sequence[int]) -> str:
+        """Of a channel, by the tokens before its message: "final" may be followed by what the answer is bound to, such as "json"."""
+        words = self.tokenizer.decode(channel).split()
+        return words[0] if words else ""
+
     def read(self, token_ids: Sequence[int]) -> tuple[str, str] | None:
         """The answer and what was thought before it, of the tokens of one sample; None where no channel is named."""
         if "channel" not in map(self.marks.get, token_ids):
@@ -39,7 +44,7 @@ class Harmony:
         for token_id in token_ids:
             mark = self.marks.get(token_id)
             if mark == "message":
-                messages.append((self.tokenizer.decode(channel).strip(), []))
+                messages.append((self.name_of(channel), []))
             if mark is not None:
                 state, channel = mark, []
             elif state == "channel":
@@ -49,3 +54,30 @@ class Harmony:
         texts = [(name == "final", self.tokenizer.decode(text)) for name, text in messages]
         answer, thoughts = ([text for final, text in texts if final is wanted and text] for wanted in (True, False))
         return "".join(answer), "\n".join(thoughts)
+
+
+class AnswerStops:
+    """A `StopDetector` that is told of an answer alone: what stops it may well stand in the thoughts before it."""
+
+    def __init__(self, harmony: Harmony, detector: StopDetector) -> None:
+        self._harmony, self._detector = harmony, detector
+        self._state, self._answers = "message", True  # where no channel is named, all is the answer
+        self._channel: list[int] = []
+
+    def push(self, token_id: int) -> str | None:
+        """As `StopDetector.push`."""
+        mark = self._harmony.marks.get(token_id)
+        if mark == "message":
+            self._answers = self._harmony.name_of(self._channel) == "final"
+        if mark is not None:
+            self._state, self._channel = mark, []
+        elif self._state == "channel":
+            self._channel.append(token_id)
+        elif self._state == "message" and self._answers:
+            return self._detector.push(token_id)
+        return None
+
+    @property
+    def text(self) -> str:
+        """As `StopDetector.text`."""
+        return self._detector.text

@@ -24,7 +24,7 @@ _SMALLER_SIZES = 8
 
 
 def apex_candidates(problem: Problem, worth: Callable[[float], bool]) -> Iterator[Candidate]:
-    """One micro-batch with weights and KV on the GPU, and deferred sequences beside it.
+    """One micro-batch with weights and KV on the GPU, alone and with deferred sequences beside it.
 
     What the CPU attends to within a sweep would wait behind theirs, so there are no others in host memory.
     """
@@ -33,6 +33,8 @@ def apex_candidates(problem: Problem, worth: Callable[[float], bool]) -> Iterato
     on_gpu = replace(problem.allowed, weight_tiers=("gpu",), kv_classes=("gpu",))
     with contextlib.suppress(InputError):
         base = search(replace(problem, num_gpu_batches=1, admissions=("continuous",), allowed=on_gpu))
+        if worth(base.seconds):
+            yield base
         found = deferring(problem, base, worth)
         if found is not None:
             yield found

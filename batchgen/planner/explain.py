@@ -136,7 +136,7 @@ def _stages(candidate: Candidate, at: Placement, total_s: float) -> tuple[Stage,
 
 
 def _stage_name(s: CostInputs, phase: Phase) -> str:
-    full = 3 * phase.decode_seqs >= 2 * min(s.block_size, s.workload.num_seqs)
+    full = 3 * phase.decode_seqs >= 2 * min(s.swept_seqs, s.workload.num_seqs)
     if phase.prefill_tokens:
         return "steady" if full else "prefill"
     return "decode" if full else "tail"

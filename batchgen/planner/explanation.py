@@ -162,8 +162,10 @@ def _weight_sentences(plan: Plan) -> list[str]:
 def _kv_sentences(plan: Plan) -> list[str]:
     words = _KV_SENTENCES if "gpu" in plan.budgets else _KV_SENTENCES_CPU
     counts = plan.policy.kv_seqs
+    found = [(counts[c], words[c]) for c in words if counts.get(c)]
     return [
-        f"{counts[c]:,} {'sequence' if counts[c] == 1 else 'sequences'} {words[c]}." for c in words if counts.get(c)
+        f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
+        for n, text in found
     ]
 
 
@@ -179,7 +181,9 @@ def _prices(plan: Plan, planned_anew_s: Mapping[str, float]) -> tuple[Price, ...
     """Those worth a thousandth of the time, at first order or where all is planned anew."""
     predicted = plan.prediction
     saved = {**predicted.memory_price_s, **predicted.lane_price_s}
-    found = [Price(price_name(name), seconds, planned_anew_s.get(name)) for name, seconds in saved.items()]
+    # Of first order: a whole GiB where there is little may promise more than all there is.
+    most = predicted.total_s - predicted.startup_s
+    found = [Price(price_name(name), min(s, most), planned_anew_s.get(name)) for name, s in saved.items()]
     worth = 0.001 * predicted.total_s
     useful = [price for price in found if max(price.saved_s, price.planned_anew_s or 0.0) > worth]
     return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
@@ -215,7 +219,7 @@ def total_lines(explained: Explanation) -> list[str]:
         lines.append(f"written to the disk: {', '.join(parts)}")
     millions = (prompts + generated) / 1e6
     if explained.cost is not None:
-        lines.append(f"cost: {explained.cost:,.2f}, {explained.cost / millions:,.3g} for a million tokens")
+        lines.append(f"cost: {explained.cost:,.3g}, {explained.cost / millions:,.3g} for a million tokens")
     if explained.energy_kwh is not None:
         wh = explained.energy_kwh * 1000
         lines.append(f"energy: {explained.energy_kwh:,.3g} kWh, {wh / millions:,.3g} Wh for a million tokens")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -459,7 +459,8 @@ def explain_infeasible(problem: Problem) -> str:
         if needed[tier] <= sizes[tier]
     ]
     # Where only one tier is allowed the caller does not offer formats either.
-    open_choice = len(problem.allowed.weight_tiers) > 1 and "int4" not in problem.weight_formats
+    least_bytes = min(FORMAT_BYTES[name] for name in problem.weight_formats)
+    open_choice = len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
     hint = "; --quantization int4 would need less" if open_choice else ""
     if changes:
         return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"

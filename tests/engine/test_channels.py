@@ -7,6 +7,7 @@ from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.generation import Generation, _Finish
+from batchgen.models.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizer import Tokenizer
 
 MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
@@ -26,7 +27,6 @@ def tokenizer(tmp_path_factory):
     [
         ("gpt_oss", f"{THOUGHTS}{ANSWER}<|return|>", None, "Four: 4.", "Two; and two."),
         ("gpt_oss", f"{THOUGHTS}{ANSWER}", ":", "Four", "Two; and two."),
-        ("gpt_oss", "<|channel|>analysis<|message|>Two; and", ";", "", "Two"),
         ("gpt_oss", "Four: 4.", None, "Four: 4.", None),
         ("llama", ANSWER, None, "finalFour: 4.", None),
     ],
@@ -38,3 +38,28 @@ def test_the_text_is_that_of_the_final_channel(tokenizer, family, generated, sto
     finish = _Finish("stop", stop, ends_with_stop_token=generated.endswith("<|return|>"))
     sample = Generation(parts, SamplingParams(), "error")._sample(sequence, finish, None)
     assert (sample.text, sample.reasoning, sample.token_ids) == (text, reasoning, tuple(token_ids))
+
+
+def test_what_stops_an_answer_may_stand_in_thoughts(tokenizer):
+    """And in names of channels; where no channel is named it stops what there is."""
+    harmony = Harmony.of(tokenizer)
+
+    def stopped_at(generated, *stop):
+        stops = AnswerStops(harmony, tokenizer.stop_detector(stop))
+        token_ids = tokenizer.encode_batch([generated], add_special_tokens=False)[0]
+        return next((i for i, token in enumerate(token_ids) if stops.push(token)), None), stops.text
+
+    thoughts = len(tokenizer.encode_batch([THOUGHTS], add_special_tokens=False)[0])
+    at, text = stopped_at(f"{THOUGHTS}{ANSWER}", "o", "final")
+    assert at > thoughts and text == "F"
+    assert stopped_at(THOUGHTS, "Two", "assistant") == (None, "")
+    assert stopped_at("Four: 4.", "o")[1] == "F"
+
+
+def test_a_stop_token_is_no_part_of_the_answer(tokenizer):
+    parts = SimpleNamespace(tokenizer=tokenizer, config=SimpleNamespace(family="gpt_oss"))
+    token_ids = tokenizer.encode_batch([f"{THOUGHTS}{ANSWER}"], add_special_tokens=False)[0]
+    sequence = SimpleNamespace(generated=token_ids, sampling=SamplingParams())
+    finish = _Finish("stop", token_ids[-1], ends_with_stop_token=True)
+    sample = Generation(parts, SamplingParams(), "error")._sample(sequence, finish, None)
+    assert sample.text == tokenizer.decode(token_ids[:-1]).rpartition("final")[2]

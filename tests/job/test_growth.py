@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
 
+from batchgen.job import run as run_module
+
 ROWS = [{"prompt": f"The ferry to pier {i}", "pier": i} for i in range(9)]
 
 
@@ -67,6 +69,27 @@ def test_appended_lines(job, tmp_path):
     write_lines(source, [*ROWS[:3], {**ROWS[3], "pier": 33}, *ROWS[4:]])
     code, _, said = job(source, output)
     assert code == 2 and "made with other settings: input.files" in said
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])
+def test_lines_that_come_while_a_job_starts_are_for_the_next_one(job, tmp_path, monkeypatch, name):
+    """Its rows have been counted when its input's contents are looked at."""
+    source, output = tmp_path / name, tmp_path / "out.jsonl"
+    as_text = (
+        (lambda row: json.dumps(row) + "\n") if name == "in.jsonl" else (lambda row: f"{row['prompt']},{row['pier']}\n")
+    )
+    head = "" if name == "in.jsonl" else "prompt,pier\n"
+    source.write_text(head + "".join(map(as_text, ROWS[:2])))
+    resolve = run_module.resolve_model
+
+    def while_starting(*args, **options):
+        source.write_text(source.read_text() + as_text(ROWS[2]))
+        return resolve(*args, **options)
+
+    monkeypatch.setattr(run_module, "resolve_model", while_starting)
+    assert counts(job(source, output)[1]) == (0, 2)
+    monkeypatch.undo()
+    assert counts(job(source, output)[1]) == (2, 3)
 
 
 def test_another_seed_does_not_go_on(job, tmp_path):

@@ -14,6 +14,7 @@ from batchgen.job.simulation import simulate_job
 from batchgen.job.ways import ON_CPU, WITH_GPU, way_lines, way_of, ways_for, with_ways
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
+from batchgen.planner.explanation import explanation_of
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import search
 
@@ -164,3 +165,24 @@ def test_every_policy_goes_one_way(ways):
     }
     for way in ways:
         assert way_of(replace(policy, **changes[way.name]), ways) == way.name
+
+
+@pytest.mark.parametrize("limit_s", [0.951, 0.2625])
+def test_the_plan_is_no_slower_than_a_way_within_the_latency(limit_s):
+    plan = planned(slow_cpu(8 if limit_s > 0.5 else 3), max_block_latency_s=limit_s)
+    *ways, chosen = plan.ways
+    assert plan.prediction.block_latency_s <= limit_s
+    assert chosen.seconds <= 1.02 * min(way.seconds for way in ways if way.seconds is not None)
+
+
+def test_a_block_of_one_has_no_second_batch():
+    plan = planned(slow_cpu(1.5), max_num_seqs=1)
+    neo = next(way for way in plan.ways if way.name == "NEO")
+    assert neo.seconds is None and "--max-num-seqs is 1" in neo.reason
+
+
+def test_most_of_a_job_with_deferred_attention_is_steady():
+    plan = planned(slow_cpu(16))
+    assert plan.policy.kv_seqs["deferred"]
+    stages = explanation_of(plan).stages
+    assert max(stages, key=lambda stage: stage.seconds).name == "steady"

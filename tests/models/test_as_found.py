@@ -125,6 +125,9 @@ def test_weights_are_expanded_where_that_takes_little_of_the_memory(tmp_path):
         return choose_quantization(files, config, quantization, dtype, cpu, lambda: memory)
 
     assert [chosen(2 * size), chosen(2 * size - 1), chosen(size, dtype="bfloat16")] == ["bf16", "q4_0", "bf16"]
+    packed = resolve_model(str(convert(files, tmp_path / "packed", dtype="float32", quantization="none").path))
+    found = [choose_quantization(packed, config, "none", "float32", cpu, lambda m=m: m) for m in (2 * size, 0)]
+    assert found == ["bf16", "q4_0"]
     assert [chosen(0, "bf16"), chosen(0, "int8"), chosen(2 * size, "q4_0")] == ["bf16", "int8", "q4_0"]
 
 
@@ -144,6 +147,8 @@ def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory)
     config = read_config(files)
     matrices = config.num_layers * sum(r * c for group in config.layer_matrices.values() for r, c in group)
     assert expanded[1] - found[1] == matrices * (4 - 18 / 32)
+    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.5)
+    assert run(store.path) == expanded
 
 
 def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch, little_memory):
@@ -158,6 +163,8 @@ def test_a_job_goes_on_whether_weights_are_expanded_or_not(tmp_path, monkeypatch
         batchgen.run(str(files.path), "rows.jsonl", "out.jsonl", quantization="bf16", **OPTIONS)["state"]
         == "already complete"
     )
+    cached = batchgen.run(str(files.path), "rows.jsonl", None, **OPTIONS)
+    assert cached["policy"]["weight_format"] == "q4_0"
     report = batchgen.run(str(files.path), "rows.jsonl", "expanded.jsonl", quantization="bf16", **OPTIONS)
     assert report["policy"]["weight_format"] == "float32"
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "expanded.jsonl").read_bytes()

@@ -6,7 +6,7 @@ from tiny_models import make_tiny_tokenizer
 from batchgen.models.harmony import Harmony
 from batchgen.models.tokenizer import NoText, Tokenizer
 
-MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"]
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Two and two.<|end|>"
     [
         (f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Four: 4.<|return|>", "Four: 4.", "Two and two."),
         ("<|channel|>final<|message|>Four", "Four", ""),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}", ""),
         (ANALYSIS, "", "Two and two."),
         ("<|channel|>analysis<|message|>Two", "", "Two"),
         ("<|channel|>anal", "", ""),

@@ -132,3 +132,16 @@ def test_plans_of_earlier_versions_are_explained():
     old = Plan.from_json(written)
     assert [stage.name for stage in explanation_of(old).stages] == ["start-up"]
     assert explain(old) and isinstance(old.prediction.stages[0], Stage)
+
+
+def test_no_price_is_more_than_the_job():
+    """A whole GiB, where the GPU has less than half of one."""
+    hardware = gpu_box(gpu_memory_bytes=int(0.44 * GIB))
+    _, plan = planned(block_size=16, hardware=hardware, model=opt(1024, 6, 8), startup_s=0.0)
+    prices = explanation_of(plan).prices
+    assert prices and all(0 <= price.saved_s <= plan.prediction.total_s for price in prices)
+
+
+def test_one_sequence_is_spoken_of_as_one():
+    _, plan = planned(block_size=1, model=opt(768, 12, 12))
+    assert any(line.startswith("1 sequence keeps its KV ") for line in explanation_of(plan).sentences)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
-from batchgen.dataset.identity import files_begin_with, files_identity
+from batchgen.dataset.identity import files_begin_with, files_identity, sizes_of
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.row_batches import row_reader
 from batchgen.dataset.source import Source, check_same_columns, check_unique, naming
@@ -24,6 +24,7 @@ from batchgen.dataset.storage import open_bytes
 
 def csv_source(paths: list[str], limit: int | None, partitions: Partitions) -> Source:
     """CSV files as one input, all columns text. Raises InputError, naming the line that is not valid."""
+    sizes = sizes_of(paths)
     columns = {path: next(_csv_records(path), (0, []))[1] for path in paths}
     for path, names in columns.items():
         check_unique(names, path)
@@ -42,7 +43,7 @@ def csv_source(paths: list[str], limit: int | None, partitions: Partitions) -> S
         schema,
         total,
         read,
-        lambda: files_identity(paths, partitions),
+        lambda: files_identity(paths, partitions, sizes),
         begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
     )
 

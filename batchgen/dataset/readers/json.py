@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.text import repair_surrogates
 from batchgen.dataset.bad_lines import BadLine
-from batchgen.dataset.identity import files_begin_with, files_identity
+from batchgen.dataset.identity import files_begin_with, files_identity, sizes_of
 from batchgen.dataset.json_types import infer_schema
 from batchgen.dataset.openai_batch import COLUMNS, line_to_row
 from batchgen.dataset.partitions import Partitions
@@ -30,6 +30,7 @@ from batchgen.dataset.storage import open_bytes
 def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
     """JSON lines files as one input. Raises InputError, naming the line that is not valid, unless these are to be skipped."""
     columns: dict[str, set[str]] = {}
+    sizes = sizes_of(paths)
 
     def noting_columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
         for path, row in rows:
@@ -61,7 +62,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
         schema,
         total,
         read,
-        lambda: files_identity(paths, partitions),
+        lambda: files_identity(paths, partitions, sizes),
         begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
     )
 
@@ -69,6 +70,7 @@ def json_source(paths: list[str], limit: int | None, on_bad_line: str, partition
 def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail") -> Source:
     """Rows as `line_to_row` gives them; what is wrong with one shows when it is made into a request."""
     seen, duplicates, total = set(), set(), 0
+    sizes = sizes_of(paths)
 
     def rows_from(start_row: int) -> Iterator[dict[str, Any]]:
         for _, line in _json_rows(paths, on_bad_line, start_row):
@@ -89,7 +91,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str = "fail"
         schema,
         total,
         read,
-        lambda: files_identity(paths),
+        lambda: files_identity(paths, sizes=sizes),
         frozenset(duplicates),
         begins_with=lambda now, was: files_begin_with(paths, now, was, may_get_lines=True),
     )

@@ -108,7 +108,9 @@ class Weights:
         self._dequantized = [
             self._dequantized_buffers() for _ in range(dequantized_slots if residency.weight_format == INT4 else 0)
         ]
-        self._sinks: dict[str, Tensor] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
+        self._sinks: dict[
+            str, Tensor
+        ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
         self.embeddings, self.head = self._load_ends(tiers.device)
         if self.residency.head == self._compute_tier:
             self.head = self._packed(self.head)
