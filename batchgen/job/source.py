@@ -100,7 +100,21 @@ def open_source(options: JobOptions) -> RequestSource:
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
     """Of no rows, whose columns may have no types, or not be known: nothing is checked against them."""
-    return RequestSource(dataset, lambda batch, first: iter(()), spec.identity(), False, _columns(options))
+    return RequestSource(dataset, lambda batch, first: iter(()), _identity(options, spec), False, _columns(options))
+
+
+def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
+    """What decides the requests of rows."""
+    identity = spec.identity()
+    if options.task == "score":
+        identity |= {"continuations": _continuations(options).identity()}
+    elif options.sampling_column is not None:
+        identity |= {"sampling_column": options.sampling_column}
+    return identity
+
+
+def _continuations(options: JobOptions) -> ContinuationSpec:
+    return ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
 
 
 def _columns(options: JobOptions) -> Columns:
@@ -108,7 +122,7 @@ def _columns(options: JobOptions) -> Columns:
     logprobs = options.sampling.logprobs is not None
     if options.task == "generate":
         return SampleColumns(options.sampling.n, logprobs)
-    wanted = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
+    wanted = _continuations(options)
     return ScoreColumns(wanted.whole, wanted.choices, wanted.choices_column, logprobs)
 
 
@@ -117,16 +131,15 @@ def _generate_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) ->
     from batchgen.dataset.sampling_column import compile_sampling_column
 
     compiled = compile_prompts(spec, dataset.schema, options.id_column)
-    own_sampling, identity = None, spec.identity()
+    own_sampling = None
     if options.sampling_column is not None:
         own_sampling = compile_sampling_column(options.sampling_column, dataset.schema, options.sampling)
-        identity |= {"sampling_column": options.sampling_column}
     return RequestSource(
         dataset,
         lambda batch, first: rows_to_requests(
             batch, first, compiled, options.sampling, options.id_column, own_sampling
         ),
-        identity,
+        _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
         _names(*compiled.columns, options.id_column, options.sampling_column),
@@ -142,7 +155,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
     from batchgen.dataset.continuations import compile_continuations
     from batchgen.dataset.prompts import compile_prompts, rows_to_score_requests
 
-    wanted = ContinuationSpec(options.continuations_column, options.choices, options.choices_column)
+    wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
     compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
     if wanted.whole and compiled.uses_chat:
@@ -151,7 +164,7 @@ def _score_source(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> Re
     return RequestSource(
         dataset,
         lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
-        spec.identity() | {"continuations": wanted.identity()},
+        _identity(options, spec),
         compiled.uses_chat,
         _columns(options),
         _names(*compiled.columns, *continuations.columns, options.id_column),

@@ -207,6 +207,11 @@ class Run:
         """What its rows have been made with; None: nothing was recorded."""
         return self._manifest.kernels
 
+    @property
+    def first(self) -> str | None:
+        """Of the smallest job whose rows these go on from, the fingerprint's sha256; None: there is none."""
+        return self._manifest.first
+
     def record_kernels(self, kernels: KernelChoice) -> None:
         """Note what the rows from now on are made with, before the first of them. Raises BatchgenError."""
         if kernels == self.kernels:
@@ -220,8 +225,8 @@ class Run:
         """A PartWriter for this run's results; `limits` as PartWriter takes them."""
         kernels = None if self.kernels is None else self.kernels.to_json()
         origin = {"fingerprint": json_sha256(self._manifest.fingerprint), "kernels": kernels}
-        if self._manifest.first is not None:
-            origin["first"] = self._manifest.first
+        if self.first is not None:
+            origin["first"] = self.first
         self._writer = PartWriter(self.parts_dir, self.done_rows, origin=origin, **limits)
         return self._writer
 
@@ -339,7 +344,12 @@ class Run:
         if not is_intact or retry_failed or grows:
             self._scan_parts(held.parts)
         totals = held.totals or {}  # which an intact output has
-        if grows and not (is_intact and len(self.done_rows) < totals["rows"]):  # or it would lose rows
+        if grows and is_intact and len(self.done_rows) < totals["rows"]:
+            raise InputError(
+                f"{self.output_path} has {totals['rows']:,} rows of a smaller job, but only {len(self.done_rows):,} of them are left in"
+                f" {self.parts_dir}: move the output away to run the others again, or give --overwrite"
+            )
+        if grows:
             self.notices.append(
                 f"{self.output_path.name} goes on from the {len(self.done_rows):,} rows of a smaller job"
             )

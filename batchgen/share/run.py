@@ -59,12 +59,14 @@ class SharedJob:
         rows: Of the job.
         lease_s: A worker that gives no sign for so long is dead to the others.
         first_part: Parts of smaller numbers are those of plain runs before.
+        first: As of `Run.first`.
     """
 
     fingerprint: dict[str, Any]
     rows: int
     lease_s: float
     first_part: int
+    first: str | None = None
 
     def to_json(self) -> bytes:
         """As the file has it."""
@@ -104,8 +106,8 @@ class SharedRun:
         self.notices: list[str] = []
         self._files = DirectoryFiles(directory / SHARE_FOLDER)
         self._open_plain, self._fingerprint = open_plain, fingerprint
-        origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
-        self._parts = PartStore(directory / SHARE_FOLDER / "parts", origin)
+        self._origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
+        self._parts = PartStore(directory / SHARE_FOLDER / "parts", self._origin)
         self._before = DoneRows()
         process = f"process {os.getpid()} on {socket.gethostname()}"
         self.worker = Worker(f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}", self._files, lease_s, process=process)
@@ -305,11 +307,14 @@ class SharedRun:
                 return
             if plain.kernels is not None and plain.rows_resumed:
                 self.record_kernels(plain.kernels)
-            job = SharedJob(self._fingerprint, rows, self._lease_s, next_part_number(plain.parts_dir))
+            first_part = next_part_number(plain.parts_dir)
+            job = SharedJob(self._fingerprint, rows, self._lease_s, first_part, plain.first)
         self._files.create("job.json", job.to_json())
 
     def _take_part(self, job: SharedJob) -> None:
         self._job = job
+        if job.first is not None:
+            self._parts = PartStore(self._files.path / "parts", {**self._origin, "first": job.first})
         for path in part_paths(self.parts_dir):
             if part_number(path) < job.first_part:
                 for group in scan_part(path):

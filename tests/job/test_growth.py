@@ -8,6 +8,8 @@ import pytest
 from command_line import invoke
 
 from batchgen.job import run as run_module
+from batchgen.job.options import JobOptions
+from batchgen.job.source import open_source
 
 ROWS = [{"prompt": f"The ferry to pier {i}", "pier": i} for i in range(9)]
 
@@ -69,6 +71,24 @@ def test_appended_lines(job, tmp_path):
     write_lines(source, [*ROWS[:3], {**ROWS[3], "pier": 33}, *ROWS[4:]])
     code, _, said = job(source, output)
     assert code == 2 and "made with other settings: input.files" in said
+
+
+def test_lines_after_none(job, tmp_path):
+    source, output = write_lines(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl"
+    assert counts(job(source, output, "--sampling-column", "sampling")[1]) == (0, 0)
+    write_lines(source, [{"prompt": "The ferry", "sampling": {"max_tokens": 2}}])
+    assert counts(job(source, output, "--sampling-column", "sampling")[1]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"task": "score", "choices": (" yes", " no")}, {"sampling_column": "sampling"}, {}], ids=str
+)
+def test_requests_of_no_rows_are_those_of_rows(tmp_path, options):
+    source = write_lines(tmp_path / "in.jsonl", [])
+    opened = JobOptions("m", str(source), None, **options)
+    before = open_source(opened).identity
+    write_lines(source, [{"prompt": "The ferry", "sampling": {"max_tokens": 2}}])
+    assert open_source(opened).identity == before
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])

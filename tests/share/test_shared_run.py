@@ -283,3 +283,19 @@ def test_a_clock_that_is_wrong_takes_over_from_one_that_is_dead(tmp_path, monkey
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
     work(share(output), FakeDataset(ROWS))
     check(output)
+
+
+def test_a_damaged_manifest_of_a_job_that_went_on_by_workers(tmp_path):
+    output, smaller, now = tmp_path / "out.parquet", {"job": "shared", "rows": 12}, {"job": "shared", "rows": ROWS}
+    with open_run(output, smaller, keep_parts=True) as plain:
+        add(plain, range(12))
+        plain.finish(FakeDataset(12))
+    more = {"extends": lambda was, now: was["rows"] < now["rows"], "keep_parts": True}
+    work(open_shared_run(output, now, rows=ROWS, lease_s=60, **more), FakeDataset(ROWS))
+    check(output)
+    Path(f"{output}.batchgen", "manifest.json").write_text("{ not json")
+    output.unlink()
+    with open_run(output, now) as again:
+        assert again.rows_resumed == ROWS
+        again.finish(FakeDataset(ROWS))
+    check(output)
