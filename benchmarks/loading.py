@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
@@ -112,14 +110,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    from batchgen.core.machine import cpu_name
+    from cpu_kind import machine, slug
+
     from batchgen.job.report import versions
 
-    cores = len(os.sched_getaffinity(0))
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{cpu_name()} {cores} cores".lower()).strip("-")
-    output = args.output or HERE / "results" / f"loading-{slug}.json"
+    on = machine()
+    output = args.output or HERE / "results" / f"loading-{slug(on)}.json"
     before = json.loads(output.read_text()) if args.only and output.exists() else {}  # the other part stays
-    result: dict = before | {"cpu": cpu_name(), "cores": cores, "rounds": args.rounds, "versions": versions()}
+    result: dict = before | {"machine": on, "rounds": args.rounds, "versions": versions()}
     if args.only != "start":
         result["unpacked_gb_per_s"] = unpacking()
     if args.only != "unpacking":

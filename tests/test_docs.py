@@ -229,6 +229,22 @@ def figures():  # a line or two for each of the files
         row["ratio"] for name, row in read(zen5)["medians"].items() if name.startswith("avx512_bf16: prefill bf")
     ]
     yield zen5, f"{min(prefill):.1f} to {max(prefill):.1f} times as fast"
+    decode = "decode-amd-epyc-26-2-avx512-bf16"
+    shares = {group: [] for group in (1, 4, 8)}
+    for name, row in read(decode)["decode"].items():
+        if name.startswith("bfloat16"):
+            shares[int(name.split("group ")[1].split(",")[0])].append(row["share"])
+    yield (
+        decode,
+        ", ".join(f"{100 * min(found):.0f} to {max(found):.0%}" for found in shares.values()).replace("%", " %"),
+    )
+    starts = read("loading-amd-epyc-26-2-avx512-bf16")["demo_start"]
+    ready = [starts[f"{dtype}, {how}"]["ready_s"] for how in ("kernels", "numpy") for dtype in ("float32", "bfloat16")]
+    yield "loading-amd-epyc-26-2-avx512-bf16", "{:.2f} and {:.2f} s ({:.2f} and {:.2f} s".format(*ready)
+    never, before = (read("first_minutes")[name] for name in ("never_measured", "measured_before"))
+    waits = [max(run[name] for run in never) for name in ("first_line_s", "measuring_s", "first_row_s")]
+    again = max(run["first_row_s"] for run in before)
+    yield "first_minutes", "{:.1f} s, {:.0f} s, {:.0f} s; {:.0f} s to".format(*waits, again)
     products = read("int8-amd-epyc-26-2-avx512-bf16")["gflop_per_s"].items()
     many = [(name, row["ratio"]) for name, row in products if not name.endswith((", 1 tokens", ", 4 tokens"))]
     large, small = ([r for name, r in many if ("576" in name) == narrow] for narrow in (False, True))
