@@ -106,11 +106,12 @@ class PartGroup:
 
 
 def scan_part(path: Path) -> Iterator[PartGroup]:
-    """Which rows a part holds, reading only those columns. Raises DamagedPart."""
+    """Which rows a part holds, reading only those columns, and what is read before the job goes on. Raises DamagedPart."""
     file = _open_part(path)
     with file:
+        columns = [name for name in ("row", "error", "generated_tokens") if name in file.schema_arrow.names]
         for number in range(file.metadata.num_row_groups):
-            table = _read(path, file, [number], ["row", "error"])
+            table = _read(path, file, [number], columns)
             rows = table.column("row").to_numpy()
             failed = table.column("error").is_valid().to_numpy()
             yield PartGroup(number, rows, failed, file.metadata.row_group(number).total_byte_size)

@@ -775,3 +775,20 @@ def test_an_error_while_joining_keeps_everything(tmp_path, monkeypatch, suffix):
         assert not output.exists() and not list(run.directory.rglob("*.tmp"))
         assert run.finish(FakeDataset(40))["rows"] == 40
     assert output.exists()
+
+
+def test_damage_in_token_counts_costs_the_part(output, undisturbed):
+    """They are read for the plan, before any row is run."""
+    _, run = work(output, range(14), finish=False)
+    damaged = part_paths(run.parts_dir)[0]
+    metadata = pq.read_metadata(damaged).row_group(0)
+    names = [metadata.column(i).path_in_schema for i in range(metadata.num_columns)]
+    column = metadata.column(next(i for i, name in enumerate(names) if name.startswith("generated_tokens")))
+    content = bytearray(damaged.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
+    damaged.write_bytes(content)
+    with open_run(output, FINGERPRINT) as again:
+        assert any("set aside" in notice for notice in again.notices)
+        assert again.rows_resumed == 7 and len(again.output_lens()) == 7
+    work(output)
+    assert output.read_bytes() == undisturbed
