@@ -62,47 +62,32 @@ class Setup:
 
 def setups(args: argparse.Namespace) -> dict[str, Setup]:
     """The engines, in the order of their turns."""
-    seqs = args.max_num_seqs
-    openvino = {
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": args.openvino_batched_tokens,
-        "cache_gb": args.cache_gb,
-        "bits": args.bits,
-    }
-    if args.bits == 8:
-        return {
-            BATCHGEN: Setup(
-                "run_batchgen.py",
-                lambda source, folder: source,
-                {
-                    "max_num_seqs": seqs,
-                    "max_num_batched_tokens": args.max_num_batched_tokens,
-                    "cpu_memory": args.cpu_memory,
-                    "quantization": "int8",
-                    "kv_cache_dtype": "int8",
-                },
-            ),
-            "openvino": Setup(
-                "run_openvino.py",
-                lambda source, folder: write_gguf(source, folder / "demo-q8_0.gguf", "Q8_0"),
-                openvino,
-            ),
-        }
-    return {
+    seqs, in_8_bits = args.max_num_seqs, args.bits == 8
+    own = {"max_num_seqs": seqs, "max_num_batched_tokens": args.max_num_batched_tokens, "cpu_memory": args.cpu_memory}
+    both = {
         BATCHGEN: Setup(
             "run_batchgen.py",
             lambda source, folder: source,
-            {
-                "max_num_seqs": seqs,
-                "max_num_batched_tokens": args.max_num_batched_tokens,
-                "cpu_memory": args.cpu_memory,
-            },
+            own | ({"quantization": "int8", "kv_cache_dtype": "int8"} if in_8_bits else {}),
         ),
         "openvino": Setup(
             "run_openvino.py",
-            lambda source, folder: write_gguf(source, folder / "demo-float16.gguf", "F16"),
-            openvino,
+            lambda source, folder: (
+                write_gguf(source, folder / "demo-q8_0.gguf", "Q8_0")
+                if in_8_bits
+                else write_gguf(source, folder / "demo-float16.gguf", "F16")
+            ),
+            {
+                "max_num_seqs": seqs,
+                "max_num_batched_tokens": args.openvino_batched_tokens,
+                "cache_gb": args.cache_gb,
+                "bits": args.bits,
+            },
         ),
+    }
+    if in_8_bits:
+        return both
+    return both | {
         "vllm": Setup(
             "run_vllm.py",
             lambda source, folder: write_directory(source, folder / "demo-bfloat16"),

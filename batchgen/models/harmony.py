@@ -38,42 +38,47 @@ class Harmony:
         """The answer and what was thought before it, of the tokens of one sample; None where no channel is named."""
         if "channel" not in map(self.marks.get, token_ids):
             return None
-        channel: list[int] = []
-        messages: list[tuple[str, list[int]]] = [("", [])]  # (channel, text): the prompt may have begun the first
-        state = "message"
+        reader, messages = _Reader(self), dict[tuple[int, str], list[int]]()
         for token_id in token_ids:
-            mark = self.marks.get(token_id)
-            if mark == "message":
-                messages.append((self.name_of(channel), []))
-            if mark is not None:
-                state, channel = mark, []
-            elif state == "channel":
-                channel.append(token_id)
-            elif state == "message":
-                messages[-1][1].append(token_id)
-        texts = [(name == "final", self.tokenizer.decode(text)) for name, text in messages]
+            if reader.is_text(token_id):
+                messages.setdefault((reader.number, reader.channel), []).append(token_id)
+        texts = [(channel == "final", self.tokenizer.decode(text)) for (_, channel), text in messages.items()]
         answer, thoughts = ([text for final, text in texts if final is wanted and text] for wanted in (True, False))
         return "".join(answer), "\n".join(thoughts)
+
+
+class _Reader:
+    """Goes through the tokens of a sample. number: of the message it is at, 0 for one that the prompt may have begun; channel: its name."""
+
+    def __init__(self, harmony: Harmony) -> None:
+        self.number, self.channel = 0, ""
+        self._harmony = harmony
+        self._state = "message"
+        self._header: list[int] = []
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether the next token is one of the message's text."""
+        mark = self._harmony.marks.get(token_id)
+        if mark == "message":
+            self.number, self.channel = self.number + 1, self._harmony.name_of(self._header)
+        if mark is not None:
+            self._state, self._header = mark, []
+        elif self._state == "channel":
+            self._header.append(token_id)
+        return mark is None and self._state == "message"
 
 
 class AnswerStops:
     """A `StopDetector` that is told of an answer alone: what stops it may well stand in the thoughts before it."""
 
     def __init__(self, harmony: Harmony, detector: StopDetector) -> None:
-        self._harmony, self._detector = harmony, detector
-        self._state, self._answers = "message", True  # where no channel is named, all is the answer
-        self._channel: list[int] = []
+        self._reader, self._detector = _Reader(harmony), detector
 
     def push(self, token_id: int) -> str | None:
         """As `StopDetector.push`."""
-        mark = self._harmony.marks.get(token_id)
-        if mark == "message":
-            self._answers = self._harmony.name_of(self._channel) == "final"
-        if mark is not None:
-            self._state, self._channel = mark, []
-        elif self._state == "channel":
-            self._channel.append(token_id)
-        elif self._state == "message" and self._answers:
+        reader = self._reader
+        # Where no channel has been named, all is the answer.
+        if reader.is_text(token_id) and (reader.number == 0 or reader.channel == "final"):
             return self._detector.push(token_id)
         return None
 
