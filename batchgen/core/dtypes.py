@@ -32,8 +32,18 @@ GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
 FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}
 # Rows of blocks: weights that are multiplied as they were found, and hold the numbers that they are expanded to.
 BLOCK_FORMATS = {**GGUF_FORMATS, **GROUP_FORMATS, **FP8_FORMATS}
+# Those of experts' matrices in blocks, and the others in the compute dtype, as gpt-oss has them: the experts' format.
+MXFP4_EXPERTS = "mxfp4_experts"
+EXPERT_FORMATS = {MXFP4_EXPERTS: "mxfp4"}
+_OF_EXPERTS = (
+    "up",
+    "down",
+    "gate_up",
+)  # groups of a layer's tensors, and names of tensors, that have experts' matrices
+# What a model is kept in as it was found, but for int8.
+KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS)
 # Formats in which matrices of layers are packed, and all else is in the compute dtype.
-PACKED_FORMATS = (INT4, INT8, *BLOCK_FORMATS)
+PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
 # `--quantization`: weights as they are found, or all of them in the compute dtype.
 AS_FOUND, EXPANDED = "none", "bf16"
 QUANTIZATIONS = (AS_FOUND, EXPANDED, INT4, INT8)
@@ -46,6 +56,7 @@ FORMAT_BYTES = {
     INT8: 1.0,
     **{name: num_bytes / values for name, (values, num_bytes) in BLOCK_FORMATS.items()},
 }
+FORMAT_BYTES |= {name: FORMAT_BYTES[of_experts] for name, of_experts in EXPERT_FORMATS.items()}  # which are nearly all
 
 
 def weight_format_of(dtype: str, quantization: str) -> str:
@@ -53,10 +64,28 @@ def weight_format_of(dtype: str, quantization: str) -> str:
     return dtype if quantization in (AS_FOUND, EXPANDED) else quantization
 
 
+def block_format(weight_format: str) -> str:
+    """The one of `BLOCK_FORMATS` that rows of bytes are in, where layers are in `weight_format`; that itself where there are none."""
+    return EXPERT_FORMATS.get(weight_format, weight_format)
+
+
+def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
+    """What a matrix of a layer is stored in.
+
+    Args:
+        weight_format: The layers'.
+        stem: The matrix's name without ".weight", or its group of tensors.
+        dtype: To compute in.
+    """
+    if weight_format in EXPERT_FORMATS:
+        return EXPERT_FORMATS[weight_format] if stem in _OF_EXPERTS else dtype
+    return weight_format
+
+
 def product_key(weight_format: str, dtype: str) -> str:
     """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`."""
-    if weight_format in BLOCK_FORMATS:
-        return f"{weight_format} {dtype}"
+    if weight_format in KEPT_FORMATS:
+        return f"{block_format(weight_format)} {dtype}"
     return INT8 if weight_format == INT8 else dtype
 
 

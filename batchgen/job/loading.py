@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import BLOCK_FORMATS, EXPANDED
+from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
@@ -77,10 +77,10 @@ def load_engine(
 
 
 def _quantization(resolved: str, weight_format: str) -> str:
-    """What the job's plan has, which may have a GGUF's rows as found where the job would expand them, or the other way round."""
-    if weight_format in BLOCK_FORMATS:
+    """What the job's plan has, which may have rows of blocks as found where the job would expand them, or the other way round."""
+    if weight_format in KEPT_FORMATS:
         return weight_format
-    return EXPANDED if resolved in BLOCK_FORMATS else resolved
+    return EXPANDED if resolved in KEPT_FORMATS else resolved
 
 
 def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:

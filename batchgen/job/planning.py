@@ -17,7 +17,9 @@ from batchgen.core.dtypes import (
     FORMAT_BYTES,
     INT4,
     INT8,
+    KEPT_FORMATS,
     KV_CODE_BITS,
+    block_format,
     changes_results,
     weight_format_of,
 )
@@ -201,7 +203,9 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple(
-            name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
+            name
+            for name in (*KV_CODE_BITS, *BLOCK_FORMATS)
+            if name in (block_format(quantization), job.options.kv_cache_dtype)
         ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
@@ -350,16 +354,16 @@ def loading_s(
 ) -> float:
     """Seconds to read the weights, which may have to come from disk.
 
-    kind: of `ModelFiles`. weight_format: the layers'; in one of `BLOCK_FORMATS` they are taken as they are. None: `dtype`.
+    kind: of `ModelFiles`. weight_format: the layers'; in one of `KEPT_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    as_found = model.num_layers * model.params_per_layer if weight_format in BLOCK_FORMATS else 0
+    as_found = model.num_layers * model.params_per_layer if weight_format in KEPT_FORMATS else 0
     expanded = model.num_params - as_found
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in BLOCK_FORMATS else 0.0)
+    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in KEPT_FORMATS else 0.0)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
@@ -408,7 +412,7 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     weights = {weight_format_of(job.dtype, options.quantization)}
-    # Rows of a GGUF hold the same numbers as found and expanded; kernels for GPUs know the latter alone.
+    # Rows of blocks hold the same numbers as found and expanded; kernels for GPUs know the latter alone.
     if not changes_results(options.quantization) and job.device.kind != "cuda":
         weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, weight_row_bytes
+from batchgen.core.dtypes import INT8, KEPT_FORMATS, block_format, matrix_format, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import fp8, fused_experts, group_codes, reading
 from batchgen.models.config import ModelConfig
@@ -320,11 +320,12 @@ def _part_checkpoint(
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         def space(name: str, shape: tuple[int, ...]) -> Tensor:
-            if not is_quantized(name, shape):
-                return torch.empty(shape, dtype=dtype)
             assert stored_format is not None
+            own = matrix_format(stored_format, name.removesuffix(".weight"), "")  # "": the compute dtype
+            if not own or not is_quantized(name, shape):
+                return torch.empty(shape, dtype=dtype)
             kind = torch.int8 if stored_format == INT8 else torch.uint8
-            return torch.zeros(shape[0], weight_row_bytes(shape[1], stored_format), dtype=kind)
+            return torch.zeros(shape[0], weight_row_bytes(shape[1], block_format(stored_format)), dtype=kind)
 
         return filled(layer_layout(config, layer), layer, space)
 
@@ -353,7 +354,7 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
         tensors = {name: tensor for group in groups for name, tensor in group.items()}
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    kept = store.weight_format if store.weight_format in (INT8, *BLOCK_FORMATS) else None
+    kept = store.weight_format if store.weight_format in (INT8, *KEPT_FORMATS) else None
     return Checkpoint(store.config, load, kept, load_stored if kept else None)
 
 

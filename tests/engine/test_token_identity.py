@@ -10,12 +10,12 @@ import random
 import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
-from quantized_checkpoints import awq, fp8, gptq, pack_quantized, requantize
+from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8
+from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
@@ -219,11 +219,15 @@ def expected_as_found(tmp_path_factory):
         if weight_format not in made:
             directory = tmp_path_factory.mktemp(weight_format)
             tokenizer = make_tiny_tokenizer(directory)
-            model = make_tiny_model("llama", directory, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+            sizes = {} if weight_format in EXPERT_FORMATS else {"hidden_size": 256, "intermediate_size": 512}
+            family = "gpt_oss" if weight_format in EXPERT_FORMATS else "llama"
+            model = make_tiny_model(family, directory, num_hidden_layers=2, **sizes)
             path = directory
             if weight_format in GGUF_FORMATS:
                 path = directory / "model.gguf"
                 write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
+            elif weight_format in EXPERT_FORMATS:
+                in_mxfp4(path, seed=2)  # most tokens are clear
             else:
                 requantize(path, CODE_SCHEMES[weight_format])
             rng = random.Random(7)
@@ -237,7 +241,7 @@ def expected_as_found(tmp_path_factory):
     return get
 
 
-_AS_FOUND = [(weight_format, tier) for weight_format in BLOCK_FORMATS for tier in TIERS]
+_AS_FOUND = [(weight_format, tier) for weight_format in KEPT_FORMATS for tier in TIERS]
 
 
 @pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))

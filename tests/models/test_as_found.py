@@ -6,11 +6,12 @@ import gguf
 import pytest
 import torch
 from command_line import invoke
+from quantized_checkpoints import in_mxfp4, state
 from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, MXFP4_EXPERTS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
@@ -82,6 +83,44 @@ def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family
     assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[1].extents.values() for t in e.tensors)
     again = convert(kept, tmp_path / "expanded", dtype="float32", quantization="bf16")
     assert again.weight_format == "float32"
+
+
+def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
+    """Of gpt-oss: rows of gate and up are apart, other matrices are in the compute dtype."""
+    make_tiny_model("gpt_oss", tmp_path / "model")
+    in_mxfp4(tmp_path / "model")
+    files = resolve_model(str(tmp_path / "model"))
+    assert resolve_quantization(files, "none") == MXFP4_EXPERTS
+    assert [resolve_quantization(files, "bf16"), resolve_quantization(files, "none", on_cpu=False)] == ["bf16", "bf16"]
+    store = convert(files, tmp_path / "store", dtype="bfloat16")
+    kept = resolve_model(str(store.path))
+    assert (store.weight_format, resolve_quantization(kept, "none")) == (MXFP4_EXPERTS, MXFP4_EXPERTS)
+    for layer in range(store.config.num_layers):
+        expanded = open_checkpoint(files).load_layer(layer, torch.bfloat16)
+        file = store.layers[layer]
+        stored = [load_extent(file, extent, torch.bfloat16) for extent in file.extents.values()]
+        from_store = {name: tensor for group in stored for name, tensor in group.items()}
+        for f in (files, kept):
+            found = open_checkpoint(f).load_packed_layer(layer, torch.bfloat16, MXFP4_EXPERTS)
+            assert found.keys() == expanded.keys() == from_store.keys()
+            for name, numbers in expanded.items():
+                rows = found[name]
+                if name in ("gate_up.weight", "down.weight"):
+                    assert rows.nbytes == numbers.numel() * 17 / 32
+                    rows = cpp.unpack_gguf("MXFP4", rows, torch.empty_like(numbers))
+                assert torch.equal(rows, numbers) and torch.equal(from_store[name], numbers), name
+    groups = group_bytes(store.config, "bfloat16", MXFP4_EXPERTS)
+    assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[0].extents.values() for t in e.tensors)
+    again = convert(kept, tmp_path / "expanded", dtype="bfloat16", quantization="bf16")
+    assert again.weight_format == "bfloat16"
+
+
+def test_experts_that_were_expanded_are_numbers(tmp_path):
+    """Whatever config.json still says."""
+    make_tiny_model("gpt_oss", tmp_path)
+    state(tmp_path, {"quant_method": "mxfp4"})
+    assert resolve_quantization(resolve_model(str(tmp_path)), "none") == "none"
+    open_checkpoint(resolve_model(str(tmp_path)))
 
 
 def test_what_none_means(tmp_path):

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
@@ -488,23 +489,6 @@ def test_dummy_rows_differ_in_a_tensor_larger_than_the_pool(monkeypatch):
     config = replace(ModelConfig.from_hf(LLAMA_8B), vocab_size=300, embed_size=64, hidden_size=64)
     embed = dummy_checkpoint(config).load_embeddings(torch.float32)["embed.weight"]
     assert len(torch.unique(embed, dim=0)) == 300
-
-
-def in_mxfp4(path, seed=0):
-    """Makes the experts of a tiny gpt-oss at `path` blocks and scales at random; returns these, by the name of their tensor."""
-    rng = np.random.default_rng(seed)
-    tensors, made = load_file(path / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.from_numpy(rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8))
-        scales = torch.from_numpy(rng.integers(115, 130, (experts, rows, columns // 32), dtype=np.uint8))
-        made[name] = blocks, scales
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (path / "config.json").write_text(json.dumps(config))
-    return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from thorough import some_of
 from tiny_models import FAMILIES, make_tiny_model
 
-from batchgen.core.dtypes import FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
+from batchgen.core.device import parse_device
+from batchgen.core.dtypes import EXPANDED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
 from batchgen.core.errors import InputError
+from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
@@ -73,6 +75,9 @@ def test_numbers_are_those_that_the_format_defines(tmp_path, monkeypatch, name, 
     scheme, kept = SCHEMES[name]
     files, plain = make(tmp_path, family, scheme)
     assert resolve_quantization(files, "none") == (kept or "none")
+    config, cpu = read_config(files), parse_device("cpu")  # with memory for what is expanded, and with little
+    chosen = [choose_quantization(files, config, "none", "float32", cpu, lambda m=m: m) for m in (1 << 40, 0)]
+    assert chosen == ([EXPANDED, kept] if kept else ["none", "none"])
     assert_same_model(files, plain, kept, tmp_path)
 
 

@@ -177,6 +177,21 @@ def requantize(
     return made
 
 
+def in_mxfp4(path, seed=0):
+    """Makes the experts of a tiny gpt-oss at `path` blocks and scales at random; returns these, by the name of their tensor."""
+    rng = np.random.default_rng(seed)
+    tensors, made = load_file(path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.from_numpy(rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8))
+        scales = torch.from_numpy(rng.integers(115, 130, (experts, rows, columns // 32), dtype=np.uint8))
+        made[name] = blocks, scales
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    state(path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return made
+
+
 def state(path: Path, quantization) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))

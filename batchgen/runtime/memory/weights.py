@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import INT4, INT8, KEPT_FORMATS, PACKED_FORMATS, block_format, matrix_format, weight_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
@@ -227,13 +227,15 @@ class Weights:
         stored_format = self.residency.weight_format
         if stored_format not in PACKED_FORMATS:
             return {name: (shape, self.dtype) for name, shape in shapes.items()}
-        packed = torch.int8 if stored_format == INT8 else torch.uint8
-        return {
-            name: ((shape[0], weight_row_bytes(shape[1], stored_format)), packed)
-            if is_quantized(name, shape)
-            else (shape, self.dtype)
-            for name, shape in shapes.items()
-        }
+        packed, dtype = torch.int8 if stored_format == INT8 else torch.uint8, str(self.dtype).removeprefix("torch.")
+        stored: _Shapes = {}
+        for name, shape in shapes.items():
+            own = matrix_format(stored_format, name.removesuffix(".weight"), dtype)
+            if is_quantized(name, shape) and own in PACKED_FORMATS:
+                stored[name] = (shape[0], weight_row_bytes(shape[1], own)), packed
+            else:
+                stored[name] = shape, self.dtype
+        return stored
 
     def _make_slots(self) -> None:
         """Buffers of an accelerator for all groups that any layer has elsewhere: of each tensor for the largest that a layer has."""
@@ -373,8 +375,8 @@ class Weights:
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self.residency.weight_format in BLOCK_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
-            found = ops.GgufWeight(weight, self.residency.weight_format)
+        if self.residency.weight_format in KEPT_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
+            found = ops.GgufWeight(weight, block_format(self.residency.weight_format))
             dtype = str(self.dtype).removeprefix("torch.")
             return replace(found, isa=self._kernels.gguf_isa(*found.shape, dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
