@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import FP8_FORMATS
+from batchgen.core.dtypes import FP8_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import reading
 from batchgen.models.headers import TensorInfo
 from batchgen.models.quantization import Scheme
 from batchgen.models.reading import check_stored, read_numbers, read_rows
+from batchgen.ops import cpp as kernels
 
 _NUMBERS = ("F8_E4M3",)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -49,6 +50,11 @@ class Fp8Numbers:
         scales = scales.view(-(-rows // block_rows), -1)
         of_row, of_column = torch.arange(rows) // block_rows, torch.arange(n) // block_columns
         step = max(1, reading.CHUNK_VALUES // n)
+        sizes = {k: size for k, (size, _) in FP8_FORMATS.items()}
+        kind = next(
+            (k for k, size in sizes.items() if n % size == 0 and (block_columns % size == 0 or block_columns == n)),
+            None,
+        )
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             values, each = read_rows(*self.numbers, start, stop), scales[of_row[start:stop]]
@@ -57,6 +63,10 @@ class Fp8Numbers:
                 raise InputError(f"tensor {name} in {info.path} has weights that are no numbers: fetch the model again")
             if out.dtype == torch.uint8:
                 _to_blocks(values, each, of_column, out[start:stop])
+            elif kind:  # the kernels' threads are faster
+                blocks = torch.empty(len(values), weight_row_bytes(n, kind), dtype=torch.uint8)
+                _to_blocks(values, each, of_column, blocks)
+                kernels.unpack_gguf(kind.upper(), blocks, out[start:stop])
             else:
                 out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(each[:, of_column])
 

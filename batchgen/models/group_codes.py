@@ -24,12 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import GROUP_FORMATS
+from batchgen.core.dtypes import GROUP_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import reading
 from batchgen.models.headers import TensorInfo
 from batchgen.models.quantization import AWQ, GPTQ, PACK_QUANTIZED, Scheme
 from batchgen.models.reading import check_stored, read_numbers, read_rows
+from batchgen.ops import cpp as kernels
 
 # layout -> names of codes, zero points, scales and groups of columns
 _NAMES = {
@@ -57,6 +58,14 @@ class GroupCodes:
     def groups(self) -> int:
         return -(-self.shape[1] // (self.scheme.group_size or self.shape[1]))
 
+    def _block_format(self, group_of: Tensor) -> str | None:
+        """The blocks that hold this matrix without loss; None: none do."""
+        n = self.shape[1]
+        size = self.scheme.group_size or n
+        if self.scales[1].dtype == "F32" or n % size or not torch.equal(group_of, torch.arange(n) // size):
+            return None
+        return next((name for name, (values, _) in GROUP_FORMATS.items() if size % values == 0), None)
+
     def fill(self, out: Tensor) -> None:
         """Fill `out` with numbers, [rows, columns] of any float dtype, or with rows of blocks, uint8 [rows, bytes of a row].
 
@@ -67,9 +76,14 @@ class GroupCodes:
         if packing and not torch.equal(group_of, torch.arange(n) // (self.scheme.group_size or n)):
             name, info = self.group_of or self.codes
             raise InputError(f"tensor {name} in {info.path} has columns out of order: give --quantization bf16")
+        kind = self._block_format(group_of)
         for some, codes in _codes(self):
             if packing:
                 _to_blocks(codes, scales[some], zeros[some], out[some])
+            elif kind:  # the kernels' threads are faster
+                blocks = torch.empty(len(codes), weight_row_bytes(n, kind), dtype=torch.uint8)
+                _to_blocks(codes, scales[some], zeros[some], blocks)
+                kernels.unpack_gguf(kind.upper(), blocks, out[some])
             else:
                 values = codes.float().sub_(zeros[some].float()[:, group_of])
                 out[some] = values.mul_(scales[some][:, group_of])
