@@ -54,6 +54,7 @@ TIERS = {
     "streamed": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"streamed": SEQUENCES}}),
     "delegated": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"cpu": SEQUENCES}}),
     "deferred": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"gpu": 2, "deferred": 4}}),
+    "streamed layers": (EMULATED, lambda path: {"kv_seqs": {"streamed": SEQUENCES}, "kv_layers": 1}),
     "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
     "mixed": (EMULATED, lambda path: moving_fields(path)),
 }  # fmt: skip

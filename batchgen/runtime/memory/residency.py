@@ -41,8 +41,11 @@ class WeightResidency:
         """Of a model that has only these layers."""
         return replace(self, layers=tuple(self.layers[j] for j in layers))
 
-    def streams(self, compute_tier: str) -> Streams:
-        """What is brought to the compute device in every sweep. compute_tier: the device's own memory."""
+    def streams(self, compute_tier: str, kv_on_device: Sequence[bool] = ()) -> Streams:
+        """What is brought to the compute device in every sweep.
+
+        compute_tier: the device's own memory. kv_on_device: as of `Streams`.
+        """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
         return Streams(
@@ -51,4 +54,5 @@ class WeightResidency:
             disk_weights=tuple("disk" in tiers for tiers in away),
             dequantized=self.weight_format == INT4,
             vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
+            kv_on_device=tuple(kv_on_device),
         )
