@@ -58,6 +58,8 @@ class Policy:
         embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
         deferred_rows: sequences that may enter class "deferred" in one job, in which they stay much longer than in others; None:
             as many as there is a place for.
+        on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
+            routed to; where the host computes.
     """
 
     admission: str
@@ -77,6 +79,7 @@ class Policy:
     batch_order: str = "even"
     embedding_tier: str = "cpu"
     deferred_rows: int | None = None
+    on_demand_tokens: int = 0
 
     @property
     def max_num_seqs(self) -> int:
@@ -172,6 +175,8 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
+        break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
+            never.
     """
 
     total_s: float
@@ -190,6 +195,7 @@ class Prediction:
     lane_price_s: Mapping[str, float]
     stages: tuple[Stage, ...] = ()
     disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
+    break_even_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -271,6 +277,8 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
                 raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
     if (policy.deferred_rows or 0) < 0:
         raise ValueError(f"deferred_rows must be null, or a number of 0 or more, not {policy.deferred_rows}")
+    if policy.on_demand_tokens < 0:
+        raise ValueError(f"on_demand_tokens must be 0 or more, not {policy.on_demand_tokens}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")
