@@ -424,7 +424,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     policy = request.policy
     return Weights(
         request.config,
-        WeightResidency.of_policy(policy),
+        WeightResidency.of_policy(policy, request.config),
         getattr(torch, request.dtype),
         checkpoint=None if request.store else open_checkpoint(request.files, request.config),
         store=request.store,

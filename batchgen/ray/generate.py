@@ -14,6 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 from batchgen.job.options import names_of
+from batchgen.models.files import read_config, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
@@ -34,7 +35,7 @@ class Generate:
         )
 
     Rows in are rows out, in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
-    generated_tokens, error and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
+    generated_tokens, error, reasoning of models that think in a channel of their own and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
 
     The model is loaded at the first call in a process. Calls may overlap, and Ray makes so many at a time as it is told: rows of the next batch
     run while the last rows of one before are still at it. Pickling keeps the options alone.
@@ -66,11 +67,14 @@ class Generate:
         self._prompts = PromptSpec(*(prompts.get(name) for name in _PROMPT_OPTIONS[:-1]), prompts.get("chat", False))
         self._stream: EngineStream | None = None
         self._process: int | None = None
+        self._reasoning: bool | None = None  # whether the model gives any, once that is known
         self._lock = threading.Lock()
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """The table with the output columns. Raises InputError."""
-        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None)
+        if self._reasoning is None:
+            self._reasoning = await asyncio.to_thread(lambda: read_config(resolve_model(self._model)).has_channels)
+        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         schema = output_schema(batch.schema, columns, self._prefix)
         if batch.num_rows == 0:
             return schema.empty_table()
