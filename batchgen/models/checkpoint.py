@@ -131,7 +131,9 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
+    load: Callable[
+        [str, int, torch.dtype], dict[str, Tensor]
+    ]  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
     # Of one whose matrices are packed: their format, and a layer as it is stored.
     weight_format: str | None = None
     stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
@@ -175,6 +177,10 @@ class Checkpoint:
         "sinks.weight" [layers * heads] and "lm_head.weight" [vocab, embed]; where it is tied, the embedding stands in for the last.
         """
         return self.load("head", 0, dtype)
+
+    def load_sinks(self, dtype: torch.dtype) -> Tensor | None:
+        """Of the attention of all layers [layers * heads]; None: the model has none."""
+        return self.load("sinks", 0, dtype)["sinks.weight"] if self.config.sinks else None
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Checkpoint:
@@ -313,6 +319,8 @@ def _part_checkpoint(
 ) -> Checkpoint:
     """A checkpoint put together by `fill(part, layer, tensor to fill)`; stored_format: it fills rows packed in this format too."""
     ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
+    if config.sinks:
+        ends["sinks"] = {"sinks.weight": ends["head"]["sinks.weight"]}
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         layout = layer_layout(config, layer) if which == "layer" else ends[which]
@@ -344,7 +352,8 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
     store = open_store(files.path)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        file = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head}[which]
+        files = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head, "sinks": store.head}
+        file = files[which]
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
 

@@ -441,7 +441,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     captured = s.gpu_batch_size if s.on_gpu else 0
     work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
     work += coded_bytes(s.weight_format, on_gpu=s.on_gpu)
-    dequantized = s.dequantized_layer_bytes if s.weight_format == INT4 else 0.0
+    dequantized = float(s.dequantized_slot_bytes) if s.weight_format == INT4 else 0.0
     cpu = s.process_bytes + WORKSPACE_BYTES + (1 - at.embed_gpu) * s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))
     staging = at.staged_blocks * (_SLOTS * s.kv_block_bytes)
@@ -455,7 +455,8 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
-    gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
+    in_transit = at.streamed_peak * (_SLOTS * sum(s.slot_group_bytes.values()))
+    gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + in_transit + kv["gpu"]
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (chunks + whole_logits)
     gpu += staging + dequantized + at.delegates * dequantized + at.embed_gpu * s.embedding_bytes
