@@ -1,0 +1,475 @@
+// Rows of a GGUF put in the order in which products read them: panels of kPanel columns, in as many bytes.
+//
+// A panel has its columns' blocks, one depth of them after the other. Of a block there are first the scales and minimums of all
+// columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for each four depths. A word
+// has eight slots of four bits: slot i is the code of number i of these depths in the order of an operand, in that lane. Codes of
+// more than four bits have their upper bits in a second plane of words; words of which fewer bits are used share one, shifted.
+//
+// In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a number may
+// only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for bit.
+
+typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
+
+// How a code's bits lie: so many in the first plane, and in the second. In a table: what it stands for is looked up.
+template <int Low, int High, bool InTable = false>
+struct CodeKind {
+    static constexpr int kLow = Low, kHigh = High;
+    static constexpr bool kInTable = InTable;
+};
+
+// What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put` takes those
+// of one column of a block as it lies in the file. `at`: where the panel's block begins, zeros before the first `put`.
+
+inline vf halves_at(const uint8_t* at, int c) { return load((const f16*)at + c); }
+inline void put_half(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 2 * c, block, 2); }
+
+template <int Offset>
+struct HalfScale {
+    static constexpr int kBytes = 2;
+    static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
+        scale = halves_at(at, c), minimum = mul(scale, set1(-Offset));
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) { put_half(block, c, at); }
+};
+
+struct HalfScaleAndMinimum {
+    static constexpr int kBytes = 4;
+    static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
+        scale = halves_at(at, c), minimum = halves_at(at, kPanel + c);
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block, c, at), put_half(block + 2, kPanel + c, at);
+    }
+};
+
+struct ExponentScale {
+    static constexpr int kBytes = 1;
+    static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
+        const Lanes e = (Lanes)load_bytes(at + c);
+        // 2^(e - 128) is of the lowest exponents a number without a leading one.
+        const Lanes tiny = (Lanes)(e < 2);
+        scale = as_float((vi)(((e - 1) << 23 & ~tiny) | ((0x200000 + 0x200000 * e) & tiny))), minimum = set1(-0.0f);
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) { at[c] = block[0]; }
+};
+
+// Two floats, and of each run a scale and a minimum of 6 bits: the low four of both in a byte, the others of two columns in one.
+struct SixBitPairs {
+    static constexpr int kBytes = 16, kRunBytes = kPanel + W;
+    static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
+        const uint8_t* p = at + 4 * kPanel + run * kRunBytes;
+        const Lanes low = (Lanes)load_bytes(p + c), high = (Lanes)load_bytes(p + kPanel) >> (c / W * 4);
+        const vf scales = to_float((vi)((low & 15) | (high & 3) << 4));
+        const vf minimums = to_float((vi)(low >> 4 | (high >> 2 & 3) << 4));
+        scale = mul(halves_at(at, c), scales), minimum = mul(mul(set1(-1), halves_at(at, kPanel + c)), minimums);
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block, c, at), put_half(block + 2, kPanel + c, at);
+        uint8_t scales[8], minimums[8];
+        six_bit_codes(block + 4, scales, minimums);
+        for (int run = 0; run < 8; run++) {
+            uint8_t* p = at + 4 * kPanel + run * kRunBytes;
+            p[c] = uint8_t((scales[run] & 15) | minimums[run] << 4);
+            p[kPanel + c % W] |= uint8_t((scales[run] >> 4 | minimums[run] >> 4 << 2) << (c / W * 4));
+        }
+    }
+};
+
+// A float, and of each run a scale of 6 bits less 32: the low four of two columns in a byte, the others of two runs as well.
+template <class Block, int At, int Offset>
+struct SixBitScales {
+    static constexpr int kRuns = Block::kValues / Block::kRun, kBytes = 2 + kRuns * 3 / 4;
+    static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
+        const uint8_t* p = at + 2 * kPanel;
+        const Lanes low = (Lanes)load_bytes(p + run * W) >> (c / W * 4) & 15;
+        const Lanes high = (Lanes)load_bytes(p + (kRuns + run / 2) * W) >> (run % 2 * 4 + c / W * 2) & 3;
+        scale = mul(halves_at(at, c), sub(to_float((vi)(low | high << 4)), set1(32))), minimum = mul(scale, set1(-Offset));
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block + At, c, at);
+        uint8_t* p = at + 2 * kPanel;
+        for (int run = 0; run < kRuns; run++) {
+            const int scale = Block::six_bits(block, run);
+            p[run * W + c % W] |= uint8_t((scale & 15) << (c / W * 4));
+            p[(kRuns + run / 2) * W + c % W] |= uint8_t(scale >> 4 << (run % 2 * 4 + c / W * 2));
+        }
+    }
+};
+
+struct NibblePairs {  // Q2_K
+    static constexpr int kBytes = 20;
+    static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
+        const vi both = load_bytes(at + (4 + run) * kPanel + c);
+        scale = mul(halves_at(at, c), low_nibbles(both));
+        minimum = mul(mul(set1(-1), halves_at(at, kPanel + c)), high_nibbles(both));
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block + 80, c, at), put_half(block + 82, kPanel + c, at);
+        for (int run = 0; run < 16; run++) at[(4 + run) * kPanel + c] = block[run];
+    }
+};
+
+struct ByteScales {  // Q6_K
+    static constexpr int kBytes = 18;
+    static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
+        scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanel + c)), minimum = mul(scale, set1(-32));
+    }
+    static void put(const uint8_t* block, int c, uint8_t* at) {
+        put_half(block + 208, c, at);
+        for (int run = 0; run < 16; run++) at[(2 + run) * kPanel + c] = block[192 + run];
+    }
+};
+
+// A packed format in panels. Offset: what is added to the codes of `take_apart` to have none below zero.
+template <class Format, class ScalesOf, class KindOf, int Offset>
+struct InPanels {
+    using Block = Format;
+    using Scales = ScalesOf;
+    using Kind = KindOf;
+    static constexpr int kOffset = Offset;
+    static constexpr int kRuns = Block::kValues / Block::kRun;
+    static constexpr int64_t kBlockBytes = int64_t(kPanel) * Block::kBytes, kScaleBytes = kPanel * Scales::kBytes;
+    static constexpr int64_t kLowBytes = kPanel * Block::kValues * Kind::kLow / 8;
+    static_assert(kScaleBytes + kPanel * Block::kValues * (Kind::kLow + Kind::kHigh) / 8 == kBlockBytes);
+};
+
+constexpr int8_t kCodesThemselves[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Calls f with the format, one of InPanels, and what codes of four bits stand for.
+template <class F>
+inline void with_panels(GgufType type, F f) {
+    using Four = CodeKind<4, 0, kTablesAreFast>;
+    using Five = CodeKind<4, 1>;
+    using Table = CodeKind<4, 0, true>;
+    const int8_t* plain = kCodesThemselves;
+    switch (type) {
+        case GgufType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
+        case GgufType::Q4_1: return f.template operator()<InPanels<Q4_1, HalfScaleAndMinimum, Four, 0>>(plain);
+        case GgufType::Q5_0: return f.template operator()<InPanels<Q5_0, HalfScale<16>, Five, 16>>(plain);
+        case GgufType::Q5_1: return f.template operator()<InPanels<Q5_1, HalfScaleAndMinimum, Five, 0>>(plain);
+        case GgufType::Q8_0: return f.template operator()<InPanels<Q8_0, HalfScale<128>, CodeKind<4, 4>, 128>>(plain);
+        case GgufType::Q2_K: return f.template operator()<InPanels<Q2_K, NibblePairs, CodeKind<2, 0>, 0>>(plain);
+        case GgufType::Q3_K:
+            return f.template operator()<InPanels<Q3_K, SixBitScales<Q3_K, 108, 4>, CodeKind<2, 1>, 4>>(plain);
+        case GgufType::Q4_K: return f.template operator()<InPanels<Q4_K, SixBitPairs, Four, 0>>(plain);
+        case GgufType::Q5_K: return f.template operator()<InPanels<Q5_K, SixBitPairs, Five, 0>>(plain);
+        case GgufType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, CodeKind<4, 2>, 32>>(plain);
+        case GgufType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Table, 0>>(kIq4Values);
+        case GgufType::IQ4_XS:
+            return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Table, 0>>(kIq4Values);
+        case GgufType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Table, 0>>(kFp4Values);
+        default: return;  // F32, F16, BF16 are numbers
+    }
+}
+
+// Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
+inline bool is_operand(const Linear& args) { return args.packed && args.packing == GgufType::F32; }
+
+// A panel of rows of a GGUF.
+inline int64_t gguf_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
+
+constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
+
+// ---- putting rows in order -----------------------------------------------------------------------------------------
+
+// The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
+template <class M>
+inline Lanes slots_of(const Lanes (&columns)[2]) {
+    if constexpr (M::kPair == 1) {
+        return columns[0] | columns[1] << 4;
+    } else {
+        Lanes even, slots = {};
+        for (int i = 0; i < W; i++) even[i] = i % 2 ? 0 : ~0u;
+        for (int part = 0; part < 2; part++) {
+            vf halves[2];
+            M::twice(as_float((vi)columns[part]), halves[0], halves[1]);
+            for (int half = 0; half < 2; half++) {  // two neighbouring depths are two lanes
+                const Lanes bytes = (Lanes)as_int(halves[half]), own = (bytes & even) | (bytes >> 8 & ~even);
+                slots |= (own & 0x00ff00ff) << (8 * part + 4 * half);
+            }
+        }
+        return slots;
+    }
+}
+
+inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
+    uint32_t* at = (uint32_t*)plane + group * bits / 4 * W;
+    store_int(at, (vi)((Lanes)load_int(at) | slots << (group % (4 / bits) * bits)));
+}
+
+// Codes of columns as they are in a panel, none below zero.
+template <class Format>
+inline void codes_in_order(const int8_t* table, int8_t* codes, int64_t n) {
+    if constexpr (Format::Kind::kInTable && !Format::kOffset) {
+        uint8_t code_of[256] = {};
+        for (int i = 15; i >= 0; i--) code_of[uint8_t(table[i])] = uint8_t(i);
+        for (int64_t i = 0; i < n; i++) codes[i] = int8_t(code_of[uint8_t(codes[i])]);
+    } else {
+        for (int64_t i = 0; i < n; i++) codes[i] = int8_t(codes[i] + Format::kOffset);
+    }
+}
+
+template <class M, class Format>
+inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table, uint8_t* out) {
+    using Block = typename Format::Block;
+    using Kind = typename Format::Kind;
+    alignas(64) int8_t codes[kPanel][kTaken] = {};
+    float scales[kTaken / Block::kRun * (Block::kRun / kLeastRun)], minimums[sizeof scales / 4];
+    memset(out, 0, gguf_panel_bytes(args));
+    for (int64_t at = 0; at < args.depth; at += kTaken) {
+        const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues, blocks = here / Block::kValues;
+        uint8_t* to = out + first * Format::kBlockBytes;
+        for (int c = 0; c < kPanel; c++) {
+            const int64_t row = weight_row(args, panel, c);
+            memset(codes[c], 0, sizeof codes[c]);
+            if (row >= args.columns) continue;
+            const uint8_t* packed = (const uint8_t*)args.w + row * args.w_stride + first * Block::kBytes;
+            take_row_apart<Block>(packed, here, codes[c], scales, minimums);
+            codes_in_order<Format>(table, codes[c], here);
+            for (int64_t b = 0; b < blocks; b++) Format::Scales::put(packed + b * Block::kBytes, c, to + b * Format::kBlockBytes);
+        }
+        for (int64_t d = 0; d < here; d += 4 * W) {
+            vi r[2][W];
+            for (int part = 0; part < 2; part++) {
+                for (int i = 0; i < W; i++) r[part][i] = load_int((const uint32_t*)(codes[part * W + i] + d));
+                transpose(r[part]);
+            }
+            for (int i = 0; i < W && d + 4 * i < here; i++) {
+                const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
+                uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
+                const auto plane = [&](int shift, int bits) {
+                    const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
+                    const Lanes columns[2] = {(Lanes)r[0][i] >> shift & mask, (Lanes)r[1][i] >> shift & mask};
+                    return slots_of<M>(columns);
+                };
+                add_to_plane(low, Kind::kLow, group, plane(0, Kind::kLow));
+                if constexpr (Kind::kHigh) add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, plane(Kind::kLow, Kind::kHigh));
+            }
+        }
+    }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+// Scales and minimums of 256 depths of a panel, as lanes of an operand take them.
+template <class M>
+struct PanelScales {
+    static constexpr int kVectors = 2 * M::kPair;
+    vf scales[kTakenRuns][kVectors], minimums[kTakenRuns][kVectors];
+};
+
+template <class M>
+inline void put_scale(vf own, int part, vf* out) {
+    if constexpr (M::kPair == 1) out[part] = own;
+    else M::twice(own, out[2 * part], out[2 * part + 1]);
+}
+
+template <class M, class Format>
+__attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<M>& out) {
+    for (int64_t b = 0; b < count; b++, blocks += Format::kBlockBytes) {
+        for (int run = 0; run < Format::kRuns; run++) {
+            for (int part = 0; part < 2; part++) {
+                vf scale, minimum;
+                Format::Scales::get(blocks, run, part * W, scale, minimum);
+                const int64_t i = b * Format::kRuns + run;
+                put_scale<M>(scale, part, out.scales[i]), put_scale<M>(minimum, part, out.minimums[i]);
+            }
+        }
+    }
+}
+
+// What a kind of codes is read with, whatever the format. `scales`: of some blocks.
+template <class M>
+struct PanelFormat {
+    void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<M>& out);
+    const int8_t* table;
+    int64_t values, block_bytes, scale_bytes, low_bytes;
+    int quads_of_run;
+};
+
+template <class M, class Format>
+constexpr PanelFormat<M> panel_format(const int8_t* table) {
+    using Block = typename Format::Block;
+    return {panel_scales<M, Format>, table, Block::kValues, Format::kBlockBytes, Format::kScaleBytes, Format::kLowBytes,
+            Block::kRun / kQuad};
+}
+
+template <class Kind>
+struct FourBits {  // of a lane
+    explicit FourBits(const int8_t*) {}
+    vf operator()(Lanes a) const { return low_nibbles((vi)a); }
+};
+template <int High>
+struct FourBits<CodeKind<4, High, true>> : Table {
+    using Table::Table;
+    vf operator()(Lanes a) const { return Table::operator()((vi)a); }
+};
+
+template <int Bits>
+__attribute__((always_inline)) inline Lanes slots_at(const uint8_t* plane, int group) {
+    const Lanes words = (Lanes)load_int((const uint32_t*)plane + group * Bits / 4 * W) >> (group % (4 / Bits) * Bits);
+    return Bits == 4 ? words : words & ((1u << Bits) - 1) * 0x11111111u;
+}
+
+// Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
+template <class M, class T, class Kind, class Sink>
+__attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, const uint8_t* high, const vf* scales,
+                                                        const vf* minimums, const FourBits<Kind>& four_bits, Sink sink) {
+    constexpr int kVectors = PanelScales<M>::kVectors;
+    vf scale[kVectors], minimum[kVectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) scale[i] = scales[i], minimum[i] = minimums[i];
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; group++) {
+        Lanes slots = slots_at<Kind::kLow>(low, group), even = slots, odd = slots;
+        if constexpr (Kind::kHigh) {
+            const Lanes upper = slots_at<Kind::kHigh>(high, group);
+            if constexpr (Kind::kLow + Kind::kHigh <= 4) {
+                slots |= upper << Kind::kLow;
+            } else {
+                even = (slots & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
+                odd = (slots >> 4 & 0x0f0f0f0f) | (upper & 0xf0f0f0f0);
+            }
+        }
+        const auto number = [&](int slot) __attribute__((always_inline)) {
+            vf code;
+            if constexpr (Kind::kLow + Kind::kHigh <= 4) code = four_bits(slots >> 4 * slot);
+            else code = to_float((vi)((slot % 2 ? odd : even) >> 8 * (slot / 2) & 255));
+            return fma(code, scale[slot % kVectors], minimum[slot % kVectors]);
+        };
+#pragma GCC unroll 4
+        for (int word = 0; word < 4 / M::kPair; word++) {
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                const int slot = (2 * word + part) * M::kPair;
+                vi operand;
+                if constexpr (M::kPair == 2) {
+                    operand = M::to_operand(number(slot), number(slot + 1));
+                } else if constexpr (__is_same(T, float)) {
+                    operand = as_int(number(slot));
+                } else {
+                    T rounded[W];
+                    store(rounded, number(slot));
+                    operand = as_int(load(rounded));
+                }
+                sink(group * 4 / M::kPair + word, part, operand);
+            }
+        }
+    }
+}
+
+// Of 256 depths of a panel, or those that are left.
+template <class M>
+struct Stretch {
+    const uint8_t *blocks, *ahead;  // ahead: what is read after them
+    int64_t ahead_of_quad;          // bytes
+    PanelScales<M> scales;
+
+    void load(const PanelFormat<M>& format, const uint8_t* panel, int64_t depth, int64_t at, const uint8_t* next) {
+        const int64_t count = smaller(kTaken, depth - at) / format.values;
+        blocks = panel + at / format.values * format.block_bytes;
+        ahead = at + kTaken < depth ? blocks + count * format.block_bytes : next;
+        ahead_of_quad = format.block_bytes * kQuad / format.values;
+        format.scales(blocks, count, scales);
+    }
+    template <class T, class Kind, class Sink>
+    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i, const FourBits<Kind>& four_bits,
+                                             Sink sink) const {
+        for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line, 0, 2);
+        const int64_t depth = i * kQuad, within = depth % format.values, run = i / format.quads_of_run;
+        const uint8_t* low = blocks + depth / format.values * format.block_bytes + format.scale_bytes;
+        const uint8_t* high = low + format.low_bytes + kPanel * within * Kind::kHigh / 8;
+        quad_numbers<M, T, Kind>(low + kPanel * within * Kind::kLow / 8, high, scales.scales[run], scales.minimums[run], four_bits,
+                                 sink);
+    }
+};
+
+template <class M, class T, class Kind>
+__attribute__((noinline)) void numbers_of_kind(const PanelFormat<M>& format, const uint8_t* panel, const uint8_t* next,
+                                               int64_t depth, int64_t first, int64_t end, typename M::Operand* out) {
+    const FourBits<Kind> four_bits(format.table);
+    Stretch<M> stretch;
+    for (int64_t at = first / kTaken * kTaken; at < end; at += kTaken) {
+        stretch.load(format, panel, depth, at, next);
+        const int64_t from = at < first ? first - at : 0, stop = smaller(kTaken, end - at);
+        for (int64_t d = from; d < stop; d += kQuad) {
+            typename M::Operand* to = out + (at + d - first) / M::kPair * kPanel;
+            stretch.template quad<T>(format, d / kQuad, four_bits, [&](int word, int part, vi operand) __attribute__((always_inline)) {
+                store_int(to + word * kPanel + part * W, operand);
+            });
+        }
+    }
+}
+
+inline const uint8_t* gguf_panel(const Linear& args, int64_t panel) {
+    return (const uint8_t*)args.w + panel * gguf_panel_bytes(args);
+}
+
+// Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel after it.
+template <class M, class T>
+inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
+                             typename M::Operand* out) {
+    with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+        numbers_of_kind<M, T, typename Format::Kind>(panel_format<M, Format>(table), gguf_panel(args, panel), gguf_panel(args, next),
+                                                     args.depth, start * M::kPair, smaller(stop * M::kPair, args.depth), out);
+    });
+}
+
+// ---- products of few rows ------------------------------------------------------------------------------------------
+
+constexpr int kRowsOfPacked = W == 16 ? 4 : 2;  // sums of two panels stay in registers
+constexpr int kPanelsOfPacked = 2;
+
+// Rows whose value at depth d, in units of 32 bits, is at[row * row_stride + d * depth_stride].
+struct FewRows {
+    const uint32_t* at;
+    int64_t row_stride, depth_stride;
+};
+
+// c [panels, rows, kPanel] = rows of x times two panels, each number used as soon as it is there.
+template <class M, class T, class Kind, int MR>
+__attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, const uint8_t* const (&panels)[kPanelsOfPacked],
+                                               const uint8_t* const (&next)[kPanelsOfPacked], int64_t depth, FewRows x, float* c) {
+    const FourBits<Kind> four_bits(format.table);
+    Stretch<M> stretch[kPanelsOfPacked];
+    vf acc[kPanelsOfPacked][MR][2];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanelsOfPacked; p++)
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; r++) acc[p][r][0] = acc[p][r][1] = zero();
+    for (int64_t at = 0; at < depth; at += kTaken) {
+        for (int p = 0; p < kPanelsOfPacked; p++) stretch[p].load(format, panels[p], depth, at, next[p]);
+        const int64_t quads = smaller(kTaken, depth - at) / kQuad;
+        for (int64_t i = 0; i < quads; i++) {
+            const uint32_t* from = x.at + (at + i * kQuad) / M::kPair * x.depth_stride;
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanelsOfPacked; p++) {
+                stretch[p].template quad<T>(format, i, four_bits, [&](int word, int part, vi operand) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                    for (int r = 0; r < MR; r++) {
+                        const vi value = set1_int(from[r * x.row_stride + word * x.depth_stride]);
+                        acc[p][r][part] = M::dot(value, operand, acc[p][r][part]);
+                    }
+                });
+            }
+        }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanelsOfPacked; p++)
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) store(c + ((p * MR + r) * 2 + part) * W, acc[p][r][part]);
+}
+
+template <class M, class T>
+inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[kPanelsOfPacked], const int64_t (&next)[kPanelsOfPacked],
+                           FewRows x, float* c) {
+    const uint8_t *at[kPanelsOfPacked], *after[kPanelsOfPacked];
+    for (int p = 0; p < kPanelsOfPacked; p++) at[p] = gguf_panel(args, panels[p]), after[p] = gguf_panel(args, next[p]);
+    with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+        with_count<kRowsOfPacked>(rows, [&]<int MR>() {
+            product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x, c);
+        });
+    });
+}
