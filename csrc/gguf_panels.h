@@ -133,15 +133,13 @@ struct InPanels {
     static_assert(kScaleBytes + kPanel * Block::kValues * (Kind::kLow + Kind::kHigh) / 8 == kBlockBytes);
 };
 
-constexpr int8_t kCodesThemselves[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// Calls f with the format, one of InPanels, and what codes of four bits stand for.
+// Calls f with the format, one of InPanels, and its table or null.
 template <class F>
 inline void with_panels(GgufType type, F f) {
-    using Four = CodeKind<4, 0, kTablesAreFast>;
+    using Four = CodeKind<4, 0>;
     using Five = CodeKind<4, 1>;
-    using Table = CodeKind<4, 0, true>;
-    const int8_t* plain = kCodesThemselves;
+    using Looked = CodeKind<4, 0, true>;
+    const int8_t* plain = nullptr;
     switch (type) {
         case GgufType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
         case GgufType::Q4_1: return f.template operator()<InPanels<Q4_1, HalfScaleAndMinimum, Four, 0>>(plain);
@@ -154,10 +152,10 @@ inline void with_panels(GgufType type, F f) {
         case GgufType::Q4_K: return f.template operator()<InPanels<Q4_K, SixBitPairs, Four, 0>>(plain);
         case GgufType::Q5_K: return f.template operator()<InPanels<Q5_K, SixBitPairs, Five, 0>>(plain);
         case GgufType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, CodeKind<4, 2>, 32>>(plain);
-        case GgufType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Table, 0>>(kIq4Values);
+        case GgufType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Looked, 0>>(kIq4Values);
         case GgufType::IQ4_XS:
-            return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Table, 0>>(kIq4Values);
-        case GgufType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Table, 0>>(kFp4Values);
+            return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Looked, 0>>(kIq4Values);
+        case GgufType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Looked, 0>>(kFp4Values);
         default: return;  // F32, F16, BF16 are numbers
     }
 }
@@ -251,28 +249,46 @@ inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-// Scales and minimums of 256 depths of a panel, as lanes of an operand take them.
+// Where a code lies in its half of a word, of four slots: codes of at most four bits in their slots, others in bytes.
+template <class Kind>
+constexpr bool kInSlots = Kind::kLow + Kind::kHigh <= 4;
+template <class Kind>
+constexpr int bits_below(int place) {
+    return kInSlots<Kind> ? 4 * place : 8 * (place / 2);
+}
+
+// Scales and minimums of 256 depths of a panel, as lanes of an operand take them. Scales are those of the four places in half a
+// word: a code is not shifted down, its scale is smaller by as much.
 template <class M>
 struct PanelScales {
-    static constexpr int kVectors = 2 * M::kPair;
-    vf scales[kTakenRuns][kVectors], minimums[kTakenRuns][kVectors];
+    static constexpr int kVectors = 2 * M::kPair;  // of an operand's columns at one depth
+    vf scales[kTakenRuns][4], minimums[kTakenRuns][kVectors];
 };
 
 template <class M>
-inline void put_scale(vf own, int part, vf* out) {
+inline void spread_columns(vf own, int part, vf* out) {
     if constexpr (M::kPair == 1) out[part] = own;
     else M::twice(own, out[2 * part], out[2 * part + 1]);
 }
 
 template <class M, class Format>
 __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count, PanelScales<M>& out) {
+    using Kind = typename Format::Kind;
+    constexpr int kVectors = PanelScales<M>::kVectors;
     for (int64_t b = 0; b < count; b++, blocks += Format::kBlockBytes) {
         for (int run = 0; run < Format::kRuns; run++) {
+            const int64_t i = b * Format::kRuns + run;
+            vf scales[kVectors];
+#pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
                 vf scale, minimum;
                 Format::Scales::get(blocks, run, part * W, scale, minimum);
-                const int64_t i = b * Format::kRuns + run;
-                put_scale<M>(scale, part, out.scales[i]), put_scale<M>(minimum, part, out.minimums[i]);
+                spread_columns<M>(scale, part, scales), spread_columns<M>(minimum, part, out.minimums[i]);
+            }
+#pragma GCC unroll 4
+            for (int place = 0; place < 4; place++) {
+                const float smaller_by = Kind::kInTable ? 1 : 1 / float(1 << bits_below<Kind>(place));
+                out.scales[i][place] = mul(scales[place % kVectors], set1(smaller_by));
             }
         }
     }
@@ -283,26 +299,27 @@ template <class M>
 struct PanelFormat {
     void (*scales)(const uint8_t* blocks, int64_t count, PanelScales<M>& out);
     const int8_t* table;
-    int64_t values, block_bytes, scale_bytes, low_bytes;
-    int quads_of_run;
+    int64_t block_bytes, scale_bytes, low_bytes;
+    int quads_of_block, quads_of_run;  // powers of two, by their exponents
 };
 
 template <class M, class Format>
 constexpr PanelFormat<M> panel_format(const int8_t* table) {
     using Block = typename Format::Block;
-    return {panel_scales<M, Format>, table, Block::kValues, Format::kBlockBytes, Format::kScaleBytes, Format::kLowBytes,
-            Block::kRun / kQuad};
+    return {panel_scales<M, Format>, table, Format::kBlockBytes, Format::kScaleBytes, Format::kLowBytes,
+            __builtin_ctz(Block::kValues / kQuad), __builtin_ctz(Block::kRun / kQuad)};
 }
 
-template <class Kind>
-struct FourBits {  // of a lane
-    explicit FourBits(const int8_t*) {}
-    vf operator()(Lanes a) const { return low_nibbles((vi)a); }
+struct NoTable {
+    explicit NoTable(const int8_t*) {}
 };
-template <int High>
-struct FourBits<CodeKind<4, High, true>> : Table {
-    using Table::Table;
-    vf operator()(Lanes a) const { return Table::operator()((vi)a); }
+template <class Kind>
+struct TableOf {
+    using Of = NoTable;
+};
+template <int Low, int High>
+struct TableOf<CodeKind<Low, High, true>> {
+    using Of = Table;
 };
 
 template <int Bits>
@@ -314,28 +331,34 @@ __attribute__((always_inline)) inline Lanes slots_at(const uint8_t* plane, int g
 // Numbers of a quad: sink(word of the quad's depth, vector of columns, operand).
 template <class M, class T, class Kind, class Sink>
 __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, const uint8_t* high, const vf* scales,
-                                                        const vf* minimums, const FourBits<Kind>& four_bits, Sink sink) {
+                                                        const vf* minimums, const typename TableOf<Kind>::Of& table, Sink sink) {
     constexpr int kVectors = PanelScales<M>::kVectors;
-    vf scale[kVectors], minimum[kVectors];
+    vf scale[4], minimum[kVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kVectors; i++) scale[i] = scales[i], minimum[i] = minimums[i];
+    for (int i = 0; i < 4; i++) scale[i] = scales[i];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) minimum[i] = minimums[i];
 #pragma GCC unroll 4
     for (int group = 0; group < 4; group++) {
-        Lanes slots = slots_at<Kind::kLow>(low, group), even = slots, odd = slots;
+        const Lanes slots = slots_at<Kind::kLow>(low, group);
+        Lanes even = slots, odd = slots;
         if constexpr (Kind::kHigh) {
             const Lanes upper = slots_at<Kind::kHigh>(high, group);
-            if constexpr (Kind::kLow + Kind::kHigh <= 4) {
-                slots |= upper << Kind::kLow;
+            if constexpr (kInSlots<Kind>) {
+                even |= upper << Kind::kLow, odd = even;
             } else {
                 even = (slots & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
                 odd = (slots >> 4 & 0x0f0f0f0f) | (upper & 0xf0f0f0f0);
             }
         }
+        const Lanes words[2][2] = {{even, odd}, {even >> 16, odd >> 16}};
         const auto number = [&](int slot) __attribute__((always_inline)) {
+            const int place = slot % 4;
+            constexpr uint32_t kMask = kInSlots<Kind> ? 15 : 255;
             vf code;
-            if constexpr (Kind::kLow + Kind::kHigh <= 4) code = four_bits(slots >> 4 * slot);
-            else code = to_float((vi)((slot % 2 ? odd : even) >> 8 * (slot / 2) & 255));
-            return fma(code, scale[slot % kVectors], minimum[slot % kVectors]);
+            if constexpr (Kind::kInTable) code = table((vi)(even >> 4 * slot));
+            else code = to_float((vi)(words[slot / 4][slot % 2] & kMask << bits_below<Kind>(place)));
+            return fma(code, scale[place], minimum[slot % kVectors]);
         };
 #pragma GCC unroll 4
         for (int word = 0; word < 4 / M::kPair; word++) {
@@ -366,20 +389,22 @@ struct Stretch {
     PanelScales<M> scales;
 
     void load(const PanelFormat<M>& format, const uint8_t* panel, int64_t depth, int64_t at, const uint8_t* next) {
-        const int64_t count = smaller(kTaken, depth - at) / format.values;
-        blocks = panel + at / format.values * format.block_bytes;
+        const int64_t count = smaller(kTaken, depth - at) / kQuad >> format.quads_of_block;
+        blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
         ahead = at + kTaken < depth ? blocks + count * format.block_bytes : next;
-        ahead_of_quad = format.block_bytes * kQuad / format.values;
+        ahead_of_quad = format.block_bytes >> format.quads_of_block;
         format.scales(blocks, count, scales);
     }
     template <class T, class Kind, class Sink>
-    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i, const FourBits<Kind>& four_bits,
+    __attribute__((always_inline)) void quad(const PanelFormat<M>& format, int64_t i, const typename TableOf<Kind>::Of& table,
                                              Sink sink) const {
         for (int64_t line = 0; line < ahead_of_quad; line += 64) __builtin_prefetch(ahead + i * ahead_of_quad + line, 0, 2);
-        const int64_t depth = i * kQuad, within = depth % format.values, run = i / format.quads_of_run;
-        const uint8_t* low = blocks + depth / format.values * format.block_bytes + format.scale_bytes;
-        const uint8_t* high = low + format.low_bytes + kPanel * within * Kind::kHigh / 8;
-        quad_numbers<M, T, Kind>(low + kPanel * within * Kind::kLow / 8, high, scales.scales[run], scales.minimums[run], four_bits,
+        constexpr int64_t kLowBytes = kPanel * kQuad * Kind::kLow / 8, kHighBytes = kPanel * kQuad * Kind::kHigh / 8;
+        const int64_t block = i >> format.quads_of_block, within = i - (block << format.quads_of_block);
+        const int64_t run = i >> format.quads_of_run;
+        const uint8_t* low = blocks + block * format.block_bytes + format.scale_bytes;
+        const uint8_t* high = low + format.low_bytes + within * kHighBytes;
+        quad_numbers<M, T, Kind>(low + within * kLowBytes, high, scales.scales[run], scales.minimums[run], table,
                                  sink);
     }
 };
@@ -387,14 +412,14 @@ struct Stretch {
 template <class M, class T, class Kind>
 __attribute__((noinline)) void numbers_of_kind(const PanelFormat<M>& format, const uint8_t* panel, const uint8_t* next,
                                                int64_t depth, int64_t first, int64_t end, typename M::Operand* out) {
-    const FourBits<Kind> four_bits(format.table);
+    const typename TableOf<Kind>::Of table(format.table);
     Stretch<M> stretch;
     for (int64_t at = first / kTaken * kTaken; at < end; at += kTaken) {
         stretch.load(format, panel, depth, at, next);
         const int64_t from = at < first ? first - at : 0, stop = smaller(kTaken, end - at);
         for (int64_t d = from; d < stop; d += kQuad) {
             typename M::Operand* to = out + (at + d - first) / M::kPair * kPanel;
-            stretch.template quad<T>(format, d / kQuad, four_bits, [&](int word, int part, vi operand) __attribute__((always_inline)) {
+            stretch.template quad<T, Kind>(format, d / kQuad, table, [&](int word, int part, vi operand) __attribute__((always_inline)) {
                 store_int(to + word * kPanel + part * W, operand);
             });
         }
@@ -417,8 +442,9 @@ inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, in
 
 // ---- products of few rows ------------------------------------------------------------------------------------------
 
-constexpr int kRowsOfPacked = W == 16 ? 4 : 2;  // sums of two panels stay in registers
-constexpr int kPanelsOfPacked = 2;
+constexpr int kRowsOfPacked = W == 16 ? 4 : 2;
+// Panels at a time: as many sums as stay in registers, and enough of them not to wait for one another.
+constexpr int panels_at_once(int64_t rows) { return W == 16 && rows <= 2 ? 2 : 1; }
 
 // Rows whose value at depth d, in units of 32 bits, is at[row * row_stride + d * depth_stride].
 struct FewRows {
@@ -426,47 +452,50 @@ struct FewRows {
     int64_t row_stride, depth_stride;
 };
 
-// c [panels, rows, kPanel] = rows of x times two panels, each number used as soon as it is there.
+// c [panels, MR, kPanel] = rows of x times panels, each number used as soon as it is there. next: what is read after each panel.
 template <class M, class T, class Kind, int MR>
-__attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, const uint8_t* const (&panels)[kPanelsOfPacked],
-                                               const uint8_t* const (&next)[kPanelsOfPacked], int64_t depth, FewRows x, float* c) {
-    const FourBits<Kind> four_bits(format.table);
-    Stretch<M> stretch[kPanelsOfPacked];
-    vf acc[kPanelsOfPacked][MR][2];
+__attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, const uint8_t* const* panels,
+                                               const uint8_t* const* next, int64_t depth, FewRows x, float* c) {
+    constexpr int kPanels = panels_at_once(MR);
+    const typename TableOf<Kind>::Of table(format.table);
+    Stretch<M> stretch[kPanels];
+    vf acc[kPanels][MR][2];
 #pragma GCC unroll 2
-    for (int p = 0; p < kPanelsOfPacked; p++)
+    for (int p = 0; p < kPanels; p++)
 #pragma GCC unroll 4
         for (int r = 0; r < MR; r++) acc[p][r][0] = acc[p][r][1] = zero();
     for (int64_t at = 0; at < depth; at += kTaken) {
-        for (int p = 0; p < kPanelsOfPacked; p++) stretch[p].load(format, panels[p], depth, at, next[p]);
+        for (int p = 0; p < kPanels; p++) stretch[p].load(format, panels[p], depth, at, next[p]);
         const int64_t quads = smaller(kTaken, depth - at) / kQuad;
         for (int64_t i = 0; i < quads; i++) {
             const uint32_t* from = x.at + (at + i * kQuad) / M::kPair * x.depth_stride;
 #pragma GCC unroll 2
-            for (int p = 0; p < kPanelsOfPacked; p++) {
-                stretch[p].template quad<T>(format, i, four_bits, [&](int word, int part, vi operand) __attribute__((always_inline)) {
+            for (int p = 0; p < kPanels; p++) {
+                const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                     for (int r = 0; r < MR; r++) {
                         const vi value = set1_int(from[r * x.row_stride + word * x.depth_stride]);
                         acc[p][r][part] = M::dot(value, operand, acc[p][r][part]);
                     }
-                });
+                };
+                stretch[p].template quad<T, Kind>(format, i, table, use);
             }
         }
     }
 #pragma GCC unroll 2
-    for (int p = 0; p < kPanelsOfPacked; p++)
+    for (int p = 0; p < kPanels; p++)
 #pragma GCC unroll 4
         for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) store(c + ((p * MR + r) * 2 + part) * W, acc[p][r][part]);
 }
 
+// Of `panels_at_once` panels; next: those after them.
 template <class M, class T>
-inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[kPanelsOfPacked], const int64_t (&next)[kPanelsOfPacked],
-                           FewRows x, float* c) {
-    const uint8_t *at[kPanelsOfPacked], *after[kPanelsOfPacked];
-    for (int p = 0; p < kPanelsOfPacked; p++) at[p] = gguf_panel(args, panels[p]), after[p] = gguf_panel(args, next[p]);
+inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2], FewRows x,
+                           float* c) {
+    const uint8_t* at[] = {gguf_panel(args, panels[0]), gguf_panel(args, panels[1])};
+    const uint8_t* after[] = {gguf_panel(args, next[0]), gguf_panel(args, next[1])};
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
         with_count<kRowsOfPacked>(rows, [&]<int MR>() {
             product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x, c);

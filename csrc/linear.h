@@ -181,7 +181,7 @@ struct LinearScratch {
     LinearScratch(int64_t depth, int64_t rows, Carve& carve) {
         a = carve.take<uint32_t>(kCoded<M> ? 0 : rows * depth);
         b = carve.take<typename M::Operand>(kPanel * smaller(depth, kDepthBlock));
-        c = carve.take<typename M::Number>((rows <= kRowsOfPacked ? kPanelsOfPacked : 1) * rows * kPanel);
+        c = carve.take<typename M::Number>(panels_at_once(rows) * rows * kPanel);
     }
 };
 
@@ -257,15 +257,13 @@ template <class M, class T, class O>
 inline void few_rows(const Linear& args, int64_t row, int64_t rows, Rows a, int64_t panel, int64_t panel_stop, int64_t next_panel,
                      float* c) {
     const FewRows x{a.at, a.in_tiles ? 1 : a.stride, a.in_tiles ? rows : 1};
-    for (; panel < panel_stop; panel += kPanelsOfPacked) {
-        // The last one is multiplied twice where it has none beside it.
-        const int64_t second = panel + 1 < panel_stop ? panel + 1 : panel;
-        const bool more = panel + 2 < panel_stop;
-        const int64_t panels[] = {panel, second};
-        const int64_t next[] = {more ? panel + 2 : next_panel, panel + 3 < panel_stop ? panel + 3 : more ? panel + 2 : next_panel};
-        product_of_few<M, T>(args, int(rows), panels, next, x, c);
-        finish<M, T, O>(args, row, panel, rows, c);
-        if (second != panel) finish<M, T, O>(args, row, second, rows, c + rows * kPanel);
+    const int64_t step = panels_at_once(rows);
+    for (; panel < panel_stop; panel += step) {
+        // The last one goes twice where two go at once and none is beside it.
+        const int64_t last = smaller(panel + step, panel_stop) - 1;
+        const auto after = [&](int64_t p) { return p + step < panel_stop ? p + step : next_panel; };
+        product_of_few<M, T>(args, int(rows), {panel, last}, {after(panel), after(last)}, x, c);
+        for (int64_t p = panel; p <= last; p++) finish<M, T, O>(args, row, p, rows, c + (p - panel) * rows * kPanel);
     }
 }
 

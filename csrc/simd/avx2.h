@@ -78,7 +78,6 @@ struct Table {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), fourth_bit);
     }
 };
-constexpr bool kTablesAreFast = false;
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

@@ -68,7 +68,6 @@ struct Table {
     explicit Table(const int8_t* values) : numbers(load(values)) {}
     vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
 };
-constexpr bool kTablesAreFast = true;  // as fast as to make floats of the bits
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.

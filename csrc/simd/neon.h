@@ -65,7 +65,6 @@ struct Table {
         return found;
     }
 };
-constexpr bool kTablesAreFast = false;
 inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
 inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

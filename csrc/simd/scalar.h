@@ -154,7 +154,6 @@ struct Table {
         return found;
     }
 };
-constexpr bool kTablesAreFast = false;
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
