@@ -108,8 +108,8 @@ enum class GgufType : int {
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), or with `packed` panels of those (gguf_panels.h), which become
-// numbers of x's type as they are needed.
+// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), or with `packed` panels of those (gguf_panels.h), which
+// become numbers of x's type as they are needed.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -117,7 +117,8 @@ struct Linear {
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
-    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row; with `codes` or a packing w's are bytes, in panels too
+    int64_t x_stride, w_stride, residual_stride,
+        out_stride;  // values from row to row; with `codes` or a packing w's are bytes, in panels too
     int64_t rows, columns, depth;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;

@@ -89,12 +89,12 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 
 #include "linear_gguf.h"
 #include "gguf_panels.h"
+#include "linear_panels.h"
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been put in
-// order, as rows of a GGUF are.
+// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
+// put in order, as rows of a GGUF are.
 template <class M, class T>
-inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
-                       typename M::Operand* out) {
+inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop, typename M::Operand* out) {
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
@@ -254,8 +254,8 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
 
 // Rows of x, at most kRowsOfPacked, times weights that are rows of a GGUF in panels.
 template <class M, class T, class O>
-inline void few_rows(const Linear& args, int64_t row, int64_t rows, Rows a, int64_t panel, int64_t panel_stop, int64_t next_panel,
-                     float* c) {
+inline void few_rows(const Linear& args, int64_t row, int64_t rows, Rows a, int64_t panel, int64_t panel_stop,
+                     int64_t next_panel, float* c) {
     const FewRows x{a.at, a.in_tiles ? 1 : a.stride, a.in_tiles ? rows : 1};
     const int64_t step = panels_at_once(rows);
     for (; panel < panel_stop; panel += step) {
