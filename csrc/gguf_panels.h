@@ -8,11 +8,13 @@
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
-// How a code's bits lie: so many in the first plane, and in the second. In a table: what it stands for is looked up.
-template <int Low, int High, bool InTable = false>
+enum class CodesAre { Integers, InTable, Float8 };  // in a table: what they stand for is looked up; fp8.h
+
+// How a code's bits lie: so many in the first plane, and in the second.
+template <int Low, int High, CodesAre Are = CodesAre::Integers>
 struct CodeKind {
     static constexpr int kLow = Low, kHigh = High;
-    static constexpr bool kInTable = InTable;
+    static constexpr bool kInTable = Are == CodesAre::InTable, kFloat8 = Are == CodesAre::Float8;
 };
 
 // What a panel's block has before its codes, for W columns from `c` on: `get` gives scale and minimum of a run, `put` takes
@@ -117,6 +119,24 @@ struct ByteScales {  // Q6_K
     }
 };
 
+// Four bytes of a block: a zero point and the upper bytes of a scale (int4_groups.h), or a scale.
+struct WordScale {
+    static constexpr int kBytes = 4;
+    static vi words_at(const uint8_t* at, int c) { return load_int((const uint32_t*)at + c); }
+    static void put(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 4 * c, block, 4); }
+};
+struct ZeroPointScale : WordScale {
+    static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
+        const Lanes words = (Lanes)words_at(at, c);
+        scale = as_float((vi)(words & 0xffffff00u)), minimum = mul(mul(set1(-1), scale), to_float((vi)(words & 255)));
+    }
+};
+struct FloatScale : WordScale {
+    static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
+        scale = as_float(words_at(at, c)), minimum = set1(-0.0f);
+    }
+};
+
 // A packed format in panels. Offset: what is added to the codes of `take_apart` to have none below zero.
 template <class Format, class ScalesOf, class KindOf, int Offset>
 struct InPanels {
@@ -135,7 +155,8 @@ template <class F>
 inline void with_panels(GgufType type, F f) {
     using Four = CodeKind<4, 0>;
     using Five = CodeKind<4, 1>;
-    using Looked = CodeKind<4, 0, true>;
+    using Floats8 = CodeKind<4, 4, CodesAre::Float8>;
+    using Looked = CodeKind<4, 0, CodesAre::InTable>;
     const int8_t* plain = nullptr;
     switch (type) {
         case GgufType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
@@ -152,6 +173,11 @@ inline void with_panels(GgufType type, F f) {
         case GgufType::IQ4_XS:
             return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Looked, 0>>(kIq4Values);
         case GgufType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Looked, 0>>(kFp4Values);
+        case GgufType::W4_G32: return f.template operator()<InPanels<Int4Group<32>, ZeroPointScale, Four, 0>>(plain);
+        case GgufType::W4_G64: return f.template operator()<InPanels<Int4Group<64>, ZeroPointScale, Four, 0>>(plain);
+        case GgufType::W4_G128: return f.template operator()<InPanels<Int4Group<128>, ZeroPointScale, Four, 0>>(plain);
+        case GgufType::FP8_G32: return f.template operator()<InPanels<Fp8<32>, FloatScale, Floats8, 0>>(plain);
+        case GgufType::FP8_G128: return f.template operator()<InPanels<Fp8<128>, FloatScale, Floats8, 0>>(plain);
         default: return;  // F32, F16, BF16 are numbers
     }
 }

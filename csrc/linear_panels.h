@@ -41,7 +41,8 @@ __attribute__((noinline)) void panel_scales(const uint8_t* blocks, int64_t count
             }
 #pragma GCC unroll 4
             for (int place = 0; place < 4; place++) {
-                const float smaller_by = Kind::kInTable ? 1 : 1 / float(1 << bits_below<Kind>(place));
+                const bool in_place = !Kind::kInTable && !Kind::kFloat8;
+                const float smaller_by = in_place ? 1 / float(1 << bits_below<Kind>(place)) : 1;
                 out.scales[i][place] = mul(scales[place % kVectors], set1(smaller_by));
             }
         }
@@ -77,7 +78,7 @@ struct TableOf {
     using Of = NoTable;
 };
 template <int Low, int High>
-struct TableOf<CodeKind<Low, High, true>> {
+struct TableOf<CodeKind<Low, High, CodesAre::InTable>> {
     using Of = Table;
 };
 
@@ -117,6 +118,7 @@ __attribute__((always_inline)) inline void quad_numbers(const uint8_t* low, cons
             constexpr uint32_t kMask = kInSlots<Kind> ? 15 : 255;
             vf code;
             if constexpr (Kind::kInTable) code = table((vi)(even >> 4 * slot));
+            else if constexpr (Kind::kFloat8) code = from_e4m3((vi)((slot % 2 ? odd : even) >> 8 * (slot / 2)));
             else code = to_float((vi)(words[slot / 4][slot % 2] & kMask << bits_below<Kind>(place)));
             return fma(code, scale[place], minimum[slot % kVectors]);
         };
