@@ -247,6 +247,22 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(num_panels(kernels, args), depth * kernels.panel,
                   [&](int64_t panel, int64_t stop) { kernels.pack_panels(args, panel, stop, at(out)); });
     });
+    m.def("arranged_bytes", [](int64_t row_bytes, int64_t columns, int activation, const std::string& isa) {
+        Linear args{};
+        args.columns = columns, args.activation = Activation(activation);
+        const Kernels& kernels = kernels_of(isa);
+        return num_panels(kernels, args) * kernels.panel * row_bytes;
+    });
+    m.def("arrange", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing, int activation,
+                        Address out, const std::string& isa) {
+        Linear args{};
+        args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.packing = GgufType(packing), args.activation = Activation(activation);
+        const Kernels& kernels = kernels_of(isa);
+        py::gil_scoped_release release;
+        over_rows(num_panels(kernels, args), depth * kernels.panel,
+                  [&](int64_t panel, int64_t stop) { kernels.arrange_panels(args, panel, stop, at(out)); });
+    });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
                        int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
                        int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {

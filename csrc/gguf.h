@@ -132,15 +132,20 @@ inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
 }
 
 // Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
+inline void six_bit_codes(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
+    for (int i = 0; i < 4; i++) {
+        scales[i] = p[i] & 63;
+        minimums[i] = p[4 + i] & 63;
+        scales[4 + i] = uint8_t((p[8 + i] & 15) | p[i] >> 6 << 4);
+        minimums[4 + i] = uint8_t(p[8 + i] >> 4 | p[4 + i] >> 6 << 4);
+    }
+}
+
 inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums) {
     const float scale = half_at(block), minimum = half_at(block + 2);
-    const uint8_t* p = block + 4;
-    for (int i = 0; i < 4; i++) {
-        scales[i] = scale * float(p[i] & 63);
-        minimums[i] = -(minimum * float(p[4 + i] & 63));
-        scales[4 + i] = scale * float((p[8 + i] & 15) | p[i] >> 6 << 4);
-        minimums[4 + i] = -(minimum * float(p[8 + i] >> 4 | p[4 + i] >> 6 << 4));
-    }
+    uint8_t scale_codes[8], minimum_codes[8];
+    six_bit_codes(block + 4, scale_codes, minimum_codes);
+    for (int i = 0; i < 8; i++) scales[i] = scale * float(scale_codes[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
 }
 
 struct Q2_K : GgufBlock<256, 84, 16> {
@@ -155,13 +160,14 @@ struct Q2_K : GgufBlock<256, 84, 16> {
 };
 
 struct Q3_K : GgufBlock<256, 110, 16> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+    // The scale of a run, 32 larger.
+    static int six_bits(const uint8_t* block, int run) {
         const uint8_t* p = block + 96;
+        return (p[run % 8] >> run / 8 * 4 & 15) | (p[8 + run % 4] >> run / 4 * 2 & 3) << 4;
+    }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const float scale = half_at(block + 108);
-        for (int i = 0; i < 16; i++) {
-            const int low = p[i % 8] >> i / 8 * 4 & 15, high = p[8 + i % 4] >> i / 4 * 2 & 3;
-            scales[i] = scale * float((low | high << 4) - 32);
-        }
+        for (int i = 0; i < 16; i++) scales[i] = scale * float(six_bits(block, i) - 32);
         two_bits(block + 32, codes);
         for (int part = 0; part < 8; part++)  // the third bit counts 4 where it is not set
             for (int i = 0; i < 32; i++) {
@@ -204,11 +210,13 @@ struct Q6_K : GgufBlock<256, 210, 16> {
 };
 
 struct IQ4_XS : GgufBlock<256, 136, 32> {
+    static int six_bits(const uint8_t* block, int run) {
+        return (block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4;
+    }
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const float scale = half_at(block);
         for (int i = 0; i < 8; i++) {
-            const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
-            scales[i] = scale * float((low | high << 4) - 32);
+            scales[i] = scale * float(six_bits(block, i) - 32);
             table_halves(kIq4Values, block + 8 + 16 * i, codes + 32 * i);
         }
     }

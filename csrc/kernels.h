@@ -113,15 +113,17 @@ enum class GgufType : int {
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), which are unpacked into x's type a panel at a time.
+// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), or with `packed` panels of those (gguf_panels.h), which
+// become numbers of x's type as they are needed.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
-    const void* w;         // [columns, depth], or packed in panels (pack_panel)
+    const void* w;         // [columns, depth], or packed in panels (pack_panels, arrange_panels)
     const void* bias;      // [columns] or null
     const void* residual;  // [rows, columns of out] or null
     void* out;
-    int64_t x_stride, w_stride, residual_stride, out_stride;  // values from row to row; with `codes` or a packing w's are bytes
+    int64_t x_stride, w_stride, residual_stride,
+        out_stride;  // values from row to row; with `codes` or a packing w's are bytes, in panels too
     int64_t rows, columns, depth;
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
@@ -219,6 +221,8 @@ struct Kernels {
     void (*linear)(const Linear&, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop, int64_t next_panel,
                    void* scratch);
     void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
+    // Panels of rows of a GGUF, `panel` times w_stride bytes each.
+    void (*arrange_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);

@@ -88,14 +88,20 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 }
 
 #include "linear_gguf.h"
+#include "gguf_panels.h"
+#include "linear_panels.h"
 
-// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel].
+// Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
+// put in order, as rows of a GGUF are.
 template <class M, class T>
-inline void pack_panel(const Linear& args, int64_t panel, int64_t start, int64_t stop, typename M::Operand* out) {
+inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop, typename M::Operand* out) {
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
-        if (args.packing != GgufType::F32) return unpack_panel<M, T>(args, panel, start, stop, out);
+        if (args.packing != GgufType::F32) {
+            if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
+            return unpack_panel<M, T>(args, panel, start, stop, out);
+        }
         for (int c = 0; c < kPanel; c += W) {
             const T* rows[W];
             for (int i = 0; i < W; i++) {
@@ -141,9 +147,20 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* o
         const int64_t depth = packed_depth<M>(args);
         for (; panel < stop; panel++) {
             auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
-            pack_panel<M, T>(args, panel, 0, depth, to);
+            pack_panel<M, T>(args, panel, panel + 1 < stop ? panel + 1 : panel, 0, depth, to);
             if constexpr (kCoded<M>) gather_scales(args, panel, (float*)(to + depth * kPanel));
         }
+    });
+}
+
+// Rows of a GGUF to panels of as many bytes.
+inline void arrange_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
+    with_products(args, [&]<class M, class T>() {
+        if constexpr (!kCoded<M>)
+            with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+                for (; panel < stop; panel++)
+                    arrange_panel<M, Format>(args, panel, table, (uint8_t*)out + panel * gguf_panel_bytes(args));
+            });
     });
 }
 
@@ -164,7 +181,7 @@ struct LinearScratch {
     LinearScratch(int64_t depth, int64_t rows, Carve& carve) {
         a = carve.take<uint32_t>(kCoded<M> ? 0 : rows * depth);
         b = carve.take<typename M::Operand>(kPanel * smaller(depth, kDepthBlock));
-        c = carve.take<typename M::Number>(rows * kPanel);
+        c = carve.take<typename M::Number>(panels_at_once(rows) * rows * kPanel);
     }
 };
 
@@ -235,6 +252,21 @@ inline Rows rows_as_operand(const Linear& args, int64_t row, int64_t rows, uint3
     }
 }
 
+// Rows of x, at most kRowsOfPacked, times weights that are rows of a GGUF in panels.
+template <class M, class T, class O>
+inline void few_rows(const Linear& args, int64_t row, int64_t rows, Rows a, int64_t panel, int64_t panel_stop,
+                     int64_t next_panel, float* c) {
+    const FewRows x{a.at, a.in_tiles ? 1 : a.stride, a.in_tiles ? rows : 1};
+    const int64_t step = panels_at_once(rows);
+    for (; panel < panel_stop; panel += step) {
+        // The last one goes twice where two go at once and none is beside it.
+        const int64_t last = smaller(panel + step, panel_stop) - 1;
+        const auto after = [&](int64_t p) { return p + step < panel_stop ? p + step : next_panel; };
+        product_of_few<M, T>(args, int(rows), {panel, last}, {after(panel), after(last)}, x, c);
+        for (int64_t p = panel; p <= last; p++) finish<M, T, O>(args, row, p, rows, c + (p - panel) * rows * kPanel);
+    }
+}
+
 template <class M, class T, class O>
 inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                          int64_t next_panel, void* scratch) {
@@ -242,18 +274,24 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     Carve carve{(uint8_t*)scratch};
     LinearScratch<M> s(depth, rows, carve);
     const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
+    if constexpr (direct<M, T>() && !kCoded<M>) {
+        if (args.packed && args.packing != GgufType::F32 && rows <= kRowsOfPacked)
+            return few_rows<M, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
+    }
+    // Numbers of packed ones stay in the nearest cache.
+    const int64_t block = args.packed && args.packing != GgufType::F32 ? kTaken / M::kPair : kDepthBlock;
     for (; panel < panel_stop; panel++) {
-        for (int64_t d = 0; d < depth; d += kDepthBlock) {
-            const int64_t stop = smaller(depth, d + kDepthBlock);
+        const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
+        for (int64_t d = 0; d < depth; d += block) {
+            const int64_t stop = smaller(depth, d + block);
             const typename M::Operand* b = packed_panel<M>(args, panel) + d * kPanel;
-            if (!args.packed) {
-                pack_panel<M, T>(args, panel, d, stop, s.b);
+            if (!is_operand(args)) {
+                pack_panel<M, T>(args, panel, next, d, stop, s.b);
                 b = s.b;
             }
             // The same depths of the panel after this one, a part with each tile of rows.
             const uint8_t* ahead = nullptr;
-            if (args.packed) {
-                const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
+            if (is_operand(args)) {
                 ahead = (const uint8_t*)(packed_panel<M>(args, next) + d * kPanel);
             }
             const int64_t ahead_bytes = (stop - d) * kPanel * int64_t(sizeof *b);

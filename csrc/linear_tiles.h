@@ -143,8 +143,9 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
         for (int64_t p = panel; p < panel_stop; p++) {
             float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanel);
             // Steps of the panel as it lies; those after them are in s.b, with zeros where the depth ends within a step.
-            const int64_t whole = args.packed ? end / kStep - from : 0, begin = (from + whole) * kStep;
-            if (!args.packed) pack_panel<M, T>(args, p, begin, end, s.b);
+            const int64_t whole = is_operand(args) ? end / kStep - from : 0, begin = (from + whole) * kStep;
+            const int64_t next = p + 1 < panel_stop ? p + 1 : next_panel;
+            if (!is_operand(args)) pack_panel<M, T>(args, p, next, begin, end, s.b);
             else if (begin < end) memcpy(s.b, packed(p, from + whole), (end - begin) * kPanel * 4);
             memset(s.b + (end - begin) * kPanel, 0, (stop * kStep - end) * kPanel * 4);
             const uint8_t* ahead = nullptr;

@@ -58,6 +58,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         pack_rows,
         linear,
         pack_panels,
+        arrange_panels,
         norm,
         rotary_store,
         quantize,

@@ -34,6 +34,8 @@ struct Pairs : FloatSums {
     using Value = bf16;
     static constexpr int kPair = 2;
     static inline vf dot(vi a, vi b, vf c) { return dot_pairs(a, b, c); }
+    static inline vi to_operand(vf first, vf second) { return to_pairs(first, second); }
+    static inline void twice(vf a, vf& first, vf& second) { repeated(a, first, second); }
 };
 #endif
 

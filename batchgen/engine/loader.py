@@ -163,7 +163,7 @@ def choose_quantization(
 ) -> str:
     """As of `resolve_quantization`; weights that were found packed are expanded where that takes little of the memory.
 
-    Both hold the same numbers. Products of expanded weights are faster, the more so the fewer the tokens; packed ones leave memory.
+    Both hold the same numbers. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
 
     Args:
         files: The model.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS
+from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_bytes
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
@@ -139,9 +139,10 @@ class PackedWeight:
     data: Tensor  # uint8
     columns: int
     depth: int  # of int8, up to a multiple of four
-    dtype: torch.dtype  # int8: of rows of 8 bits (ops/int8.py)
+    dtype: torch.dtype  # int8: of rows of 8 bits (ops/int8.py); of rows of blocks: of what they are multiplied with
     gated: bool
     isa: str
+    weight_format: str = ""  # of BLOCK_FORMATS; "": numbers, or rows of 8 bits
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -214,6 +215,25 @@ def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
     return PackedWeight(out, columns, depth, weight.dtype, gated, isa)
 
 
+def pack_gguf(weight: GgufWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
+    """Pack rows of blocks for `linear`, in as many bytes but for rounding up.
+
+    Args:
+        weight: For the instruction set that it names; it names none: the process's.
+        dtype: Of what it is multiplied with.
+        gated: For an activation that is.
+    """
+    (columns, depth), isa = weight.shape, weight.isa or instruction_set()
+    row_bytes = weight.data.shape[1]
+    assert weight.data.is_contiguous()
+    out = torch.empty(_kernels.arranged_bytes(row_bytes, columns, _gate(gated), isa), dtype=torch.uint8)
+    packing = BLOCK_TYPES[weight.weight_format.upper()]
+    _kernels.arrange(
+        weight.data.data_ptr(), row_bytes, columns, depth, TYPES[dtype], packing, _gate(gated), out.data_ptr(), isa
+    )
+    return PackedWeight(out, columns, depth, dtype, gated, isa, weight.weight_format)
+
+
 def linear(
     x: Tensor,
     weight: Tensor | PackedWeight | BoundWeight | GgufWeight,
@@ -236,6 +256,7 @@ def linear(
         isinstance(weight, GgufWeight),
     )
     plain = isinstance(weight, Tensor)
+    weight_format = weight.weight_format if packed or in_gguf else ""
     stored, isa = (weight, "") if plain else (weight.data, weight.isa)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
     columns = weight.shape[0]
@@ -248,18 +269,21 @@ def linear(
     assert not in_gguf or stored.is_contiguous()
     assert not packed or weight.gated == gated
     assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
+    stride = depth if packed else stored.stride()[0]
+    if weight_format:
+        stride = weight_row_bytes(depth, weight_format)
     _kernels.linear(
         x.data_ptr(),
         x_stride,
         rows,
         stored.data_ptr(),
-        depth if packed else stored.stride()[0],
+        stride,
         columns,
         depth,
         TYPES[dtype],
         coded,
         packed,
-        BLOCK_TYPES[weight.weight_format.upper()] if in_gguf else 0,
+        BLOCK_TYPES[weight_format.upper()] if weight_format else 0,
         ACTIVATIONS[activation],
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),

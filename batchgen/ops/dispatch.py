@@ -22,7 +22,7 @@ from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.cpp import BoundWeight, GgufWeight, PackedWeight
+from batchgen.ops.cpp import BoundWeight, GgufWeight, PackedWeight, pack_gguf  # noqa: F401 pack_gguf is of this module, too
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:

@@ -69,6 +69,15 @@ inline vi as_int(vf a) { return _mm256_castps_si256(a); }
 inline vf as_float(vi a) { return _mm256_castsi256_ps(a); }
 inline vi load_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
+// What the low four bits of each lane stand for, of 16 numbers.
+struct Table {
+    vf low, high;
+    explicit Table(const int8_t* values) : low(load(values)), high(load(values + 8)) {}
+    vf operator()(vi a) const {
+        const vf fourth_bit = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), fourth_bit);
+    }
+};
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

@@ -62,6 +62,12 @@ inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
 // W bytes as integers; their low and high halves as floats.
 inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+// What the low four bits of each lane stand for, of 16 numbers.
+struct Table {
+    vf numbers;
+    explicit Table(const int8_t* values) : numbers(load(values)) {}
+    vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
+};
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -152,6 +158,14 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 
 #ifdef BATCHGEN_FAST_BF16
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+// Numbers as bf16: pairs of neighbours of the first, then of the second.
+inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
+// Each lane twice: the first half of them, and the second.
+inline void repeated(vf a, vf& first, vf& second) {
+    const vi order = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    first = _mm512_permutexvar_ps(order, a);
+    second = _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(8)), a);
+}
 // The pairs (a_i, b_i) of 32 bf16 each, first and second half of them.
 inline void interleave(vi a, vi b, vi& first, vi& second) {
     const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,

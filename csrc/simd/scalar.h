@@ -142,6 +142,18 @@ inline vi load_bytes(const uint8_t* p) {
     return __builtin_convertvector(a, vi);
 }
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
+// What the low four bits of each lane stand for, of 16 numbers.
+struct Table {
+    float numbers[16];
+    explicit Table(const int8_t* values) {
+        for (int i = 0; i < 16; i++) numbers[i] = values[i];
+    }
+    vf operator()(vi a) const {
+        vf found = zero();
+        for (int i = 0; i < W; i++) found[i] = numbers[a[i] & 15];
+        return found;
+    }
+};
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -222,6 +234,14 @@ inline vf scale_by_pow2(vf p, vf n) {
 inline vf dot_pairs(vi a, vi b, vf c) {
     c = fma(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u), c);
     return fma(as_float(a << 16), as_float(b << 16), c);
+}
+inline vi to_pairs(vf first, vf second) {
+    bf16 all[2 * W];
+    store(all, first), store(all + W, second);
+    return load_int((const uint32_t*)all);
+}
+inline void repeated(vf a, vf& first, vf& second) {
+    for (int i = 0; i < W; i++) first[i] = a[i / 2], second[i] = a[W / 2 + i / 2];
 }
 inline void interleave(vi a, vi b, vi& first, vi& second) {
     uint16_t from[2][2 * W], pairs[2 * W][2];

@@ -1,4 +1,4 @@
-"""Products with rows of blocks, of a GGUF or not: those of the unpacked weights, on every instruction set."""
+"""Products with rows of blocks, of a GGUF or not: those of the unpacked weights, on every instruction set, of rows as they lie and of panels."""
 
 import itertools
 
@@ -10,6 +10,13 @@ from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.ops import cpp as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def both_ways(weight, dtype, gated):
+    """The weight as it lies, as when it passes through memory, and as it stays there."""
+    panels = kernels.pack_gguf(weight, dtype, gated=gated)
+    assert panels.shape == weight.shape and panels.dtype == dtype
+    return weight, panels
 
 
 @pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
@@ -27,19 +34,22 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
         x = torch.randn(25, depth, generator=generator).to(dtype)
         for rows, columns, activation in (
             (1, 37, None),
+            (2, 40, None),
             (3, 40, "silu_mul"),
+            (4, 39, None),
             (25, 40, "relu"),
             (25, 38, "gelu_tanh_mul"),
         ):
-            made = columns // 2 if activation in kernels.GATED else columns
+            gated = activation in kernels.GATED
+            made = columns // 2 if gated else columns
             options = {
                 "bias": torch.randn(columns, generator=generator).to(dtype),
                 "residual": torch.randn(rows, made, generator=generator).to(dtype),
                 "activation": activation,
             }
-            some = kernels.GgufWeight(packed[:columns], weight_format, isa)
-            plain = kernels.BoundWeight(numbers[:columns], isa)
-            assert torch.equal(kernels.linear(x[:rows], some, **options), kernels.linear(x[:rows], plain, **options))
+            expected = kernels.linear(x[:rows], kernels.BoundWeight(numbers[:columns], isa), **options)
+            for some in both_ways(kernels.GgufWeight(packed[:columns], weight_format, isa), dtype, gated):
+                assert torch.equal(kernels.linear(x[:rows], some, **options), expected)
 
 
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
@@ -52,7 +62,17 @@ def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
     x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
     residual = torch.randn(rows, columns // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
     options = {"activation": "silu_mul", "residual": residual}
-    found = kernels.linear(x, kernels.GgufWeight(packed, "q4_1", isa), **options)
-    assert torch.equal(found, kernels.linear(x, kernels.BoundWeight(numbers, isa), **options))
-    few = kernels.linear(x[:3], kernels.GgufWeight(packed, "q4_1", isa), activation="silu_mul", residual=residual[:3])
-    assert torch.equal(found[:3], few)
+    expected = kernels.linear(x, kernels.BoundWeight(numbers, isa), **options)
+    for weight in both_ways(kernels.GgufWeight(packed, "q4_1", isa), dtype, True):
+        assert torch.equal(kernels.linear(x, weight, **options), expected)
+        few = kernels.linear(x[:3], weight, activation="silu_mul", residual=residual[:3])
+        assert torch.equal(few, expected[:3])
+
+
+@pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
+def test_panels_take_as_many_bytes(weight_format):
+    """Of whole panels: the memory that is planned for."""
+    kind, (values, num_bytes) = weight_format.upper(), BLOCK_FORMATS[weight_format]
+    packed = torch.from_numpy(random_rows(kind, 64, 2 * values, seed=3))
+    panels = kernels.pack_gguf(kernels.GgufWeight(packed, weight_format), torch.float32)
+    assert panels.data.nbytes == packed.nbytes == 64 * 2 * num_bytes

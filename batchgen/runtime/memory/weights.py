@@ -365,20 +365,31 @@ class Weights:
         return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
 
     def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
-        """With matrices as products read them fastest; those in bytes are left as they are. layer: that they are of, if any."""
+        """With matrices as products read them fastest; those of int4 are left as they are. layer: that they are of, if any."""
         if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
             tensors = split_experts(self.config, tensors, layer)
-        return {
-            name: ops.pack_weight(t, gated=is_gated(name), isa=self._isa(t.shape, t.dtype)) if _is_matrix(t) else t
-            for name, t in tensors.items()
-        }
+        return {name: self._packed_weight(name, tensor) for name, tensor in tensors.items()}
+
+    def _packed_weight(self, name: str, tensor: Tensor) -> ops.Weight:
+        if self._is_gguf(tensor):
+            return ops.pack_gguf(self._gguf(tensor), self.dtype, gated=is_gated(name))
+        if not _is_matrix(tensor):
+            return tensor
+        return ops.pack_weight(tensor, gated=is_gated(name), isa=self._isa(tensor.shape, tensor.dtype))
+
+    def _is_gguf(self, weight: ops.Weight) -> bool:
+        """Whether it is rows of blocks."""
+        kept = self.residency.weight_format in KEPT_FORMATS
+        return kept and isinstance(weight, Tensor) and weight.dtype == torch.uint8
+
+    def _gguf(self, rows: Tensor) -> ops.GgufWeight:
+        found = ops.GgufWeight(rows, block_format(self.residency.weight_format))
+        return replace(found, isa=self._kernels.gguf_isa(*found.shape, str(self.dtype).removeprefix("torch.")))
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self.residency.weight_format in KEPT_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
-            found = ops.GgufWeight(weight, block_format(self.residency.weight_format))
-            dtype = str(self.dtype).removeprefix("torch.")
-            return replace(found, isa=self._kernels.gguf_isa(*found.shape, dtype))
+        if self._is_gguf(weight):
+            return self._gguf(weight)
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
     def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
