@@ -356,7 +356,7 @@ class TestPlanFiles:
             ("policy/num_kv_blocks", 1.5), ("policy/max_model_len", True), ("policy/max_num_seqs", 3),
             ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
             ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
-            ("policy/head_tier", "attic"),
+            ("policy/head_tier", "attic"), ("policy/on_demand_tokens", -1),
         ],
     )  # fmt: skip
     def test_that_were_edited_badly(self, in_memory, field, value):
