@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, spread_layers
+from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
@@ -183,7 +183,9 @@ def weight_tiers(plan: Plan) -> dict[str, list[str]]:
 
 def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     """What has to be brought to the compute device."""
-    return WeightResidency.of_policy(plan.policy, config).streams("gpu" if "gpu" in plan.budgets else "cpu")
+    residency = WeightResidency.of_policy(plan.policy, config)
+    on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
+    return residency.streams("gpu" if "gpu" in plan.budgets else "cpu", on_device)
 
 
 class StepCosts:

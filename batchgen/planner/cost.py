@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, INT4, INT8, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.models.config import ModelConfig
@@ -300,7 +300,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
         lanes["compute"] = before + own_attention + requests_s
-        read = s.layer_bytes if s.weight_format in (INT8, *GGUF_FORMATS) else s.dequantized_layer_bytes
+        read = s.layer_bytes if s.weight_format in (INT8, *BLOCK_FORMATS) else s.dequantized_layer_bytes
         dram = on_disk + (read + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes

@@ -181,11 +181,11 @@ def plan_memory(
     _add_weights(config, policy, dtype, device, task, add)
     _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
     _add_staging(config, policy, device, staging_blocks, add)
-    block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-    sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
+    sizes = _pool_block_bytes(config, policy)
     kv_blocks = _kv_blocks(policy, parts, budgets, sizes, demand)
-    for tier, count in kv_blocks.items():
-        add(tier, "KV", count * sizes[tier])
+    for pool, count in kv_blocks.items():
+        for tier, size in sizes[pool].items():
+            add(tier, "KV", count * size)
     return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
 
 
@@ -296,14 +296,26 @@ def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_block
         add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
 
 
+def _pool_block_bytes(config: ModelConfig, policy: Policy) -> dict[str, dict[str, int]]:
+    """Bytes of a block of all layers: pool -> tier -> bytes there."""
+    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    sizes = {tier: {tier: config.num_layers * (aligned(block) if tier == "disk" else block)} for tier in TIERS}
+    if policy.kv_layers:
+        sizes["cpu"] = {"gpu": policy.kv_layers * block, "cpu": (config.num_layers - policy.kv_layers) * block}
+    return sizes
+
+
 def _kv_blocks(
     policy: Policy,
     parts: Mapping[str, Mapping[str, int]],
     budgets: Mapping[str, int],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Mapping[str, int]],
     demand: Demand,
 ) -> dict[str, int]:
-    """Blocks of each pool, `sizes` bytes each: what is left of the budget, but no more than its sequences can make use of."""
+    """Blocks of each pool: what is left of the budgets, but no more than its sequences can make use of.
+
+    sizes: pool -> tier -> bytes of a block there.
+    """
     block_size = policy.kv_block_size
     seqs: dict[str, int] = {}
     for kv_class, count in policy.kv_seqs.items():
@@ -311,16 +323,19 @@ def _kv_blocks(
             seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
     least = -(-demand.min_tokens // block_size)
     found, short = {}, {}
-    for tier, count in seqs.items():
+    for pool, count in seqs.items():
         # More than every sequence at full length is never used; the demand may know better, but any row must fit.
         useful = count * -(-policy.max_model_len // block_size)
         if demand.most_kv_tokens is not None:
             expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
             useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
-        left = budgets[tier] - sum(parts[tier].values())
-        found[tier] = max(0, min(left // sizes[tier], useful))
-        if left < least * sizes[tier]:
-            short[tier] = least * sizes[tier] - left
+        fitting = []
+        for tier, size in sizes[pool].items():
+            left = budgets[tier] - sum(parts[tier].values())
+            fitting.append(left // size)
+            if left < least * size:
+                short[tier] = least * size - left
+        found[pool] = max(0, min(*fitting, useful))
     for tier, own in parts.items():
         if sum(own.values()) > budgets[tier]:
             short.setdefault(tier, sum(own.values()) - budgets[tier])

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -101,7 +101,7 @@ class Executor:
         self.lanes = self._make_lanes()
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
-        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier))
+        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier, kv_cache.on_device))
         self.activations = Activations(
             config,
             weights.dtype,
@@ -183,7 +183,8 @@ class Executor:
         set to zero again, and nothing is counted. vocabulary_chunks: as of `run`. To be called before the first of these.
         """
         chosen = self._unlike_layers()
-        made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier))
+        on_device = [self.kv_cache.on_device[j] for j in chosen if self.kv_cache.on_device]
+        made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
         cohorts = Cohorts()
         with self.lanes.one_by_one(), _kernels_alone():
@@ -203,10 +204,10 @@ class Executor:
     def _unlike_layers(self) -> list[int]:
         """One layer of each kind, and the last one, which is told apart."""
         kinds: dict[tuple, int] = {}
+        on_device = self.kv_cache.on_device or (False,) * self.config.num_layers
         for layer, tiers in enumerate(self.weights.residency.layers):
-            kinds.setdefault(
-                (self.config.windows[layer], self.config.has_experts(layer), *sorted(tiers.items())), layer
-            )
+            kind = self.config.windows[layer], self.config.has_experts(layer), on_device[layer]
+            kinds.setdefault((*kind, *sorted(tiers.items())), layer)
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(
@@ -304,12 +305,16 @@ class Executor:
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
             parts[segment.residency] = _Part(tokens, slots, rows, plans)
+        in_place = None
+        if packed.in_place:
+            plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
+            in_place = replace(parts["staged"], slots=upload(packed.in_place.slots, self._device), plans=plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
-        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins)
+        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
 
     def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
@@ -477,8 +482,10 @@ class Executor:
                 continue
             if residency == "resident":
                 kv = self.kv_cache.pools[self._compute_tier][step.layer]
-            else:
+            elif step.kv_slot is not None:
                 kv = self.kv_cache.staging(step.kv_slot)
+            else:  # in this layer the host's pool lies on the device
+                part, kv = b.in_place, self.kv_cache.pools["cpu"][step.layer]
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
             q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
@@ -676,8 +683,8 @@ class _Batch:
     hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
     behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
-    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. routes: of a layer whose experts are
-    read on demand, where its tokens go, by chunk.
+    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. in_place: its staged part, in
+    layers in which that is not staged. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
     """
 
     packed: PackedBatch | None
@@ -696,6 +703,7 @@ class _Batch:
     buffers: StaticBuffers | None = None
     begins: CohortRows | None = None
     joined: list[CohortRows] = field(default_factory=list)
+    in_place: _Part | None = None
     routes: list[Routes] | None = None
 
     @property

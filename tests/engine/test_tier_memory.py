@@ -62,6 +62,7 @@ POLICIES = {
     "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},
     "activations on the host": {"kv_seqs": {"gpu": 36}, "activation_batches": (0, 3)},
     "streamed, 4-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int4"},
+    "streamed in one of two layers": {"kv_seqs": {"streamed": 36}, "activation_batches": (3, 0), "kv_layers": 1},
     "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
     "all together": {
         "kv_seqs": {"gpu": 9, "cpu": 9, "streamed": 9, "disk": 9}, "activation_batches": (1, 2), "head_tier": "cpu",
@@ -137,6 +138,7 @@ TIERED = {
         "embedding_tier": "gpu",
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
+    "KV of some layers": {"kv_seqs": {"streamed": 8}, "kv_layers": 2},
     "4-bit KV, head in vocabulary chunks": {
         "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },

@@ -508,6 +508,7 @@ CASES = {
         max_num_batched_tokens=24,
     ),
     "deferred": dict(kv_seqs={"gpu": 3, "deferred": 5}, activation_batches=(1, 0)),
+    "streamed layers": dict(kv_seqs={"streamed": 8}, gpu_batch_size=4, num_gpu_batches=2, kv_layers=1),
     "static": dict(admission="static", kv_seqs={"streamed": 4, "disk": 4}, activation_batches=(0, 1)),
 }
 

@@ -47,8 +47,11 @@ class WeightResidency:
         experts = tuple(self.expert_layers[j] for j in layers) if self.expert_layers else ()
         return replace(self, layers=tuple(self.layers[j] for j in layers), expert_layers=experts)
 
-    def streams(self, compute_tier: str) -> Streams:
-        """What is brought to the compute device in every sweep. compute_tier: the device's own memory."""
+    def streams(self, compute_tier: str, kv_on_device: Sequence[bool] = ()) -> Streams:
+        """What is brought to the compute device in every sweep.
+
+        compute_tier: the device's own memory. kv_on_device: as of `Streams`.
+        """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
         # An accelerator's host would have to wait for what its router chooses.
@@ -59,6 +62,7 @@ class WeightResidency:
             disk_weights=tuple("disk" in tiers for tiers in away),
             dequantized=self.weight_format == INT4,
             vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
+            kv_on_device=tuple(kv_on_device),
             on_demand=tuple(map(self._has_experts_on_disk, range(len(self.layers)))) if on_demand_tokens else (),
             on_demand_tokens=on_demand_tokens,
         )

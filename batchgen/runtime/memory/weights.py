@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
@@ -373,7 +373,7 @@ class Weights:
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self.residency.weight_format in GGUF_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
+        if self.residency.weight_format in BLOCK_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
             found = ops.GgufWeight(weight, self.residency.weight_format)
             dtype = str(self.dtype).removeprefix("torch.")
             return replace(found, isa=self._kernels.gguf_isa(*found.shape, dtype))

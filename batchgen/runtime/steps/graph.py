@@ -9,6 +9,7 @@ an executor may overlap lanes, each of which keeps this order within itself.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,7 +62,8 @@ class Streams:
     accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
     its weights are to be loaded. disk_weights: whether any of them are on disk. dequantized: weights are stored in 4 bits, and
     dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
-    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device.
+    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device. kv_on_device: for each layer whether
+    KV that is staged in the others is on the device; empty: in none.
     on_demand: for each layer whether it has experts on disk that can be read once it is known which ones the tokens are routed to;
     empty: none has. on_demand_tokens: they are, in sweeps of at most so many tokens.
     """
@@ -71,12 +73,17 @@ class Streams:
     disk_weights: tuple[bool, ...]
     dequantized: bool = False
     vocabulary_chunks: int = 0
+    kv_on_device: tuple[bool, ...] = ()
     on_demand: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
 
     @property
     def num_layers(self) -> int:
         return len(self.weights)
+
+    def stages_kv(self, layer: int) -> bool:
+        """Whether KV of staged sequences passes through a staging buffer in this layer."""
+        return not self.kv_on_device or not self.kv_on_device[layer]
 
 
 @dataclass(frozen=True)
@@ -188,18 +195,18 @@ class Sweeps:
             step = self._step("embed", 0, k)
             hidden.append(step.id)
             yield step
-        flow = _Flow(hidden, deferral)
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
+        to_stage = deque((j, k) for j, k in order if batches[k].staged and self.streams.stages_kv(j))
+        flow = _Flow(hidden, deferral, to_stage)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
         ahead = last_batch > 0 and any(b.delegated for b in batches)
-        yield from self._load_cache(order[0], batches, flow)
+        yield from self._load_caches(1, batches, flow)
         if ahead:
             yield from self._before_attention(order[0], batches, flow)
         for u, (j, k) in enumerate(order):
             if j == layers - 1 and k == 0:
                 yield from self._load_head(flow, WEIGHT_SLOTS)
-            if u + 1 < len(order):
-                yield from self._load_cache(order[u + 1], batches, flow)
+            yield from self._load_caches(KV_SLOTS, batches, flow)
             if not ahead:
                 yield from self._before_attention((j, k), batches, flow)
             elif u + 1 < len(order):
@@ -306,7 +313,7 @@ class Sweeps:
             attention = self._step("attention", j, k, **slots, after=(*after, *ready))
             yield attention
             after = (attention.id,)
-            if batch.staged:
+            if slot is not None:
                 yield from self._store_cache(at, batch, slot, attention.id, flow)
         if batch.delegated:
             join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
@@ -420,12 +427,15 @@ class Sweeps:
         if self.streams.weights[layer]:
             self._users[self._count(layer)] = step_id
 
+    def _load_caches(self, most: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Loads of KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow."""
+        while flow.to_stage and len(flow.staged) < most:
+            yield from self._load_cache(flow.to_stage.popleft(), batches, flow)
+
     def _load_cache(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Brings a batch's KV into a staging buffer of the compute device, a batch ahead of its use."""
+        """Brings a batch's KV into a staging buffer of the compute device."""
         j, k = at
         batch = batches[k]
-        if not batch.staged:
-            return
         slot = self._num_staged % KV_SLOTS
         self._num_staged += 1
         ready = self._staging_users.get(slot, ())
@@ -481,6 +491,7 @@ class _Flow:
 
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
+    to_stage: deque[LayerBatch]  # whose KV is to pass through a staging buffer, and has none yet
     joined: dict[int, list[Cohort]] = field(default_factory=dict)  # per batch, cohorts that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)

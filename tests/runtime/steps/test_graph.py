@@ -5,15 +5,18 @@ What happens before what follows from two things only: a lane runs its Steps in 
 sweep may be launched before the one before it has run.
 """
 
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
+from batchgen.core.plan import kv_on_device
 from batchgen.runtime.steps.cohorts import MOST_PASSED_BY, Cohorts
 from batchgen.runtime.steps.graph import (
     EXCHANGE_SLOTS,
@@ -130,8 +133,11 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         if kind in ("attend_deferred", "join_deferred"):
             use(("attended later", step.cohort), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
-        if kind.endswith("_cache") or (kind == "attention" and batch.staged):
+        staged = kind.endswith("_cache") or (kind == "attention" and batch.staged)
+        if staged and streams.stages_kv(layer):
             _use_staging(step, batch, streams, use)
+        elif staged:
+            homes["device", layer].append((step, True))
         if kind in ("load_cache", "cpu_attention") or (kind == "store_cache" and batch.stored) or kind == "send_qkv":
             homes["cpu", layer].append((step, kind in ("store_cache", "send_qkv")))
         if kind in ("read_cache", "write_cache"):
@@ -237,8 +243,9 @@ def check_computation(steps, streams, sweeps):
         assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
         assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
-        assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
-        assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
+        passing = [(j, k) for j, k in places if streams.accelerated and streams.stages_kv(j)]
+        assert of("load_cache") == [(j, k) for j, k in passing if batches[k].history]
+        assert of("store_cache") == [(j, k) for j, k in passing if batches[k].staged]
         chunks = range(max(1, streams.vocabulary_chunks))
         joins = streams.num_layers - 1 in [s.layer for s in own if s.kind == "join_deferred"]
         sampling = [k for k in range(len(batches)) if batches[k].samples or (k == 0 and joins)]
@@ -276,12 +283,12 @@ def check_cohorts(steps, streams, sweeps):
 
 
 @st.composite
-def batch_flows(draw, accelerated):
-    """Sequences by where they live: none, only new ones, or some that have KV already."""
+def batch_flows(draw, accelerated, by_layer):
+    """Sequences by where they live: none, only new ones, or some that have KV already. by_layer: all in host memory, in some layers."""
     host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
-    disk = draw(st.sampled_from(["none", "new", "old"]))
-    delegated = accelerated and draw(st.booleans())
-    deferred = accelerated and draw(st.booleans())
+    disk = "none" if by_layer else draw(st.sampled_from(["none", "new", "old"]))
+    delegated = accelerated and not by_layer and draw(st.booleans())
+    deferred = accelerated and not by_layer and draw(st.booleans())
     nothing_else = host == disk == "none" and not delegated and not deferred
     return BatchFlow(
         resident=nothing_else or draw(st.booleans()),
@@ -299,6 +306,7 @@ def batch_flows(draw, accelerated):
 def jobs(draw):
     """(streams, the batches of each sweep)."""
     accelerated = draw(st.booleans())
+    by_layer = accelerated and draw(st.booleans())
     layers = draw(st.integers(1, 4))
     tiers = draw(st.lists(st.sampled_from(["device", "host", "disk"]), min_size=layers, max_size=layers))
     streams = Streams(
@@ -307,12 +315,13 @@ def jobs(draw):
         disk_weights=tuple(t == "disk" for t in tiers),
         dequantized=draw(st.booleans()),
         vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
+        kv_on_device=kv_on_device(layers, draw(st.integers(1, layers))) if by_layer else (),
         on_demand=() if accelerated else tuple(t == "disk" and draw(st.booleans()) for t in tiers),
         on_demand_tokens=0 if accelerated else FEW,
     )
     sweeps = []
     for _ in range(draw(st.integers(1, 6))):
-        batches = draw(st.lists(batch_flows(accelerated), min_size=1, max_size=4))
+        batches = draw(st.lists(batch_flows(accelerated, by_layer), min_size=1, max_size=4))
         first_on_host = draw(st.integers(0, len(batches))) if accelerated else len(batches)
         sweeps.append([replace(b, hidden_on_host=k >= first_on_host) for k, b in enumerate(batches)])
     return streams, sweeps
@@ -337,6 +346,7 @@ CPU = BatchFlow(delegated=True)
 ALL = replace(DISK, delegated=True)
 NEW_ON_DISK = BatchFlow(resident=False, disk_write=True)
 OLD_ON_DISK = BatchFlow(resident=False, history=True, disk_read=True, disk_write=True)
+OLD_ON_HOST = BatchFlow(resident=False, history=True, stored=True)
 DEFERRED = BatchFlow(deferred=True)
 ON_HOST = {"hidden_on_host": True}
 # Between them these have every kind of Step wait for every kind that it ever waits for.
@@ -356,6 +366,7 @@ JOBS = [
         [[BatchFlow(), BatchFlow()]] * 8,
     ),
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
+    (Streams(True, (False,) * 3, (False,) * 3, kv_on_device=(True, False, False)), [[OLD_ON_HOST, OLD_ON_HOST]] * 3),
     (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
     (
         Streams(False, (False, False), (False, False), dequantized=True),
@@ -440,6 +451,30 @@ def test_nothing_waits_that_need_not():
         (("write_cache", 1, 0), ("read_cache", 1, 1)),
     ]:
         assert apart(steps, one, other), f"{one} and {other}"
+
+
+def test_kv_of_a_layer_loads_behind_the_layers_whose_kv_stays():
+    """As soon as a buffer is free, however many layers ahead: here behind all that are computed since."""
+    streams = Streams(True, (False,) * 9, (False,) * 9, kv_on_device=kv_on_device(9, 6))
+    steps = all_steps(streams, [[OLD_ON_HOST]] * 3)
+    loads = [s for s in steps if s.kind == "load_cache"]
+    assert [(s.sweep, s.layer) for s in loads] == [(sweep, j) for sweep in range(3) for j in (2, 5, 8)]
+    number = {(s.kind, s.sweep, s.layer): s.id for s in steps}
+    ended = happens_before(steps)
+    for load in loads[3:]:
+        before = {s.layer for s in steps if s.kind == "post" and s.sweep == load.sweep and ended[load.id] >> s.id & 1}
+        # Of two buffers, the layer's is free once the one before the last that was loaded has been attended to, and its new KV sent.
+        assert before == ({0, 1} if load.layer == 8 else set()), load
+        assert ended[load.id] >> number["store_cache", load.sweep - 1, load.layer] & 1, "what is new comes back"
+
+
+@pytest.mark.parametrize(("num_layers", "kv_layers"), [(9, 6), (9, 7), (4, 1), (5, 2), (32, 20), (1, 0), (7, 0)])
+def test_layers_whose_kv_streams_are_evenly_spread(num_layers, kv_layers):
+    on_device = kv_on_device(num_layers, kv_layers)
+    assert len(on_device) == num_layers and sum(on_device) == kv_layers
+    streamed = [-1, *(j for j in range(num_layers) if not on_device[j])]
+    gaps = [b - a for a, b in itertools.pairwise(streamed)]
+    assert streamed[-1] == num_layers - 1 and max(gaps) - min(gaps) <= 1
 
 
 def apart(steps, one, other):
