@@ -372,7 +372,7 @@ def _llama(width: int, heads: int, kv_heads: int, head_dim: int, inner: int | No
         family="llama",
         num_layers=1,
         hidden_size=width,
-        intermediate_size=inner or max(1, width * 8 // 3),
+        intermediate_size=inner or -(-width * 8 // 3 // 256) * 256,  # whole blocks of any packed format
         num_heads=heads,
         num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         head_dim=head_dim,

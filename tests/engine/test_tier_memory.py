@@ -8,10 +8,12 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
 from thorough import some_of
 from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
+from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.machine import resident_bytes
 from batchgen.core.plan import PINNED_BYTES
@@ -19,6 +21,8 @@ from batchgen.core.request import ScoreRequest
 from batchgen.core.units import parse_bytes
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import resolve_model
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.runtime.memory.transfers import Arena
 
@@ -234,6 +238,28 @@ def test_buffers_that_serve_layers_of_two_kinds_are_planned(
     of_norms_and_routers = (10 * parts.config.hidden_size + parts.config.qkv_size + 9 * parts.config.hidden_size) * 4
     unused = planned.get("expanded weights", 0) - made[gpu, "expanded weights"]
     assert 0 <= unused <= of_norms_and_routers
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_what_was_read_is_not_kept_beside_what_was_packed(family, weight_format, tiny_models, tmp_path):
+    """Norms and sinks lie in the same stretch of a store as matrices that products want in another order."""
+    model = tiny_models(family)[0]
+    store = find_or_convert(
+        resolve_model(str(model)), tmp_path, "float32", "none" if weight_format == "float32" else weight_format
+    )
+    parts = make_parts(model, CPU, make_policy(model, CPU, weight_format=weight_format), tmp_path, store=store)
+    weights = parts.executor.weights
+    held = [w for tensors in (weights.embeddings, weights.head, *weights._resident) for w in tensors.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(data_of, held)}
+    try:
+        assert sum(storages.values()) <= weights.num_bytes + ALIGNMENT * len(store.files) * 4
+    finally:
+        parts.executor.close()
+
+
+def data_of(weight):
+    return weight if isinstance(weight, torch.Tensor) else weight.data
 
 
 @pytest.mark.parametrize("on_host", [0, 1])

@@ -357,6 +357,7 @@ class TestPlanFiles:
             ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
             ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
             ("policy/head_tier", "attic"), ("policy/kv_layers", 1), ("policy/kv_layers", None),
+            ("policy/on_demand_tokens", -1),
         ],
     )  # fmt: skip
     def test_that_were_edited_badly(self, in_memory, field, value):

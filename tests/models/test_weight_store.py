@@ -58,7 +58,7 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, quantiza
     store = convert(files, tmp_path / "store", dtype="float32", quantization=quantization)
     embeddings, layers, head = expected_tensors(model)
     assert store == open_store(tmp_path / "store")
-    measured = ChannelImportance(store.config, embeddings, random_tokens(store.config))
+    measured = ChannelImportance(store.config, embeddings, random_tokens(store.config), head.get("sinks.weight"))
     importances = [{}, {}, *(measured.next_layer(layer) for layer in layers)]
     assert store.config == read_config(files) == read_config(resolve_model(str(store.path)))
     assert len(store.layers) == len(layers)

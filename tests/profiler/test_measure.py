@@ -19,6 +19,7 @@ import torch
 from timing import undisturbed
 
 from batchgen.core import direct_io
+from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.kernel_choice import KernelChoice
@@ -182,6 +183,11 @@ class TestMeasure:
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
         assert len(lines) == 1 and packing in lines[0]
         assert HardwareProfile.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+    def test_layers_of_no_certain_model_can_have_any_packed_weights(self):
+        for model in profile_compute.subjects_of("cpu", Effort(), None).products:
+            for _, columns in model.product_shapes.values():
+                assert all(columns % values == 0 for values, _ in GGUF_FORMATS.values())
 
     @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])
     def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):

@@ -85,6 +85,13 @@ class Weights:
         # Of each tensor of a layer with experts, and of one without.
         kinds = {config.has_experts(j): j for j in range(config.num_layers)}
         self._shapes = {kind: tensor_shapes(layer_layout(config, j)) for kind, j in kinds.items()}
+        self._sinks: dict[
+            str, Tensor
+        ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
+        # Before the layers, while there is memory for an output matrix twice: as it is read, and as products read it.
+        self.embeddings, self.head = self._load_ends(tiers.device)
+        if self.residency.head == self._compute_tier:
+            self.head = self._packed(self.head)
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
         for j in range(config.num_layers):
@@ -96,12 +103,6 @@ class Weights:
         self._dequantized = [
             self._dequantized_buffers() for _ in range(dequantized_slots if residency.weight_format == INT4 else 0)
         ]
-        self._sinks: dict[
-            str, Tensor
-        ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
-        self.embeddings, self.head = self._load_ends(tiers.device)
-        if self.residency.head == self._compute_tier:
-            self.head = self._packed(self.head)
         self._layers: dict[tuple[int, int | None], Tensors] = {}  # once they have been asked for
 
     @property
@@ -309,7 +310,9 @@ class Weights:
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
         self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
         if self.config.sinks:
-            sinks = head["sinks.weight"].float().view(self.config.num_layers, self.config.num_heads)
+            sinks = (
+                head["sinks.weight"].to(torch.float32, copy=True).view(self.config.num_layers, self.config.num_heads)
+            )
             self._sinks = {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
         for name, tensor in head.items():  # what is small, where it is used
             tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
@@ -365,7 +368,10 @@ class Weights:
         return self._kernels.linear_isa(*shape, str(dtype).removeprefix("torch."))
 
     def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
-        """With matrices as products read them fastest; those of int4 are left as they are. layer: that they are of, if any."""
+        """With matrices as products read them fastest; those of int4 are left as they are. layer: that they are of, if any.
+
+        Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
+        """
         if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
             tensors = split_experts(self.config, tensors, layer)
         return {name: self._packed_weight(name, tensor) for name, tensor in tensors.items()}
@@ -374,7 +380,7 @@ class Weights:
         if self._is_gguf(tensor):
             return ops.pack_gguf(self._gguf(tensor), self.dtype, gated=is_gated(name))
         if not _is_matrix(tensor):
-            return tensor
+            return tensor.clone() if tensor.ndim == 1 else tensor
         return ops.pack_weight(tensor, gated=is_gated(name), isa=self._isa(tensor.shape, tensor.dtype))
 
     def _is_gguf(self, weight: ops.Weight) -> bool:
