@@ -187,12 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--output-len", type=int, default=16)
+    parser.add_argument(
+        "--seqs", type=int, default=64, help="samples in flight: few, so that rows come out all the time"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_cluster.json")
     args = parser.parse_args()
     options: dict[str, Any] = {
         "max_tokens": args.output_len,
         "ignore_eos": True,
+        "max_num_seqs": args.seqs,
         "cpu_memory": "2GiB",
     }
     found: dict[str, Any] = {}
@@ -224,7 +228,7 @@ def main() -> None:
         nodes.shutdown()
     found["ray_over_share"] = found["ray"]["rows_per_s"] / found["share"]["rows_per_s"]
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(), "ray": ray.__version__}
-    settings = {"rows": args.rows, "output_len": args.output_len, "seed": args.seed}
+    settings = {"rows": args.rows, "output_len": args.output_len, "seqs": args.seqs, "seed": args.seed}
     args.output.write_text(json.dumps({"machine": machine, **settings, **found}, indent=1) + "\n")
     print(json.dumps(found))
 

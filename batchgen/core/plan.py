@@ -260,7 +260,8 @@ class Plan:
         """Read what `to_json` gives. Raises InputError where `values` is anything else."""
         try:
             values = {**values, "policy": dict(values["policy"])}
-            values.pop("explanation", None)  # which follows from the rest
+            for beside in ("explanation", "devices"):  # which follow from the rest
+                values.pop(beside, None)
             block_size = values["policy"].pop("max_num_seqs")
             plan: Plan = read_typed(cls, values, "the plan")
             check_policy(plan.policy, block_size)

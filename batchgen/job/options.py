@@ -401,6 +401,12 @@ class PlanOptions:
     watts: float | None = _option(
         RUN, "plan", type=float, metavar="W", help="What power the machine takes: --explain has the job's energy."
     )
+    devices: str | None = _option(
+        RUN,
+        "plan",
+        metavar="NxNAME",
+        help="What the job would take on several devices, by each way of using them: '2x t4', each a machine as of --hardware; 2: of the one planned for.",
+    )
     compare: bool = _option(
         RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."
     )

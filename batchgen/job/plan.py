@@ -16,6 +16,7 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
 from batchgen.job.checks import check_options
+from batchgen.job.devices import Devices, compare_devices, device_lines
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.plan_page import plan_page
@@ -41,7 +42,8 @@ _STARTUP_S = 5.0
 def run_plan(options: PlanOptions) -> list[str]:
     """What to print. Raises InputError."""
     started_s = time.monotonic()
-    job = options.job
+    devices, job = _devices(options)
+    options = replace(options, job=job)
     check_options(job)
     check_files(job, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
@@ -66,7 +68,9 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.explain or options.html:
         anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
     explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
-    as_json = json.dumps(plan.to_json() | {"explanation": asdict(explained)}, indent=2)
+    on_devices = None if devices is None else compare_devices(case, estimated, devices)
+    beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
+    as_json = json.dumps(plan.to_json() | beside, indent=2)
     if options.plan_file and options.plan_file != "-":
         write_text(as_json + "\n", options.plan_file, "-o")
     if job.trace:
@@ -86,9 +90,20 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
     lines += ["", *way_lines(plan)]
+    lines += ["", *device_lines(on_devices)] if on_devices else []
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
     return lines
+
+
+def _devices(options: PlanOptions) -> tuple[Devices | None, JobOptions]:
+    """Those that are asked for, and the job on one of them. Raises InputError."""
+    if options.devices is None:
+        return None, options.job
+    devices = Devices.parse(options.devices)
+    if devices.hardware and options.job.hardware:
+        raise InputError("--devices names the hardware: leave out --hardware, or give --devices a number alone")
+    return devices, replace(options.job, hardware=devices.hardware or options.job.hardware)
 
 
 def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Case:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from batchgen.ray.plans import cluster_plans
 _JOB = "_job.json"
 # Rows of a batch where nobody says: so few that each actor has many, and none is left with much at the end.
 _LEAST_BATCH, _MOST_BATCH, _BATCHES_OF_EACH = 16, 256, 64
+_RAISED = re.compile(r"^batchgen\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
 _AHEAD = 1.25  # rows in an actor's hands, of those that its engine has in flight
 
 
@@ -75,7 +77,7 @@ def run(
         left = dataset
         if len(done):
             left = dataset.map_batches(
-                without_ids, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
+                _rows_left, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
             )
         settings = {"id_column": id_column, **options}
         plans: dict[str, dict[str, Any]] = {}
@@ -142,6 +144,9 @@ def refusal_in(error: BaseException) -> BatchgenError | None:
         if isinstance(seen, BatchgenError) and type(seen).__module__.startswith("batchgen."):
             return seen
         seen = getattr(seen, "cause", None) or seen.__cause__
+    if told := _RAISED.findall(str(error)):  # what Ray Data hands over of an actor's error is its text
+        kind, line = told[-1]
+        return InputError(line) if kind == InputError.__name__ else BatchgenError(line)
     return None
 
 
@@ -155,6 +160,13 @@ def ids_done(folder: Path, id_column: str) -> pa.Array:
 def without_ids(batch: pa.Table, done: pa.Array, id_column: str) -> pa.Table:
     """The rows whose id is not among `done`."""
     return batch.filter(pc.invert(pc.is_in(batch.column(id_column), value_set=done)))
+
+
+def _rows_left(batch: pa.Table, done: Any, id_column: str) -> pa.Table:
+    """As `without_ids`. done: where Ray has the ids, which are many: each machine has them once."""
+    import ray
+
+    return without_ids(batch, ray.get(done), id_column)
 
 
 def write_part(batch: pa.Table, folder: str, id_column: str) -> pa.Table:

@@ -18,8 +18,11 @@ trap 'kill $pids 2>/dev/null' INT TERM
 code=0
 complete=""
 for pid in $pids; do
-    wait "$pid"
-    ended=$?
+    while :; do # a signal ends a wait before its worker has ended
+        wait "$pid"
+        ended=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
     if [ "$ended" -eq 0 ]; then complete=1; elif [ "$code" -eq 0 ]; then code=$ended; fi
 done
 [ -n "$complete" ] && exit 0

@@ -1,7 +1,10 @@
 """`batchgen.ray.Generate`, without Ray."""
 
 import asyncio
+import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import Future
 
 import pyarrow as pa
@@ -76,6 +79,37 @@ def test_an_actor_takes_its_share_of_the_machine():
     assert share_of({}, {"CPU": 1.0}, 100) == (1, 100)
 
 
+ON_ITS_CORE = """
+import os, sys
+from pathlib import Path
+from batchgen.core.cores import take_cores
+from batchgen.core.request import Request, SamplingParams
+from batchgen.ray.loading import load_stream
+taken = take_cores(1, Path(sys.argv[2]))
+stream = load_stream(sys.argv[1], SamplingParams(max_tokens=2), {"dtype": "float32", "cpu_memory": "2GiB"})
+(completion,) = stream.submit([Request("quay")]).result(300)
+assert completion.error is None, completion.error
+import torch
+torch.set_num_threads(2)
+torch.rand(600, 600) @ torch.rand(600, 600)
+where = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+print(len(where), all(cores == set(taken) for cores in where))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not keep threads to cores")
+def test_no_thread_of_an_engine_leaves_its_cores(tiny_models, tmp_path):
+    """Those of lanes, of the kernels' pool and of torch, of which there are more than cores here."""
+    path, _ = tiny_models("llama")
+    threads = {**os.environ, "BATCHGEN_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", ON_ITS_CORE, str(path), str(tmp_path / "cores")]
+    done = subprocess.run(command, capture_output=True, text=True, env=threads)
+    assert done.returncode == 0, done.stderr
+    count, kept = done.stdout.split()[-2:]
+    assert int(count) > 3 and kept == "True"
+
+
 def test_an_actor_has_as_many_batches_as_keep_its_engine_busy():
     plans = {kind: {"policy": {"max_num_seqs": seqs}} for kind, seqs in (("a", 64), ("b", 512))}
     assert calls_at_once(plans, {}, 64) == 1 + 10
@@ -89,6 +123,8 @@ def test_what_batchgen_refuses_in_a_task_is_found_in_what_ray_makes_of_it():
     other.__cause__ = refused
     assert refusal_in(wrapped) is refused
     assert refusal_in(ValueError("else")) is None
+    as_text = refusal_in(RuntimeError("in a task\nbatchgen.core.errors.InputError: no column\nabove: the cause"))
+    assert type(as_text) is InputError and str(as_text) == "no column"
 
 
 def test_actors_on_machines_of_one_kind_run_by_the_plan_that_one_of_them_made(tiny_models, tmp_path):
