@@ -60,6 +60,8 @@ class Policy:
             as many as there is a place for.
         kv_layers: layers in which KV of class "streamed" stays in GPU memory; in the others it lives in host memory. Above 0 all
             sequences are of this class.
+        on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
+            routed to; where the host computes.
     """
 
     admission: str
@@ -80,6 +82,7 @@ class Policy:
     embedding_tier: str = "cpu"
     deferred_rows: int | None = None
     kv_layers: int = 0
+    on_demand_tokens: int = 0
 
     @property
     def max_num_seqs(self) -> int:
@@ -184,6 +187,8 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
+        break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
+            never.
     """
 
     total_s: float
@@ -202,6 +207,7 @@ class Prediction:
     lane_price_s: Mapping[str, float]
     stages: tuple[Stage, ...] = ()
     disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
+    break_even_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -290,6 +296,8 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
         raise ValueError(f"kv_layers must be a number of layers, 0 or more and below {layers}, not {policy.kv_layers}")
     if policy.kv_layers and any(n for kv_class, n in policy.kv_seqs.items() if kv_class != "streamed"):
         raise ValueError("with kv_layers above 0 all of kv_seqs must be of class 'streamed'")
+    if policy.on_demand_tokens < 0:
+        raise ValueError(f"on_demand_tokens must be 0 or more, not {policy.on_demand_tokens}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")

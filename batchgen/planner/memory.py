@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, weight_row_bytes
@@ -94,13 +95,30 @@ def planned_logit_rows(
 
 
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
+    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`; of the largest, where layers differ."""
     size = int(FORMAT_BYTES[dtype])
-    return {
-        group: sum(rows * (weight_row_bytes(columns, weight_format) - columns * size) for rows, columns in matrices)
-        + config.layer_tensors[group] * size
-        for group, matrices in config.layer_matrices.items()
-    }
+    kinds = [
+        {
+            group: sum(rows * weight_row_bytes(columns, weight_format) for rows, columns in shapes) + rest[group] * size
+            for group, shapes in matrices.items()
+        }
+        for matrices, rest in config.layer_kinds
+    ]
+    return {group: max(kind[group] for kind in kinds) for group in kinds[0]}
+
+
+def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Bytes of a buffer for any layer's tensors of each group: for each tensor the largest.
+
+    More than `group_bytes` where one kind of layer has the larger MLP and another a router or a shared expert beside it.
+    """
+    size, kinds = int(FORMAT_BYTES[dtype]), config.layer_kinds
+    found = {}
+    for group in kinds[0][0]:
+        places = zip_longest(*(matrices[group] for matrices, _ in kinds), fillvalue=(0, 0))
+        sizes = (max(rows * weight_row_bytes(columns, weight_format) for rows, columns in place) for place in places)
+        found[group] = sum(sizes) + max(rest[group] for _, rest in kinds) * size
+    return found
 
 
 def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
@@ -183,11 +201,12 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
                 on_disk += aligned(groups[group]) if tier == "disk" else 0
     if device == "gpu":
         away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
-        add("gpu", "weights in transit", 2 * sum(groups[group] for group in away))
+        slots = slot_bytes(config, dtype, policy.weight_format)
+        add("gpu", "weights in transit", 2 * sum(slots[group] for group in away))
     add("cpu", "weights in transit", 2 * on_disk)
     if policy.weight_format == INT4:
         copies = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
-        add(device, "expanded weights", copies * config.params_per_layer * size)
+        add(device, "expanded weights", copies * sum(slot_bytes(config, dtype, dtype).values()))
     embedding, head = config.embedding_params * size, config.head_params * size
     head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)

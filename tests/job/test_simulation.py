@@ -286,7 +286,7 @@ def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequenc
     load = load_of(batch, block_size=16, compute_tier=tier, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
-    for s in Sweeps(streams_of(plan)).steps([load.flow]):
+    for s in Sweeps(streams_of(plan, model)).steps([load.flow]):
         took = seconds(s)
         lane = "h2d" if s.kind in SMALL_COPIES and tier == "gpu" else s.lane
         total[lane] += took
