@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.job.shortened import simulate_shortened
+from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.cost import moved_bytes
 from batchgen.planner.deferring import apex_candidates
 from batchgen.planner.search import Candidate, Problem, block_latency_s, candidates, first_rows_s
@@ -58,7 +59,8 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
         return not found or seconds <= _MODEL_ABOVE * _TIE * min(s.seconds for s in found)
 
     fastest: Candidate | None = None
-    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), apex_candidates(problem, worth)):
+    of_papers = apex_candidates(problem, worth), by_layer_candidates(problem, worth)
+    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), *of_papers):
         fastest = fastest or candidate
         with contextlib.suppress(InputError):
             found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))

@@ -15,6 +15,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, Policy, WayTime
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.shortened import simulate_shortened
+from batchgen.planner.by_layer import by_layer, may_part
 from batchgen.planner.deferring import deferring, layers_bytes, may_defer
 from batchgen.planner.explain import aligned
 from batchgen.planner.search import Candidate, Problem, in_neos_order, search
@@ -105,6 +106,16 @@ def _apex(problem: Problem) -> Sequence[Candidate]:
     return [found]
 
 
+def _pie(problem: Problem) -> Sequence[Candidate]:
+    _weights_on_gpu(problem)
+    if not may_part(problem):
+        raise NoWay("is not among what this plan may do")
+    found = search(by_layer(problem))
+    if not found.counts.kv_layers:
+        raise NoWay("GPU memory holds no layer's KV beside the weights")
+    return [found]
+
+
 def _in_memory(problem: Problem) -> Sequence[Candidate]:
     return [search(limited(problem, ("cpu",), ("cpu",)))]
 
@@ -151,6 +162,12 @@ WITH_GPU = (
         "weights on the GPU; the CPU attends beside whole sweeps",
         _apex,
         lambda policy: "deferred" in _classes(policy),
+    ),
+    Way(
+        "Pie",
+        "weights on the GPU, KV there in some layers; in the others it streams",
+        _pie,
+        lambda policy: policy.kv_layers > 0 and _holds_weights(policy),
     ),
     Way("FlexGen", "weights and KV in any tier, streamed where they are needed", _flexgen, lambda policy: True),
 )

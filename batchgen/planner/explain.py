@@ -70,6 +70,7 @@ def make_plan(
         activation_batches=(int(counts.activation_batches[0]), int(counts.activation_batches[1])),
         batch_order=_batch_order(s, counts),
         deferred_rows=s.deferral.rows if s.deferral else None,
+        kv_layers=int(counts.kv_layers),
         on_demand_tokens=on_demand_tokens(s, counts.weight_layers),
     )
     return Plan(

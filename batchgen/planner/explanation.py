@@ -33,6 +33,7 @@ _KV_SENTENCES = {
     "disk": "keep their KV on disk, from where it comes to the GPU in every sweep",
     "deferred": "keep their KV in host memory; the CPU attends to it, and each token takes more than one sweep",
 }
+_STREAMED_LAYERS = "in the others in host memory, from where it comes to the GPU in every sweep"
 _KV_SENTENCES_CPU = {
     "cpu": "keep their KV in memory",
     "disk": "keep their KV on disk, from where it is read in every sweep",
@@ -166,7 +167,12 @@ def _weight_sentences(plan: Plan) -> list[str]:
 
 def _kv_sentences(plan: Plan) -> list[str]:
     words = _KV_SENTENCES if "gpu" in plan.budgets else _KV_SENTENCES_CPU
-    counts = plan.policy.kv_seqs
+    counts, stay = plan.policy.kv_seqs, plan.policy.kv_layers
+    if stay:
+        layers = sum(next(iter(plan.policy.weight_layers.values())))
+        words = words | {
+            "streamed": f"keep their KV in GPU memory in {stay} of {layers} layers, and {_STREAMED_LAYERS}"
+        }
     found = [(counts[c], words[c]) for c in words if counts.get(c)]
     return [
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."

@@ -27,21 +27,28 @@ _MOVING = ("h2d", "d2h", "disk_read", "disk_write")
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a plan may use. weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES."""
+    """What a plan may use.
+
+    Attributes:
+        weight_tiers, kv_classes: subsets of policy.TIERS and policy.KV_CLASSES.
+        kv_by_layer: KV of class "streamed", the only one then, stays on the GPU in some layers (Policy.kv_layers).
+    """
 
     weight_tiers: tuple[str, ...] = TIERS
     kv_classes: tuple[str, ...] = KV_CLASSES
+    kv_by_layer: bool = False
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches, head_tier, embedding_tier."""
+    """A placement in whole things: policy.Policy's weight_layers, kv_seqs, activation_batches, tiers of the head and embeddings, kv_layers."""
 
     weight_layers: dict[str, tuple[float, float, float]]
     kv_seqs: dict[str, float]
     activation_batches: tuple[float, float]
     head_on_gpu: float
     embeddings_on_gpu: float = 0
+    kv_layers: float = 0
 
     def placement(self, s: CostInputs) -> Placement:
         """Each group as parts of 1, and the buffers that the placement needs."""
@@ -55,6 +62,7 @@ class Counts:
             return sum(used) / sum(groups.values())
 
         kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
+        staying = self.kv_layers / layers  # of the KV of class "streamed"
         delegates = int(s.on_gpu and kv["cpu"] > 0)
         attends = int(delegates or s.deferred_seqs > 0)  # the CPU
         passing = max(-(-sum(kv[c] for c in _staged(s)) // s.num_gpu_batches), attends)
@@ -68,7 +76,10 @@ class Counts:
             w_gpu=weights(0),
             w_cpu=weights(1),
             w_disk=weights(2),
-            **{f"kv_{c}": kv[c] / s.swept_seqs for c in ("gpu", "cpu", "streamed", "disk")},
+            kv_gpu=kv["gpu"] / s.swept_seqs + staying,
+            kv_cpu=kv["cpu"] / s.swept_seqs,
+            kv_streamed=kv["streamed"] / s.swept_seqs - staying,
+            kv_disk=kv["disk"] / s.swept_seqs,
             act_gpu=self.activation_batches[0] / batches,
             act_cpu=self.activation_batches[1] / batches,
             head_gpu=self.head_on_gpu,
@@ -204,6 +215,8 @@ class _PlacementProgramme(Programme):
             tensor: tuple(self._count(layers if tier in tiers else 0) for tier in TIERS) for tensor in sizes
         }
         self.kv = {c: self._count(s.swept_seqs if c in classes else 0) for c in KV_CLASSES}
+        self.kv_layers = self._count(layers - 1) if allowed.kv_by_layer else Affine({})
+        staying = self.kv_layers * (1 / layers)
         batches = s.num_gpu_batches
         self.activations = (self._count(batches if s.on_gpu else 0), self._count(batches))
         self.head_gpu = self._count(1 if s.on_gpu else 0)
@@ -219,9 +232,9 @@ class _PlacementProgramme(Programme):
             w_gpu=fraction(0),
             w_cpu=fraction(1),
             w_disk=fraction(2),
-            kv_gpu=self.kv["gpu"] * (1 / s.swept_seqs),
+            kv_gpu=self.kv["gpu"] * (1 / s.swept_seqs) + staying,
             kv_cpu=self.kv["cpu"] * (1 / s.swept_seqs),
-            kv_streamed=self.kv["streamed"] * (1 / s.swept_seqs),
+            kv_streamed=self.kv["streamed"] * (1 / s.swept_seqs) - staying,
             kv_disk=self.kv["disk"] * (1 / s.swept_seqs),
             act_gpu=self.activations[0] * (1 / batches),
             act_cpu=self.activations[1] * (1 / batches),
@@ -300,6 +313,7 @@ class _PlacementProgramme(Programme):
             {name: read(v) for name, v in self.kv.items()} | {"deferred": self.s.deferred_seqs},
             (read(self.activations[0]), read(self.activations[1])),
             read(self.head_gpu),
+            kv_layers=read(self.kv_layers),
         )
 
     def placement_value(self) -> Placement:

@@ -1,4 +1,4 @@
-"""GPU-only, FlexGen, NEO and APEX beside the plan: which one it takes as the machine changes, and what the others would take."""
+"""GPU-only, FlexGen, NEO, APEX and Pie beside the plan: which one it takes as the machine changes, and what the others would take."""
 
 from dataclasses import replace
 
@@ -11,7 +11,8 @@ from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.job.shortened import simulate_shortened
 from batchgen.job.simulation import simulate_job
-from batchgen.job.ways import ON_CPU, WITH_GPU, way_lines, way_of, ways_for, with_ways
+from batchgen.job.ways import ON_CPU, WITH_GPU, limited, way_lines, way_of, ways_for, with_ways
+from batchgen.planner.by_layer import by_layer
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.explanation import explanation_of
@@ -45,9 +46,9 @@ def planning(hardware, workload=DECODING, model=MODEL, **options):
     return problem_of(hardware, model, workload, request), request
 
 
-def plan_of(problem, candidate):
+def plan_of(problem, candidate, max_model_len=2048):
     return make_plan(
-        problem, candidate, model_name="m", max_model_len=2048, share_prefixes=True, startup_s=0.0,
+        problem, candidate, model_name="m", max_model_len=max_model_len, share_prefixes=True, startup_s=0.0,
         output_len_known=True,
     )  # fmt: skip
 
@@ -110,6 +111,56 @@ def test_a_shortened_job_with_deferred_attention_tells_of_the_whole():
         assert simulated.seconds == pytest.approx(whole_s, rel=0.06)
 
 
+def fast_link():
+    """A GPU whose link to the host is fast beside its products (GH200), with memory for one long sequence and most of another."""
+    gpu = ComputeRates(
+        gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 1e12), (256, 2.5e14), (1024, 5e14)))},
+        decode_attention_bytes_per_s={"float16": constant(2.5e12)},
+        prefill_attention_flops_per_s={"float16": constant(3e14)},
+        elementwise_bytes_per_s={"float16": constant(2e12)},
+        step_overhead_s=1e-6,
+    )
+    cpu = ComputeRates(decode_attention_bytes_per_s={"float16": constant(3e11)})
+    memory = {"gpu_memory_bytes": 6 * GIB, "cpu_memory_bytes": 48 * GIB, "dram_bytes_per_s": 5e11}
+    overheads = {"sweep_overhead_s": 1e-4, "sequence_overhead_s": 1e-7, "sampling_logits_per_s": 1e12}
+    return gpu_box(gpu=gpu, cpu=cpu, h2d_bytes_per_s=4e11, d2h_bytes_per_s=3.7e11, **memory, **overheads)
+
+
+def few_long_rows():
+    workload = Workload(32, Lengths((9500,)), Lengths(tuple(range(256, 768, 64))), 1024)
+    problem, request = planning(fast_link(), workload, replace(opt(2048, 24, 16), vocab_size=2048))
+    return problem, replace(request, max_model_len=10_600)
+
+
+def test_kv_streams_by_layer_where_it_is_a_little_larger_than_the_gpu():
+    """Few long sequences: to stream a whole one takes longer than the link hides, to stream a few layers of two does not."""
+    problem, request = few_long_rows()
+    in_tiers = ("gpu", "cpu", "disk"), ("gpu", "streamed", "disk")
+    found = [
+        search(p) for p in (by_layer(problem), *(limited(problem, *some) for some in (in_tiers, (("gpu",), ("gpu",)))))
+    ]
+    plans = [plan_of(problem, candidate, request.max_model_len) for candidate in found]
+    parted, *others = (simulate_shortened(*pair).seconds for pair in zip(plans, found, strict=True))
+    assert parted < 0.85 * min(others)
+    policy = plans[0].policy
+    assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
+
+
+@pytest.mark.thorough
+def test_the_plan_then_has_kv_by_layer():
+    problem, request = few_long_rows()
+    plan = plan_job(problem, request, **TIMES)
+    plan = with_ways(plan, problem, plan_maker(problem, request, **TIMES))
+    policy, times = plan.policy, {way.name: way.seconds for way in plan.ways}
+    assert way_of(policy, WITH_GPU) == "Pie"
+    assert policy.kv_seqs == {"streamed": 2} and 12 < policy.kv_layers < 24
+    others = [times[name] for name in ("GPU-only", "NEO", "APEX", "FlexGen") if times[name]]
+    assert len(others) >= 3 and times["chosen"] < 0.85 * min(others)
+    sentences = explanation_of(plan).sentences
+    assert any(f"in {policy.kv_layers} of 24 layers" in sentence for sentence in sentences)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
 def test_a_job_that_is_too_short_defers_nothing():
     """Others end it before one deferred token has come through all layers often enough."""
     plan = planned(slow_cpu(10), replace(DECODING, num_seqs=100))
@@ -158,6 +209,7 @@ def test_every_policy_goes_one_way(ways):
         "GPU-only": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 8}},
         "NEO": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 4, "cpu": 4}, "num_gpu_batches": 2},
         "APEX": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"gpu": 4, "deferred": 4}},
+        "Pie": {"weight_layers": {"qkv": (6, 0, 0)}, "kv_seqs": {"streamed": 8}, "kv_layers": 4},
         "FlexGen": {"weight_layers": {"qkv": (3, 2, 1)}, "kv_seqs": {"gpu": 4, "streamed": 4}},
         "in memory": {"weight_layers": {"qkv": (0, 6, 0)}, "kv_seqs": {"cpu": 8}},
         "streamed": {"weight_layers": {"qkv": (0, 3, 3)}, "kv_seqs": {"cpu": 8}},

@@ -1,0 +1,83 @@
+"""KV by layer: what the planner counts of a placement, what the runtime allocates for it, and when it is looked for."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, gpu_box, opt
+
+from batchgen.core.errors import InputError
+from batchgen.core.workload import Lengths, Workload
+from batchgen.job.simulation import memory_of
+from batchgen.planner.by_layer import by_layer, by_layer_candidates
+from batchgen.planner.cost import moved_bytes, peak_bytes
+from batchgen.planner.explain import make_plan
+from batchgen.planner.inputs import FLEXGEN
+from batchgen.planner.lp import Allowed
+from batchgen.planner.search import Problem, search
+
+MODEL = opt(1024, 12, 8)
+LONG = Workload(12, Lengths((4000,)), Lengths((64, 128)), 128)
+
+
+def problem_with(gpu_memory, **changes):
+    fields = {"admissions": ("continuous",), "longest_tokens": 4128} | changes
+    return Problem(
+        gpu_box(), MODEL, LONG, {"gpu": gpu_memory, "cpu": 8 * GIB, "disk": 0}, "float16", ("float16",), ("float16",), **fields
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu_memory", [GIB, 3 * GIB // 2, 2 * GIB])
+def test_what_is_counted_holds_what_is_allocated(gpu_memory):
+    problem = problem_with(gpu_memory)
+    found = search(by_layer(problem))
+    s, counts = found.inputs, found.counts
+    at = counts.placement(s)
+    assert 0 < counts.kv_layers < 12 and {c for c, n in counts.kv_seqs.items() if n} == {"streamed"}
+    assert at.kv_gpu == pytest.approx(counts.kv_layers / 12) and at.kv_gpu + at.kv_streamed == pytest.approx(1)
+    plan = make_plan(
+        problem, found, model_name="m", max_model_len=4128, share_prefixes=False, startup_s=0.0, output_len_known=True
+    )
+    assert plan.policy.kv_layers == counts.kv_layers
+    memory = memory_of(plan, MODEL)
+    assert memory.kv_blocks["cpu"] >= s.block_size * s.seq_blocks, "the block at full length"
+    for tier, peak in peak_bytes(s, at).items():
+        assert sum(memory.parts[tier].values()) <= peak * 1.001 + (1 << 20)
+    of_pool = s.kv_block_bytes * memory.kv_blocks["cpu"]
+    assert memory.parts["gpu"]["KV"] == counts.kv_layers * of_pool
+    assert memory.parts["cpu"]["KV"] == (12 - counts.kv_layers) * of_pool
+
+
+def test_each_token_goes_to_the_host_once_in_the_layers_that_stream():
+    found = search(by_layer(problem_with(GIB)))
+    s, at = found.inputs, found.counts.placement(found.inputs)
+    for phase in found.phases:
+        out = moved_bytes(s, phase, at)["d2h"] - at.act_cpu * phase.tokens * s.hidden_bytes * (1 - 1 / 12)
+        streamed = (12 - found.counts.kv_layers) / 12
+        assert out == pytest.approx(streamed * (phase.prefill_tokens + phase.decode_seqs) * s.kv_token_bytes)
+
+
+def test_whole_things_are_no_faster_than_the_bound_and_more_memory_no_slower():
+    found = [search(by_layer(problem_with(size))) for size in (GIB, 3 * GIB // 2, 2 * GIB)]
+    for candidate in found:
+        assert candidate.seconds >= candidate.relaxed.seconds * (1 - 1e-6)
+    seconds = [candidate.seconds for candidate in found]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runtime": FLEXGEN},
+        {"allowed": Allowed(kv_classes=("gpu", "cpu", "disk"))},
+        {"allowed": Allowed(weight_tiers=("cpu",))},
+    ],
+)
+def test_it_is_not_looked_for_where_it_is_not_allowed(changes):
+    assert list(by_layer_candidates(problem_with(GIB), lambda seconds: True))
+    assert not list(by_layer_candidates(problem_with(GIB, **changes), lambda seconds: True))
+
+
+def test_nor_where_weights_do_not_fit():
+    assert not list(by_layer_candidates(problem_with(GIB // 4), lambda seconds: True))
+    with pytest.raises(InputError):
+        search(by_layer(replace(problem_with(GIB // 4))))
