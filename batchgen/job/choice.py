@@ -24,6 +24,9 @@ _MOST_KINDS = 6
 _TIE = 1.02
 # By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
 _MODEL_ABOVE = 1.05
+# With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own, which is at least that of
+# the candidates simulated so far, less this.
+_NEARER_TO_MODEL = 1.2
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,24 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
     fastest: Candidate | None = None
     for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), apex_candidates(problem, worth)):
         fastest = fastest or candidate
+        if _is_slower(candidate, found):
+            continue
         with contextlib.suppress(InputError):
             found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))
     assert fastest is not None  # or it would have been an InputError
     return found or [Simulated(fastest, fastest.seconds)]
+
+
+def _is_slower(candidate: Candidate, found: list[Simulated]) -> bool:
+    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known."""
+    alike = [s.slower for s in found if _order(s.candidate) == _order(candidate)]
+    if candidate.inputs.num_gpu_batches == 1 or not alike:
+        return False
+    return candidate.seconds * max(1.0, min(alike) / _NEARER_TO_MODEL) > _TIE * min(s.seconds for s in found)
+
+
+def _order(candidate: Candidate) -> tuple[bool, str]:
+    return candidate.inputs.num_gpu_batches > 1, candidate.inputs.batch_order
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:

@@ -98,6 +98,33 @@ def test_the_cost_model_knows_what_waits_for_what(name, num_batches):
     assert run.total_s == pytest.approx(best.seconds, rel=0.06)
 
 
+def test_an_order_that_takes_much_longer_than_modelled_is_given_up(monkeypatch):
+    """With several micro-batches only, and of the same order only."""
+    problem, _, _ = problem_and_plans(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0)
+    best = next(candidates(problem, 1))
+
+    def modelled(seconds, num_batches, order="even"):
+        inputs = replace(best.inputs, num_gpu_batches=num_batches, batch_order=order)
+        return replace(best, inputs=inputs, realised=replace(best.realised, seconds=seconds))
+
+    offered = [
+        modelled(100, 2), modelled(100, 2, "mixed"), modelled(140, 1), modelled(105, 4), modelled(105, 4, "mixed"),
+        modelled(145, 1),
+    ]  # fmt: skip
+    took = {(2, "even"): 200.0, (2, "mixed"): 150.0, (1, "even"): 145.0, (4, "mixed"): 130.0}
+    monkeypatch.setattr(choice, "candidates", lambda *args: iter(offered))
+    monkeypatch.setattr(choice, "apex_candidates", lambda *args: iter(()))
+
+    class Run:
+        def __init__(self, plan, candidate):
+            self.seconds = took[candidate.inputs.num_gpu_batches, candidate.inputs.batch_order]
+
+    monkeypatch.setattr(choice, "simulate_shortened", Run)
+    found = [s.candidate for s in simulate_candidates(problem, lambda candidate: None)]
+    # 105 times 2 less a fifth is 175; 105 times 1.5 less a fifth is 131, below the 145 that are known.
+    assert found == [offered[i] for i in (0, 1, 2, 4, 5)]
+
+
 def test_neos_order_is_costed_and_tried():
     problem, _, plan_of = problem_and_plans(
         shipped_profile("t4"), shape("opt-6.7b"), Workload.uniform(72, 512, 32), quantization="int4", num_gpu_batches=2
