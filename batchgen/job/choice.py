@@ -31,10 +31,11 @@ _NEARER_TO_MODEL = 1.2
 
 @dataclass(frozen=True)
 class Simulated:
-    """A candidate and the seconds that the simulator gives its sweeps."""
+    """A candidate and the seconds that the simulator gives its sweeps. settled: whether a longer simulation would say no more."""
 
     candidate: Candidate
     seconds: float
+    settled: bool = True
 
     @property
     def slower(self) -> float:
@@ -66,9 +67,22 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
         if _is_slower(candidate, found):
             continue
         with contextlib.suppress(InputError):
-            found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))
+            run = simulate_shortened(plan_of(candidate), candidate)
+            found.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
-    return found or [Simulated(fastest, fastest.seconds)]
+    return _settled(found, plan_of) or [Simulated(fastest, fastest.seconds)]
+
+
+def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """The same, where those that tie for the fastest are from longer simulations."""
+    while True:
+        limit_s = _TIE * min((s.seconds for s in found), default=0.0)
+        tied = [s for s in found if not s.settled and s.seconds <= limit_s]
+        if not tied:
+            return found
+        first = min(tied, key=lambda s: s.seconds)
+        run = simulate_shortened(plan_of(first.candidate), first.candidate, longer=True)
+        found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
 
 
 def _is_slower(candidate: Candidate, found: list[Simulated]) -> bool:

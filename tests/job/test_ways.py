@@ -197,7 +197,7 @@ def test_a_block_of_one_has_no_second_batch():
 
 
 def test_most_of_a_job_with_deferred_attention_is_steady():
-    plan = planned(slow_cpu(16))
+    plan = planned(slow_cpu(10))
     assert plan.policy.kv_seqs["deferred"]
     stages = explanation_of(plan).stages
     assert max(stages, key=lambda stage: stage.seconds).name == "steady"

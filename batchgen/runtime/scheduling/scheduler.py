@@ -207,6 +207,20 @@ class Scheduler:
             scheduled.sequence.num_computed += scheduled.num_tokens
             self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
 
+    def advance(self, num_tokens: int) -> int:
+        """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
+        needed = Counter[str]()
+        for sequence in self.running:
+            blocks = -(-(sequence.num_computed + num_tokens) // self._pool(sequence).block_size)
+            needed[tier_of(sequence.kv_class)] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
+        if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
+            return 0
+        for sequence in self.running:
+            self._grow(sequence, num_tokens)
+            sequence.num_computed += num_tokens
+            sequence.tokens += [0] * num_tokens
+        return num_tokens
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves for good, and its blocks are released; nothing happens if it has left.
 
