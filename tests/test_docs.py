@@ -200,6 +200,13 @@ def figures():  # a line or two for each of the files
     yield "plan_accuracy", f"two predicted {100 * errors[6]:.0f} and {errors[7]:.0%} too long"
     plans = read("tier_plans")["planned_error"]
     yield "tier_plans", f"median error {plans['median']:.0%}, worst {plans['worst']:.0%}"
+    planning = read("plan_times")
+    error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]
+    yield "plan_times", f"median error {error['median']:.0%}, worst {error['worst']:.0%}"
+    yield "plan_times", f"median {planning_s['median']:.1f} s, worst {planning_s['worst']:.1f} s"
+    gains = [cell["gains"] for cell in read("paper_gains")["cells"]]
+    neo, apex = (max(found[way] for found in gains if way in found) for way in ("NEO", "APEX"))
+    yield "paper_gains", f"NEO up to {neo:.0%}, APEX up to {apex:.0%}"
     sharing = read("prefix_sharing")
     on, off = sharing["wall_s"]["on"][0], sharing["wall_s"]["off"][0]
     yield "prefix_sharing", f"{on:.0f} s against {off:.0f} s: {sharing['ratio_wall']:.1f} times, same answers"
@@ -279,6 +286,13 @@ def test_figures_are_those_of_their_files():
     for name, words in figures():
         words = re.sub(r"(\d)%", r"\1 %", words)
         assert any(f"`{name}.json`" in row and words in row for row in rows), f"{name}.json says {words!r}"
+
+
+def test_gains_of_the_papers_are_those_of_their_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    paper_gains = importlib.import_module("paper_gains")
+    tables = paper_gains.markdown(json.loads(paper_gains.RESULT.read_text())["cells"])
+    assert tables in (DOCS / "neo_apex_check.md").read_text()
 
 
 def test_the_import_graph_is_as_the_architecture_page_says():

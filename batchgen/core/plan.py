@@ -187,6 +187,8 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
+        search_gap: by how much the placement may take longer, by the cost model, than the fastest of its block size: as a fraction,
+            which is proven; earlier versions wrote none.
         break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
             never.
     """
@@ -207,6 +209,7 @@ class Prediction:
     lane_price_s: Mapping[str, float]
     stages: tuple[Stage, ...] = ()
     disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
+    search_gap: float | None = None
     break_even_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -25,14 +25,18 @@ _MOST_KINDS = 6
 _TIE = 1.02
 # By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
 _MODEL_ABOVE = 1.05
+# With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own, which is at least that of
+# the candidates simulated so far, less this.
+_NEARER_TO_MODEL = 1.2
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A candidate and the seconds that the simulator gives its sweeps."""
+    """A candidate and the seconds that the simulator gives its sweeps. settled: whether a longer simulation would say no more."""
 
     candidate: Candidate
     seconds: float
+    settled: bool = True
 
     @property
     def slower(self) -> float:
@@ -62,10 +66,37 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
     of_papers = apex_candidates(problem, worth), by_layer_candidates(problem, worth)
     for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), *of_papers):
         fastest = fastest or candidate
+        if _is_slower(candidate, found):
+            continue
         with contextlib.suppress(InputError):
-            found.append(Simulated(candidate, simulate_shortened(plan_of(candidate), candidate).seconds))
+            run = simulate_shortened(plan_of(candidate), candidate)
+            found.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
-    return found or [Simulated(fastest, fastest.seconds)]
+    return _settled(found, plan_of) or [Simulated(fastest, fastest.seconds)]
+
+
+def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
+    """The same, where those that tie for the fastest are from longer simulations."""
+    while True:
+        limit_s = _TIE * min((s.seconds for s in found), default=0.0)
+        tied = [s for s in found if not s.settled and s.seconds <= limit_s]
+        if not tied:
+            return found
+        first = min(tied, key=lambda s: s.seconds)
+        run = simulate_shortened(plan_of(first.candidate), first.candidate, longer=True)
+        found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
+
+
+def _is_slower(candidate: Candidate, found: list[Simulated]) -> bool:
+    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known."""
+    alike = [s.slower for s in found if _order(s.candidate) == _order(candidate)]
+    if candidate.inputs.num_gpu_batches == 1 or not alike:
+        return False
+    return candidate.seconds * max(1.0, min(alike) / _NEARER_TO_MODEL) > _TIE * min(s.seconds for s in found)
+
+
+def _order(candidate: Candidate) -> tuple[bool, str]:
+    return candidate.inputs.num_gpu_batches > 1, candidate.inputs.batch_order
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:

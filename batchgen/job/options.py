@@ -389,7 +389,8 @@ class PlanOptions:
         multiple=True,
         metavar="NAME=SIZE",
         help="Plan again with gpu-memory, cpu-memory, disk-memory, h2d, d2h, disk-read, disk-write or dram changed"
-        " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated.",
+        " (gpu-memory=48GiB, cpu-memory=+64GiB, h2d=x2, disk-read=7GB/s), beside the current plan; may be repeated:"
+        " a column for each, and one for all together.",
     )
     price_per_hour: float | None = _option(
         RUN,

@@ -75,18 +75,14 @@ def run_plan(options: PlanOptions) -> list[str]:
         write_text(as_json + "\n", options.plan_file, "-o")
     if job.trace:
         trace_plan(plan, config, case.hardware, job.trace)
-    others = []
-    if options.what_if:
-        changed = _changed_case(case, _changes(options.what_if), job.quantization)
-        other, _ = plan_case(changed, estimated)
-        others = [(", ".join(options.what_if), other)]
+    others, impossible = _beside(case, options, estimated)
     if options.html:
         write_text(plan_page(plan, explained, problem, config, case.hardware, others), options.html, "--html")
     if options.as_json or options.plan_file == "-":
         return [as_json]
     lines = explain(plan, explained) if options.explain else headline(plan)
     if others:
-        lines += ["", *compare([("now", plan), *others])]
+        lines += ["", *compare([("now", plan), *others]), *impossible]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
     lines += ["", *way_lines(plan)]
@@ -104,6 +100,29 @@ def _devices(options: PlanOptions) -> tuple[Devices | None, JobOptions]:
     if devices.hardware and options.job.hardware:
         raise InputError("--devices names the hardware: leave out --hardware, or give --devices a number alone")
     return devices, replace(options.job, hardware=devices.hardware or options.job.hardware)
+
+
+def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> tuple[list[tuple[str, Plan]], list[str]]:
+    """Plans for each `--what-if` by itself, and for all of them together; and what is to be said of those by themselves that fit none.
+
+    Raises:
+        InputError: A change makes no sense, or all of them together leave no plan.
+    """
+    changes = _changes(options.what_if)
+    alone = [{name: value} for name, value in changes.items()] if len(changes) > 1 else []
+    cases = [(some, _changed_case(case, some, options.job.quantization)) for some in (*alone, changes) if some]
+    plans, impossible = [], []
+    for some, changed in cases:
+        label = ", ".join(f"{name}={value}" for name, value in some.items())
+        try:
+            other, _ = plan_case(changed, estimated)
+        except InputError as error:
+            if some is changes:
+                raise
+            impossible.append(f"{label}: {error}")
+        else:
+            plans.append((label, other))
+    return plans, impossible
 
 
 def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Case:

@@ -66,7 +66,8 @@ class PlanRequest:
     """What is given of a plan, beside hardware, model and workload. Fields as the flags of the same names.
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
-    disk, which weights can be streamed from; 0 if there is one.
+    disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
+    plans beside this one.
     """
 
     model_name: str
@@ -85,6 +86,7 @@ class PlanRequest:
     share_prefixes: bool = True
     process_bytes: int = 0
     store_bytes: int = 0
+    has_int4_store: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,15 +226,17 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         profile = corrected_by_disk_probe(profile, job.offload_dir)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device)
-    store = False
+    store = has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
         store = existing_store(job.files, job.offload_dir, dtype, quantization)
+        has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
         store_bytes=0 if store else store_bytes(config, dtype, quantization),
+        has_int4_store=has_int4_store,
     )
     return profile, request
 
@@ -381,8 +385,12 @@ def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
 
 def _store_written_bytes(best: Candidate, request: PlanRequest) -> float:
     """What a job writes before its first sweep, where it needs a store of the weights and there is none."""
-    needs = best.counts.placement(best.inputs).w_disk or best.inputs.weight_format == INT4
-    return float(request.store_bytes) if needs else 0.0
+    s = best.inputs
+    if not best.counts.placement(s).w_disk and s.weight_format != INT4:
+        return 0.0
+    if s.weight_format == INT4 and request.quantization != INT4:  # a plan beside the one that was asked for
+        return 0.0 if request.has_int4_store else float(store_bytes(s.model, request.dtype, INT4))
+    return float(request.store_bytes)
 
 
 def runnable(plan: Plan, job: ResolvedJob) -> Plan:

@@ -159,7 +159,11 @@ class SimulatedSweep:
 
 
 class SimulatedJob:
-    """The engine's loop without an engine: rows in, sweeps out, each as long as its output is."""
+    """The engine's loop without an engine: rows in, sweeps out, each as long as its output is.
+
+    Attributes:
+        num_done: rows that are finished.
+    """
 
     def __init__(
         self,
@@ -182,6 +186,7 @@ class SimulatedJob:
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
         self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
         self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
+        self.num_done = 0  # rows
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier)
         expected = expected_output_len
@@ -234,12 +239,24 @@ class SimulatedJob:
         for cohort in cohorts.ended:
             self._sample(self._cohorts.pop(cohort.number))
 
+    def jump(self, most_sweeps: int) -> int:
+        """Let sequences gain tokens in sweeps of decoding alone that are alike, without their being scheduled one by one; how many sweeps.
+
+        None of the sequences ends in them. Called after a sweep; where prompts are under way there are none.
+        """
+        running = self._scheduler.running
+        if any(s.num_remaining != 1 or s.kv_class == "deferred" for s in running):
+            return 0
+        sweeps = min([most_sweeps, *(self._output_len[s] - s.num_generated - 1 for s in running)]) if running else 0
+        return self._scheduler.advance(sweeps) if sweeps > 0 else 0
+
     def _sample(self, sampled: list[Sequence]) -> None:
         for sequence in sampled:
             sequence.tokens.append(0)
             if sequence.num_generated >= self._output_len[sequence]:
                 del self._output_len[sequence]
                 self._scheduler.finish(sequence)
+                self.num_done += 1
 
     def _take_rows(self) -> None:
         """As many as the engine holds ready. Rows that fit no pool would fail there, and are left out."""

@@ -201,7 +201,7 @@ def best_plan(way: Way, problem: Problem, plan_of: PlanOf) -> Plan:
         problem: What is planned for.
         plan_of: Makes a plan of a candidate and the seconds of its sweeps, None for those of the cost model.
     """
-    plans = [plan_of(c, simulate_shortened(plan_of(c, None), c).seconds) for c in way.find(problem)]
+    plans = [plan_of(c, simulate_shortened(plan_of(c, None), c, longer=True).seconds) for c in way.find(problem)]
     limit_s = problem.max_block_latency_s or math.inf
     kept = [plan for plan in plans if plan.prediction.block_latency_s <= limit_s]
     if not kept:

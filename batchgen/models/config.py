@@ -6,8 +6,10 @@ Families differ by flags, not classes. Nothing here reads a file or imports torc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from batchgen.core.errors import InputError
@@ -299,7 +301,12 @@ class ModelConfig:
         """Whether a layer has a mixture of experts, and not one MLP."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
-    @property
+    @cached_property
+    def window_layers(self) -> dict[int | None, int]:
+        """How many layers have each sliding window, None where they have none."""
+        return dict(Counter(self.windows))
+
+    @cached_property
     def expert_layers(self) -> int:
         """How many layers have a mixture of experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
@@ -312,7 +319,7 @@ class ModelConfig:
         """
         return self._matmul_params // self.num_layers
 
-    @property
+    @cached_property
     def _matmul_params(self) -> int:
         """The same of all layers together."""
         total = 0
@@ -355,7 +362,7 @@ class ModelConfig:
         kinds = [(self._tensors(experts), self._matrices(experts)) for experts in self._kinds]
         return {group: max(kinds, key=lambda kind: kind[0][group])[1][group] for group in kinds[0][0]}
 
-    @property
+    @cached_property
     def _kinds(self) -> dict[bool, int]:
         """Whether layers have experts -> how many of them there are."""
         kinds = {True: self.expert_layers, False: self.num_layers - self.expert_layers}

@@ -34,7 +34,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
 
     Compute with decode attention split between GPU and CPU at its best, what the GPU cannot hold and must cross the bus or be
     attended to by the CPU, and what must come from disk. Of what does not fit, that is away which costs least: KV, as far as
-    there is any, or weights.
+    there is any, or weights. With one micro-batch nothing but attention runs beside that of the CPU (`chain` of `cost._chains`).
     """
     layers = s.model.num_layers
     weights, kv = s.layer_bytes * layers, s.block_size * s.seq_kv_bytes
@@ -59,11 +59,15 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
             weights_s = weights_off_gpu / h2d
             if own and can_delegate(s):
                 delegated = decode_attention_s(s, phase, s.hardware.cpu)
+                # With one micro-batch the CPU attends in what its products leave of the time.
+                waited = compute if s.num_gpu_batches == 1 else 0.0
+                attended = streamed / delegated  # bytes/s
                 if s.hardware.shared_cores:
                     together = compute + min(own, delegated)
                 else:
-                    together = max(compute, (compute + own) * delegated / (own + delegated))
-                moved_s = max(weights_s, moved / (h2d + streamed / delegated))
+                    rest = (compute - waited + own) * delegated / (own + delegated)
+                    together = max(compute, waited + rest)
+                moved_s = max(weights_s, (moved + waited * attended) / (h2d + attended))
             else:
                 moved_s = moved / h2d
             together = together + weights_s if "h2d" in s.runtime.serial else max(together, moved_s)

@@ -91,8 +91,9 @@ def elementwise_s(s: CostInputs, phase: Phase) -> float:
 
 def _seen(s: CostInputs, context: float) -> float:
     """Tokens attended to, averaged over layers with and without a sliding window."""
-    windows = s.model.windows
-    return sum(context if w is None else min(w, context) for w in windows) / len(windows)
+    layers = s.model.window_layers
+    seen: float = sum(count * (context if w is None else min(w, context)) for w, count in layers.items())
+    return seen / s.model.num_layers
 
 
 def _shared_tokens(s: CostInputs, phase: Phase) -> float:

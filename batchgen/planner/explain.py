@@ -114,6 +114,7 @@ def _predict(
         startup_s=startup_s,
         sweeps=sum(phase.sweeps for phase in candidate.phases),
         bound_s=candidate.relaxed.seconds,
+        search_gap=max(0.0, candidate.seconds / candidate.relaxed.seconds - 1),
         generated_tokens_per_s=generated / total_s,
         total_tokens_per_s=tokens / total_s,
         block_latency_s=block_latency_s(candidate) * sweeps_s / candidate.seconds,

@@ -81,6 +81,7 @@ class Explanation:
         disk_written_bytes: what for -> bytes.
         sentences: what lies where, one for each kind.
         prices: the highest first.
+        search_gap: as of the prediction.
         cost: of the whole job, in the currency of the price that was given. energy_kwh: the same, of the power that was given.
     """
 
@@ -93,6 +94,7 @@ class Explanation:
     disk_written_bytes: Mapping[str, float]
     sentences: tuple[str, ...]
     prices: tuple[Price, ...]
+    search_gap: float | None = None
     cost: float | None = None
     energy_kwh: float | None = None
 
@@ -136,6 +138,7 @@ def explanation_of(
         disk_written_bytes=dict(predicted.disk_written_bytes),
         sentences=(*_weight_sentences(plan), *_kv_sentences(plan), *_activation_sentences(plan)),
         prices=_prices(plan, planned_anew_s or {}),
+        search_gap=predicted.search_gap,
         cost=None if price_per_hour is None else price_per_hour * hours,
         energy_kwh=None if watts is None else watts / 1000 * hours,
     )
@@ -217,7 +220,7 @@ def stage_rows(explained: Explanation) -> list[list[str]]:
 
 
 def total_lines(explained: Explanation) -> list[str]:
-    """Tokens, rates, what is written to the disk, cost and energy: a line for each that there is."""
+    """Tokens, rates, what is written to the disk, cost, energy and what the search leaves open: a line for each that there is."""
     prompts, generated = explained.prompt_tokens, explained.generated_tokens
     made = f" and {generated:,.0f} generated ones" if generated else ""
     every, own = explained.all_rate, explained.generated_rate
@@ -234,6 +237,10 @@ def total_lines(explained: Explanation) -> list[str]:
     if explained.energy_kwh is not None:
         wh = explained.energy_kwh * 1000
         lines.append(f"energy: {explained.energy_kwh:,.3g} kWh, {wh / millions:,.3g} Wh for a million tokens")
+    if explained.search_gap is not None:
+        lines.append(
+            f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than the fastest of its block size"
+        )
     return lines
 
 

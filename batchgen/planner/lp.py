@@ -173,6 +173,11 @@ def solve(
     return Solution(seconds, placement, counts, memory, lanes, programme.found)
 
 
+def fits(s: CostInputs, allowed: Allowed) -> bool:
+    """Whether the budgets allow any placement, in parts of whole things."""
+    return _PlacementProgramme(s, (), allowed, False).solve(GAP)
+
+
 def shortfall_bytes(s: CostInputs, phases: Sequence[Phase], allowed: Allowed, tier: str) -> float | None:
     """The least extra memory of one tier with which some placement of whole things fits; None if it alone cannot help."""
     programme = _PlacementProgramme(s, phases, allowed, True, elastic=tier)

@@ -21,9 +21,10 @@ from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.bound import lower_bound_s
+from batchgen.planner.fitting import fitting
 from batchgen.planner.flow import Phase, phases_of_each
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
-from batchgen.planner.lp import Allowed, Counts, Solution, job_seconds, shortfall_bytes, solve, with_embeddings
+from batchgen.planner.lp import Allowed, Counts, Solution, fits, job_seconds, shortfall_bytes, solve, with_embeddings
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_SEQS = 8192
@@ -32,6 +33,8 @@ _EQUALLY_FAST = 1e-4
 _WORTH_SIMULATING = 1.25
 # What the cost model finds slower than the fastest so far by more than what `worth` forgives, over this, has nothing to gain.
 _AS_GOOD = 1.05
+# How the attention of each KV class finds its KV: micro-batches of sequences that are alike in this are mixed anyway.
+_ATTENDED = {"gpu": "resident", "cpu": "delegated", "streamed": "staged", "disk": "staged", "deferred": "deferred"}
 # Fewer tokens than this leave matrix products far from their best rate.
 _LEAST_BATCHED_TOKENS = 1024
 # Products are at their best rate, and a sweep ends soon: what is done by then is saved.
@@ -148,9 +151,8 @@ class _BestFirst:
         self._problem = problem
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
-        entries = [
-            _Entry(lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(search_space(problem))
-        ]
+        space = fitting(search_space(problem), lambda s: fits(s, problem.allowed))
+        entries = [_Entry(lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(space)]
         self._heap = [entry for entry in entries if entry.seconds < math.inf]
         heapq.heapify(self._heap)
 
@@ -210,7 +212,10 @@ def _kind(s: CostInputs) -> tuple[int, int]:
 
 
 def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> list[_Relaxed]:
-    """Other kinds than the best one's: the fastest of each number of micro-batches, then the rest, both fastest first."""
+    """Other kinds than the best one's: the fastest of each number of micro-batches, then the rest.
+
+    Of the former the one with a single micro-batch, of which the cost model knows best how long it takes, and then the fastest first.
+    """
     ranked = sorted((entry for kind, entry in kinds.items() if kind != _kind(best.inputs)), key=lambda e: e[0].seconds)
     seen = {best.inputs.num_gpu_batches}
     first: list[_Relaxed] = []
@@ -218,7 +223,7 @@ def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> 
     for entry in ranked:
         (rest if entry[1].num_gpu_batches in seen else first).append(entry)
         seen.add(entry[1].num_gpu_batches)
-    return first + rest
+    return sorted(first, key=lambda entry: entry[1].num_gpu_batches != 1) + rest
 
 
 def realised_candidate(
@@ -239,8 +244,8 @@ def _in_other_orders(problem: Problem, candidate: Candidate, worth: Callable[[fl
     These are tried only where the cost model leaves them something to gain.
     """
     yield from in_neos_order(problem, candidate, worth)
-    classes = [name for name, count in candidate.counts.kv_seqs.items() if count]
-    if candidate.inputs.num_gpu_batches > 1 and len(classes) > 1 and worth(candidate.seconds * _AS_GOOD):
+    attended = {_ATTENDED[name] for name, count in candidate.counts.kv_seqs.items() if count}
+    if candidate.inputs.num_gpu_batches > 1 and len(attended) > 1 and worth(candidate.seconds * _AS_GOOD):
         yield replace(candidate, inputs=replace(candidate.inputs, batch_order="mixed"))
 
 

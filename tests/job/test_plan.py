@@ -240,10 +240,20 @@ class TestElsewhere:
     def test_what_if_stands_beside_it(self, opt_30b):
         text = plan(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB", "--what-if", "h2d=25GB/s"))
         header = text.splitlines().index("") + 1
-        assert text.splitlines()[header].split("  ")[-1].strip() == "gpu-memory=48GiB, h2d=25GB/s"
-        now, then = map(float, re.search(r"^speed-up +([\d.]+)x +([\d.]+)x$", text, re.M).groups())
-        assert now == 1 and then > 1.2
+        labels = re.split(r"  +", text.splitlines()[header].strip())
+        assert labels == ["now", "gpu-memory=48GiB", "h2d=25GB/s", "gpu-memory=48GiB, h2d=25GB/s"]
+        now, memory, link, both = map(float, re.search(r"^speed-up" + r" +([\d.]+)x" * 4 + "$", text, re.M).groups())
+        assert now == 1 <= min(memory, link) and 1.2 < both >= max(memory, link) - 0.02
         assert float(re.search(r"^weights +GPU (\d+)%.*GPU (\d+)%", text, re.M)[2]) > 50
+
+    def test_a_change_that_leaves_no_plan_by_itself(self, opt_30b):
+        less, more = ("cpu-memory=2GiB", "gpu-memory=200GiB")
+        text = plan(*on_t4(opt_30b, *FEW, "--disk-memory", 0, "--what-if", less, "--what-if", more))
+        header = text.splitlines().index("") + 1
+        assert re.split(r"  +", text.splitlines()[header].strip()) == ["now", more, f"{less}, {more}"]
+        assert re.search(rf"^{less}: no plan fits", text, re.M)
+        said = refused("plan", *on_t4(opt_30b, *FEW, "--disk-memory", 0, "--what-if", less))
+        assert "no plan fits" in said
 
     def test_what_if_more_memory_alone_is_no_slower(self, opt_30b):
         text = plan(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB"))

@@ -7,11 +7,12 @@ from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.workload import Lengths, Workload
+from batchgen.engine.loader import store_bytes
 from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.job.shortened import simulate_shortened
 from batchgen.job.simulation import simulate_job
-from batchgen.job.ways import ON_CPU, WITH_GPU, limited, way_lines, way_of, ways_for, with_ways
+from batchgen.job.ways import ON_CPU, WITH_GPU, best_plan, limited, way_lines, way_of, ways_for, with_ways
 from batchgen.planner.by_layer import by_layer
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
@@ -219,6 +220,20 @@ def test_every_policy_goes_one_way(ways):
         assert way_of(replace(policy, **changes[way.name]), ways) == way.name
 
 
+@pytest.mark.parametrize("has_store", [False, True])
+def test_weights_in_4_bits_pay_for_their_own_store(has_store):
+    """The way that nobody asked for takes as long before its first sweep as a plan for which somebody does."""
+    sizes = {name: store_bytes(MODEL, "float16", name) for name in ("none", "int4")}
+    problem, beside = planning(cpu_box(), JOB, store_bytes=sizes["none"], has_int4_store=has_store)
+    own = planning(cpu_box(), JOB, quantization="int4", store_bytes=0 if has_store else sizes["int4"])
+    times = TIMES | {"loading_s": 1.0}
+    (way,) = [way for way in ON_CPU if way.name == "quantised"]
+    predicted = [best_plan(way, p, plan_maker(p, r, **times)).prediction for p, r in ((problem, beside), own)]
+    assert predicted[0].startup_s == pytest.approx(predicted[1].startup_s)
+    assert predicted[0].disk_written_bytes == predicted[1].disk_written_bytes
+    assert predicted[0].disk_written_bytes["weight store"] == (0 if has_store else sizes["int4"])
+
+
 @pytest.mark.parametrize("limit_s", [0.951, 0.2625])
 def test_the_plan_is_no_slower_than_a_way_within_the_latency(limit_s):
     plan = planned(slow_cpu(8 if limit_s > 0.5 else 3), max_block_latency_s=limit_s)
@@ -234,7 +249,7 @@ def test_a_block_of_one_has_no_second_batch():
 
 
 def test_most_of_a_job_with_deferred_attention_is_steady():
-    plan = planned(slow_cpu(16))
+    plan = planned(slow_cpu(10))
     assert plan.policy.kv_seqs["deferred"]
     stages = explanation_of(plan).stages
     assert max(stages, key=lambda stage: stage.seconds).name == "steady"

@@ -66,6 +66,19 @@ def test_every_class_has_its_sentence(case):
     assert text.count("of weights") == sum(size > 0 for size in plan.placement_bytes["weights"].values())
 
 
+def test_what_the_search_leaves_open_is_said(case):
+    """A part of the time that whole layers and sequences take more than parts of them would, which is proven."""
+    _, plan = case
+    predicted = plan.prediction
+    assert 0 <= predicted.search_gap < 1
+    assert explanation_of(plan).search_gap == predicted.search_gap
+    assert any(f"at most {predicted.search_gap:.2%} longer than" in line for line in explain(plan))
+    values = plan.to_json()
+    del values["prediction"]["search_gap"]
+    before = Plan.from_json(values)
+    assert before.prediction.search_gap is None and not any("at most" in line for line in explain(before))
+
+
 def test_what_is_written_to_the_disk():
     _, plan = planned(**FORCED_TO_DISK, store_written_bytes=3 * GIB)
     written = explanation_of(plan).disk_written_bytes

@@ -9,7 +9,7 @@ sequence's last block from the start would leave half of what the outputs take e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ import numpy as np
 _MOST_STEPS = 2048
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
     """How one sequence grows in a pool.
 
     It has `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps` sweeps in all. It holds `num_held` blocks now, `num_sole` of them alone: those it gives back when it ends.

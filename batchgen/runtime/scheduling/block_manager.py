@@ -73,6 +73,8 @@ class BlockManager:
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""
+        if not self.share_prefixes:
+            return len(blocks)
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high) // 2

@@ -8,7 +8,7 @@ work (NEO's asymmetric pipelining).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import tier_of
@@ -79,8 +79,7 @@ def split_batches(
     return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):  # one for each sequence of a sweep
     """load: tokens, sequences, and blocks to stage."""
 
     scheduled: ScheduledSequence

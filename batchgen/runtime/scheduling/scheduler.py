@@ -19,7 +19,7 @@ it leaves, and is preempted only for sequences of the same pool.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from batchgen.runtime.scheduling.admission import Growth, Projection
@@ -207,6 +207,20 @@ class Scheduler:
             scheduled.sequence.num_computed += scheduled.num_tokens
             self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
 
+    def advance(self, num_tokens: int) -> int:
+        """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
+        needed = Counter[str]()
+        for sequence in self.running:
+            blocks = -(-(sequence.num_computed + num_tokens) // self._pool(sequence).block_size)
+            needed[tier_of(sequence.kv_class)] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
+        if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
+            return 0
+        for sequence in self.running:
+            self._grow(sequence, num_tokens)
+            sequence.num_computed += num_tokens
+            sequence.tokens += [0] * num_tokens
+        return num_tokens
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves for good, and its blocks are released; nothing happens if it has left.
 
@@ -264,7 +278,8 @@ class Scheduler:
                 continue
             full = len(self.running) >= self.limits.max_num_seqs
             if not full and not projections:
-                projections = {tier: self._projection(tier, sweep) for tier in self.pools}
+                longest = max(map(self._expected_len, self._may_enter()))
+                projections = {tier: self._projection(tier, sweep, longest) for tier in self.pools}
             if full or not self._enter(sequence, in_class, projections, budget):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
@@ -278,6 +293,15 @@ class Scheduler:
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
+
+    def _may_enter(self) -> Iterator[Sequence]:
+        """The first of those that wait: no fewer than may be admitted, as only those with a prefix donor are passed over."""
+        left = self.limits.max_num_seqs - len(self.running)
+        for sequence in self.waiting:
+            yield sequence
+            left -= sequence.prefix_donor is None
+            if left <= 0:
+                return
 
     def _waits_for_prefix(self, sequence: Sequence) -> bool:
         """Whether its prefix donor is in flight and has yet to enter blocks that it could take over."""
@@ -345,8 +369,11 @@ class Scheduler:
             projection.add(admitted)
         return allocation
 
-    def _projection(self, tier: str, sweep: list[ScheduledSequence]) -> Projection | None:
-        """What the pool's sequences will hold; None where blocks are reserved beforehand."""
+    def _projection(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> Projection | None:
+        """What the pool's sequences will hold; None where blocks are reserved beforehand.
+
+        longest: tokens that any sequence that may enter is expected to generate.
+        """
         pool = self.pools[tier]
         if self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager):
             return None
@@ -362,9 +389,7 @@ class Scheduler:
             for s in self.running
             if tier_of(s.kv_class) == tier
         ]
-        return Projection(
-            growths, pool.num_available, pool.block_size, max(self._expected_len(s) for s in self.waiting)
-        )
+        return Projection(growths, pool.num_available, pool.block_size, longest)
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens it is expected to generate in all, at least one more."""

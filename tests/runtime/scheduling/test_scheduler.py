@@ -489,3 +489,37 @@ def test_a_chunk_limit_leaves_tokens_of_the_sweep_to_other_rows():
         for sequence in [s.sequence for s in sweep if s.sequence.num_computed == 20]:
             scheduler.finish(sequence)
     assert chunks == [[8, 8, 8], [8, 8, 8], [4, 4, 4]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
+    """The sweeps are the same as if all that wait were."""
+
+    def sweeps():
+        draw = random.Random(seed)
+        scheduler = Scheduler(
+            make_pools({"cpu": 60}), SchedulerLimits(8, 16), expected_output_len=lambda s: s.sampling.max_tokens
+        )
+        donor = None
+        for i in range(40):
+            shared = draw.random() < 0.5
+            sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
+            if shared and donor is not None:
+                sequence.prefix_donor, sequence.num_donated = donor, 8
+            donor = donor or (sequence if shared else None)
+            scheduler.add(sequence)
+        found = []
+        while scheduler.has_work:
+            sweep = scheduler.schedule()
+            found.append([(s.sequence.request_index, s.num_tokens) for s in sweep])
+            sampled = [s.sequence for s in sweep if s.samples]
+            scheduler.commit(sweep)
+            for sequence in sampled:
+                sequence.tokens.append(0)
+                if sequence.is_complete:
+                    scheduler.finish(sequence)
+        return found
+
+    few = sweeps()
+    monkeypatch.setattr(Scheduler, "_may_enter", lambda self: iter(self.waiting))
+    assert few == sweeps()

@@ -1,0 +1,76 @@
+"""What of the search space fits into memory at all, without a programme for each entry."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from batchgen.planner.inputs import CostInputs
+
+T = TypeVar("T")
+# Block size, and tokens of a sweep.
+Size = tuple[int, int]
+
+
+def fitting(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs], bool]) -> list[tuple[CostInputs, T]]:
+    """Those that fit, in their order.
+
+    More sequences and more tokens take more memory in every tier, all else being equal. So of the sizes that differ in nothing else,
+    those are asked about that halve what is not known yet.
+
+    Args:
+        entries: inputs, and what goes with them.
+        fits: whether the budgets allow any placement; a programme.
+    """
+    found = list(entries)
+    of_kind: defaultdict[Hashable, dict[Size, CostInputs]] = defaultdict(dict)
+    for s, _ in found:
+        of_kind[_kind(s)][_size(s)] = s
+    known = {kind: _known(sizes, fits) for kind, sizes in of_kind.items()}
+    return [(s, rest) for s, rest in found if known[_kind(s)][_size(s)]]
+
+
+def _kind(s: CostInputs) -> Hashable:
+    """What else memory depends on."""
+    return s.weight_format, s.kv_format, s.num_gpu_batches
+
+
+def _size(s: CostInputs) -> Size:
+    return s.block_size, s.max_num_batched_tokens
+
+
+def _known(sizes: dict[Size, CostInputs], fits: Callable[[CostInputs], bool]) -> dict[Size, bool]:
+    """Whether each fits."""
+    known: dict[Size, bool] = {}
+    largest_fitting: list[Size] = []
+    smallest_failing: list[Size] = []
+    for size in halving(sorted(sizes)):
+        if any(_within(size, other) for other in largest_fitting):
+            known[size] = True
+        elif any(_within(other, size) for other in smallest_failing):
+            known[size] = False
+        else:
+            known[size] = fits(sizes[size])
+            (largest_fitting if known[size] else smallest_failing).append(size)
+    return known
+
+
+def _within(size: Size, other: Size) -> bool:
+    return size[0] <= other[0] and size[1] <= other[1]
+
+
+def halving(items: Sequence[T]) -> Iterator[T]:
+    """All of them: the last, the middle one, the middle ones of both halves, and so on."""
+    if not items:
+        return
+    yield items[-1]
+    parts = [items[:-1]]
+    while parts:
+        halves = []
+        for part in parts:
+            middle = len(part) // 2
+            if part:
+                yield part[middle]
+                halves += [part[:middle], part[middle + 1 :]]
+        parts = halves

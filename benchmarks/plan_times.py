@@ -1,0 +1,141 @@
+"""What planning takes, and how far its predictions are from whole simulated jobs: OPT on FlexGen's T4 machine.
+
+For OPT-6.7B, 30B and 175B in 16 and in 4 bits, and jobs of the lengths that FlexGen measured: CPU seconds of a plan, its predicted
+seconds of all sweeps, and those of the whole job in the simulator, with the real scheduler and the real Steps. The plan's own
+simulation is a shortened one.
+
+    python benchmarks/plan_times.py              # writes benchmarks/results/plan_times.json
+    python benchmarks/plan_times.py --only 30b --times-only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Workload
+from batchgen.engine.loader import store_bytes
+from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.job.simulation import simulate_job
+from batchgen.models.config import ModelConfig
+from batchgen.profiler.shipped import shipped_profile
+
+HERE = Path(__file__).parent
+SHAPES = HERE.parent / "recipes" / "throughput" / "shapes"
+MODELS = ("opt-6.7b", "opt-30b", "opt-175b")
+# (rows, prompt, output)
+JOBS = ((1024, 256, 32), (1024, 512, 32), (1024, 1024, 32), (1024, 128, 128))
+MACHINE = "t4"
+PROCESS_BYTES = 700 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    quantization: str
+    job: tuple[int, int, int]
+
+    @property
+    def name(self) -> str:
+        rows, prompt, output = self.job
+        return (
+            f"{self.model}, {'4-bit' if self.quantization == 'int4' else 'float16'}, {rows:,} of {prompt:,} + {output}"
+        )
+
+
+CASES = tuple(Case(model, bits, job) for model in MODELS for bits in ("none", "int4") for job in JOBS)
+
+
+def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
+    """The plan of a case, from files that are read before."""
+    config = ModelConfig.from_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
+    hardware = shipped_profile(MACHINE)
+    size = store_bytes(config, "float16", case.quantization)
+    request = PlanRequest(
+        case.model, "float16", 2048, quantization=case.quantization, process_bytes=PROCESS_BYTES, store_bytes=size
+    )
+    problem = problem_of(hardware, config, Workload.uniform(*case.job), request)
+    plan = plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+    return plan, config, hardware
+
+
+def measured(case: Case, rounds: int, times_only: bool) -> dict[str, Any]:
+    """CPU seconds of planning, the least of some rounds in this process, which has imported everything; and what was planned."""
+    warm_up()
+    seconds = []
+    for _ in range(rounds):
+        clear_caches()
+        started = time.process_time()
+        plan, config, hardware = plan_case(case)
+        seconds.append(time.process_time() - started)
+    found: dict[str, Any] = {"case": case.name, "planning_cpu_s": min(seconds)}
+    predicted_s = plan.prediction.total_s - plan.prediction.startup_s - case.job[0] * hardware.row_overhead_s
+    policy = plan.policy
+    found |= {
+        "predicted_s": predicted_s,
+        "block": f"{policy.num_gpu_batches} x {policy.gpu_batch_size}",
+        "batch_order": policy.batch_order,
+        "max_num_batched_tokens": policy.max_num_batched_tokens,
+        "kv_seqs": dict(policy.kv_seqs),
+        "bottleneck": plan.prediction.bottleneck,
+    }
+    if not times_only:
+        simulated_s = simulate_job(plan, config, hardware).total_s
+        found |= {"simulated_s": simulated_s, "predicted_over_simulated": predicted_s / simulated_s}
+    return found
+
+
+def warm_up() -> None:
+    """Makes what the first plan of a process makes for all: solver, profiles."""
+    plan_case(Case("opt-6.7b", "none", (4, 16, 2)))
+
+
+def clear_caches() -> None:
+    """So that a plan is made as a new process would make it."""
+    from batchgen.planner.flow import phases_of, phases_of_each
+
+    phases_of.cache_clear()
+    phases_of_each.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="cases whose name has this")
+    parser.add_argument("--rounds", type=int, default=3, help="of planning; the fastest counts")
+    parser.add_argument("--times-only", action="store_true", help="without simulating whole jobs")
+    parser.add_argument("--processes", type=int, default=1, help="more than one make the CPU seconds longer")
+    args = parser.parse_args()
+    cases = [case for case in CASES if args.only is None or args.only in case.name]
+    found = []
+    with ProcessPoolExecutor(args.processes) as pool:
+        for entry in pool.map(measured, cases, [args.rounds] * len(cases), [args.times_only] * len(cases)):
+            found.append(entry)
+            ratio = f", {entry['predicted_over_simulated']:.3f} of the simulated" if not args.times_only else ""
+            print(
+                f"{entry['case']}: planned in {entry['planning_cpu_s']:.2f} CPU s: {entry['predicted_s']:,.1f} s{ratio}",
+                flush=True,
+            )
+    times = sorted(entry["planning_cpu_s"] for entry in found)
+    result: dict[str, Any] = {
+        "planning_cpu_s": {"median": statistics.median(times), "worst": times[-1]},
+    }
+    if not args.times_only:
+        errors = [abs(entry["predicted_over_simulated"] - 1) for entry in found]
+        result["prediction_error"] = {"median": statistics.median(errors), "worst": max(errors)}
+    print(result)
+    if args.only is None and not args.times_only:
+        from tier_runs import write
+
+        write("plan_times", {"machine_planned_for": MACHINE} | result | {"cases": found})
+
+
+if __name__ == "__main__":
+    main()
