@@ -111,32 +111,34 @@ class Hub:
                 self.raise_ended(within_s=1.0)
                 raise BatchgenError(f"rank 0 of {self._size} cannot reach another one: {error}") from error
 
-    def wait_until_ready(self, gone: Callable[[], Mapping[int, str]] = dict) -> None:
+    def wait_until_ready(self, fate_of: Callable[[int], str | None] = lambda rank: None) -> None:
         """Return when every other rank has said that it is ready, however long that takes.
 
-        Raises BatchgenError where one has ended. gone: as of `wait_for_ranks`.
+        Raises BatchgenError where one has ended. fate_of: as of `raise_ended`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._ready) == len(self._connections))
             self._ready.clear()
-        self.raise_ended(gone=gone)
+        self.raise_ended(fate_of=fate_of)
 
-    def raise_ended(self, within_s: float = 0.0, gone: Callable[[], Mapping[int, str]] = dict) -> None:
-        """Raise BatchgenError naming a rank that has ended, if any has or does within so many seconds."""
+    def raise_ended(self, within_s: float = 0.0, fate_of: Callable[[int], str | None] = lambda rank: None) -> None:
+        """Raise BatchgenError naming a rank that has ended, if any has or does within so many seconds.
+
+        fate_of: says what became of one that did not say so itself, if that is known.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._ended, within_s)
             if not self._ended or self._closing:
                 return
             rank, fate = next(iter(self._ended.items()))
         if ": " not in fate:  # it did not say why
-            deadline_s = time.monotonic() + 1.0
-            while rank not in (better := gone()) and better and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            fate = better.get(rank, fate)
+            fate = fate_of(rank) or fate
         raise BatchgenError(f"{fate}; {_TOLD_AGAIN}")
 
     def close(self, *, done: bool) -> None:
         """End the connections. done: the others go on to their end; otherwise they end at once, whatever they are at."""
+        if self._closing:
+            return
         self._closing = True
         for connection in self._connections.values():
             with suppress(OSError):

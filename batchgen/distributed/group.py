@@ -18,9 +18,8 @@ from batchgen.distributed.launch import (
     LOOPBACK,
     Processes,
     Rank,
-    keep_to,
+    own_share,
     rank_of_environment,
-    shares_here,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +31,10 @@ START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold di
 SWEEP_TIMEOUT_S = 900.0
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
 _WHERE = "batchgen/rank-0"
+
+
+class OthersLost(BatchgenError):
+    """A rank other than 0 has lost the group: rank 0 finds out which one has ended."""
 
 
 class Group:
@@ -54,7 +57,7 @@ class Group:
         import torch.distributed as dist
 
         self.rank, self.size = place.rank, place.size
-        self.cores_before: set[int] = set()  # those that this thread has back when the group is closed
+        self.undo = contextlib.ExitStack()  # of what was done to make the group
         self._hub, self._line, self._processes, self._store = hub, line, processes, store
         devices, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
         device = devices.create_device(hostname=LOOPBACK) if on_loopback else devices.create_default_device()
@@ -92,8 +95,9 @@ class Group:
             yield
         except RuntimeError as error:
             if self._hub is not None:
-                self._hub.raise_ended(_TOLD_WITHIN_S, self._gone)
-            raise BatchgenError(
+                self._hub.raise_ended(_TOLD_WITHIN_S, self._fate_of)
+            kind = BatchgenError if self._hub is not None else OthersLost
+            raise kind(
                 f"rank {self.rank} of {self.size} lost the others ({str(error).splitlines()[0]}): all of them have to be"
                 " started again; the same command goes on from there"
             ) from error
@@ -103,7 +107,7 @@ class Group:
     def tell(self, message: Any) -> None:
         """Say something that can be pickled to all other ranks; for rank 0. Raises BatchgenError where one has ended."""
         assert self._hub is not None
-        self._hub.raise_ended(gone=self._gone)
+        self._hub.raise_ended(fate_of=self._fate_of)
         self._hub.tell(message)
 
     def told(self) -> Any:
@@ -120,15 +124,15 @@ class Group:
         if self._line is not None:
             return self._line.ready()
         assert self._hub is not None
-        return self._hub.wait_until_ready(self._gone)
+        return self._hub.wait_until_ready(self._fate_of)
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this one ends."""
         assert self._line is not None
         self._line.fail(error)
 
-    def _gone(self) -> dict[int, str]:
-        return self._processes.gone() if self._processes else {}
+    def _fate_of(self, rank: int) -> str | None:
+        return self._processes.fate_of(rank) if self._processes else None
 
     def close(self, *, done: bool = True) -> None:
         """End the group. done: what was under way has come to its end; otherwise the others end at once."""
@@ -136,9 +140,7 @@ class Group:
             self._line.close()
         if self._hub is not None:
             self._hub.close(done=done)
-        if self._processes is not None:
-            self._processes.end()
-        keep_to(self.cores_before)
+        self.undo.close()
 
 
 def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = START_TIMEOUT_S) -> Group:
@@ -166,28 +168,24 @@ def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = 
             f"this is rank {place.rank}: only rank 0 runs a job, the others are started by the command line"
         )
     secret, timeout = secrets.token_hex(16), timedelta(seconds=timeout_s)
-    cores_before: set[int] = set()
-    if shares is None:
-        shares = shares_here(place.of_host[1] if place else size)
-        cores_before = keep_to(shares[place.of_host[0] if place else 0])
-    processes, hub = None, Hub(size, "" if place else LOOPBACK, secret)
-    try:
+    processes = None
+    with contextlib.ExitStack() as undo:
+        if shares is None:
+            shares = undo.enter_context(own_share(size))
+        hub = Hub(size, "" if place else LOOPBACK, secret)
+        undo.callback(hub.close, done=False)
         if place is None:
             store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
             place = Rank(0, size, LOOPBACK, store.port, True, (0, size))
             processes = Processes(size, store.port, shares)
+            undo.callback(processes.end)
+            undo.callback(hub.close, done=False)  # before they are waited for
         else:
             store = _store_of(place, timeout)
         store.set(_WHERE, f"{place.host} {hub.port} {secret}")
         hub.wait_for_ranks(timeout_s, processes.gone if processes else dict)
         group = Group(place, store, on_loopback=processes is not None, hub=hub, processes=processes)
-    except BaseException:
-        hub.close(done=False)
-        if processes is not None:
-            processes.end()
-        keep_to(cores_before)
-        raise
-    group.cores_before = cores_before
+        group.undo = undo.pop_all()
     return group
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,21 @@ def keep_to(cores: set[int]) -> set[int]:
     return before
 
 
+@contextlib.contextmanager
+def own_share(size: int) -> Iterator[list[set[int]]]:
+    """Meanwhile this thread, and those that it starts, keep to rank 0's share of the cores; gives those of all ranks of the host.
+
+    Nothing happens where there is one rank.
+    """
+    place = rank_of_environment() if size > 1 else None
+    shares = shares_here(place.of_host[1] if place else max(1, size))
+    before = keep_to(shares[0]) if size > 1 else set()
+    try:
+        yield shares
+    finally:
+        keep_to(before)
+
+
 def _numa_nodes() -> list[set[int]]:
     found = []
     with suppress(OSError, ValueError):
@@ -141,12 +157,16 @@ class Processes:
 
     def gone(self) -> dict[int, str]:
         """What became of those that have ended."""
-        fates = {}
-        for rank, process in self._running.items():
-            code = process.poll()
-            if code is not None:
-                fates[rank] = f"rank {rank} of {self._size} {_fate(code)}"
-        return fates
+        fates = {rank: self.fate_of(rank, within_s=0.0) for rank in self._running}
+        return {rank: fate for rank, fate in fates.items() if fate is not None}
+
+    def fate_of(self, rank: int, within_s: float = _END_S) -> str | None:
+        """What became of a rank; None: it has not ended, nor does within so many seconds."""
+        try:
+            code = self._running[rank].wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        return f"rank {rank} of {self._size} {_fate(code)}"
 
     def end(self) -> None:
         """Return when all have ended; those that do not are killed."""

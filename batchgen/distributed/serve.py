@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from batchgen.core.errors import BatchgenError
-from batchgen.distributed.group import Group, follow
+from batchgen.distributed.group import Group, OthersLost, follow
 from batchgen.distributed.launch import Rank, keep_to, shares_here
 
 # What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
 Work = tuple[Callable[..., None], tuple[Any, ...]]
+# For rank 0 to end, and this process with it: it is to find out who has ended, and not to hear of this one first.
+_LOST_S = 15.0
 
 
 def serve(place: Rank, *, cores: set[int] | None = None) -> int:
@@ -37,6 +40,9 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
         function(group, *arguments)
     except EOFError:
         return 0
+    except OthersLost as error:
+        time.sleep(_LOST_S)
+        return error.exit_code
     except Exception as error:
         group.fail(error)
         return error.exit_code if isinstance(error, BatchgenError) else 1

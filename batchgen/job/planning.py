@@ -33,6 +33,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.engine.tensor_parallel import KV_CLASSES
 from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
@@ -64,7 +65,7 @@ class PlanRequest:
     """What is given of a plan, beside hardware, model and workload. Fields as the flags of the same names.
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
-    disk, which weights can be streamed from; 0 if there is one.
+    disk, which weights can be streamed from; 0 if there is one. ranks: processes that share every layer; the plan is one's.
     """
 
     model_name: str
@@ -83,6 +84,7 @@ class PlanRequest:
     share_prefixes: bool = True
     process_bytes: int = 0
     store_bytes: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         max_num_batched_tokens=options.max_num_batched_tokens,
         share_prefixes=options.share_prefixes,
         process_bytes=TYPICAL_PROCESS_BYTES,
+        ranks=options.tensor_parallel,
     )
 
 
@@ -309,7 +312,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
     tiers: tuple[str, ...] = TIERS
-    if budgets["disk"] < request.store_bytes:
+    if request.ranks > 1 or budgets["disk"] < request.store_bytes:
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
@@ -323,7 +326,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         weight_formats=_weight_formats(request),
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed(weight_tiers=tiers),
+        allowed=Allowed(weight_tiers=tiers) if request.ranks == 1 else Allowed(KV_CLASSES, tiers),
         block_size=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,

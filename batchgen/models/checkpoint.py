@@ -20,9 +20,11 @@ from batchgen.core.dtypes import GGUF_FORMATS, INT8, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import fused_experts
 from batchgen.models.config import ModelConfig
+from batchgen.models.cutting import Fill, FillCut, cut_tensors, cut_while_filling
 from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import GEMMA
+from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import is_quantized
 from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
@@ -33,6 +35,7 @@ from batchgen.ops import int8
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 # (part, layer) -> the name of its tensor, and where that lies
 _Find = Callable[[str, int], tuple[str, TensorInfo]]
+_Load = Callable[[str, int, torch.dtype], dict[str, Tensor]]  # as of `Checkpoint`
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_VALUES = 1 << 20  # values converted at a time
@@ -130,7 +133,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
+    load: _Load  # ("embeddings", "layer" or "head", layer, dtype)
     # Of one whose matrices are packed: their format, and a layer as it is stored.
     weight_format: str | None = None
     stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
@@ -176,17 +179,18 @@ class Checkpoint:
         return self.load("head", 0, dtype)
 
 
-def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
 
-    Of a weight store, only that its files have their sizes. config: where it has been read already. Raises InputError where the model is not supported, or a
+    Of a weight store, only that its files have their sizes. config: where it has been read already. shard: the part of each layer
+    that is wanted, in numbers and not as it is packed; None: the whole. Raises InputError where the model is not supported, or a
     file is missing, corrupt or of another shape.
     """
     if files.kind == "store":
-        return _store_checkpoint(files)
-    config = config or read_config(files)
+        return _store_checkpoint(files, shard)
+    config = shard.whole if shard else config or read_config(files)
     if files.kind == "dummy":
-        return dummy_checkpoint(config)
+        return dummy_checkpoint(config, shard=shard)
     tensors = weight_tensors(files)
     names = _part_names(config, files, tensors)
 
@@ -221,7 +225,26 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
-    return _part_checkpoint(config, fill, stored_format)
+    def fill_cut(part: str, layer: int, out: Tensor, cut: Cut) -> bool:
+        return (
+            files.kind == "hf" and not fused_experts.is_fused(part) and _fill_cut(config, find, part, layer, out, cut)
+        )
+
+    return _part_checkpoint(config, fill, stored_format, shard, fill_cut)
+
+
+def _fill_cut(config: ModelConfig, find: _Find, part: str, layer: int, out: Tensor, cut: Cut) -> bool:
+    """Fills what a rank has of a part, reading not much more than that; False where the part has to be read whole."""
+    name, info = find(part, layer)
+    if info.dtype not in _DTYPES or not (cut.is_stretch or cut.by_columns):
+        return False
+    if cut.by_columns:
+        _fill_columns(name, info, out, cut.rank * out.shape[1])
+        return True
+    _fill_from_safetensors(name, info, out, first=cut.rank * out.numel())
+    if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k"):
+        _order_heads(config, out)
+    return True
 
 
 def _all_parts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
@@ -262,8 +285,8 @@ def _order_heads(config: ModelConfig, rows: Tensor) -> None:
         head.copy_(head[order])
 
 
-def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
-    """Dummy weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1.
+def dummy_checkpoint(config: ModelConfig, seed: int = 0, shard: Shard | None = None) -> Checkpoint:
+    """Dummy weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1. shard: as of `open_checkpoint`.
 
     Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory
     speed; seed, layer and name decide which stretch.
@@ -282,18 +305,31 @@ def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
             flat[done : done + len(stretch)].copy_(stretch)
             done, start = done + len(stretch), 0
 
-    return _part_checkpoint(config, fill)
+    return _part_checkpoint(config, fill, shard=shard)
 
 
 def _part_checkpoint(
-    config: ModelConfig, fill: Callable[[str, int, Tensor], None], stored_format: str | None = None
+    config: ModelConfig,
+    fill: Fill,
+    stored_format: str | None = None,
+    shard: Shard | None = None,
+    fill_cut: FillCut = lambda part, layer, out, cut: False,
 ) -> Checkpoint:
-    """A checkpoint put together by `fill(part, layer, tensor to fill)`; stored_format: it fills rows packed in this format too."""
-    ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
+    """A checkpoint put together of its parts.
+
+    Args:
+        config: Of the whole model.
+        fill: Fills a part, whole.
+        stored_format: It fills rows packed in this format too.
+        shard: What is wanted of each layer.
+        fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
+    """
+    if shard is not None:
+        config, stored_format = shard.config, None
+        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer), fill, fill_cut)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layer_layout(config, layer) if which == "layer" else ends[which]
-        return filled(layout, layer, lambda shape: torch.empty(shape, dtype=dtype))
+        return filled(_layout_of(config, which, layer), layer, lambda shape: torch.empty(shape, dtype=dtype))
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         def space(shape: tuple[int, ...]) -> Tensor:
@@ -316,13 +352,31 @@ def _part_checkpoint(
     return Checkpoint(config, load, stored_format, load_stored if stored_format else None)
 
 
-def _store_checkpoint(files: ModelFiles) -> Checkpoint:
+def _layout_of(config: ModelConfig, which: str, layer: int) -> Layout:
+    """The layout of what `Checkpoint.load` gives."""
+    if which == "layer":
+        return layer_layout(config, layer)
+    return embedding_layout(config) if which == "embeddings" else head_layout(config)
+
+
+def _places(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of each part of a layer, or before or after the layers: the tensor that it is of, and its shape."""
+    layouts = [_layout_of(config, which, layer) for which in ("embeddings", "layer", "head")]
+    return {part: (name, shape) for layout in layouts for name, parts in layout.items() for part, shape in parts}
+
+
+def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoint:
     store = open_store(files.path)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head}[which]
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
+
+    if shard is not None:
+        return Checkpoint(
+            shard.config, lambda *piece: cut_tensors(shard, _layout_of(shard.whole, *piece[:2]), load(*piece))
+        )
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = store.layers[layer]
@@ -415,17 +469,29 @@ def _read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> N
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
 
 
-def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
+def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor, first: int = 0) -> None:
+    """Fills `out` with the tensor's numbers from the `first` on."""
     stored = _DTYPES[info.dtype]
+    start = first * stored.itemsize
     if stored == out.dtype:
-        _read_into(name, info, 0, memoryview(out.view(-1).view(torch.uint8).numpy()))
+        _read_into(name, info, start, memoryview(out.view(-1).view(torch.uint8).numpy()))
         return
-    start = 0
     for piece in out.view(-1).split(_CHUNK_VALUES):
         values = torch.empty(len(piece), dtype=stored)
         _read_into(name, info, start, memoryview(values.view(torch.uint8).numpy()))
         piece.copy_(values)
         start += len(values) * stored.itemsize
+
+
+def _fill_columns(name: str, info: TensorInfo, out: Tensor, first: int) -> None:
+    """Fills `out` with columns of a matrix from the `first` on; its rows are read whole, some at a time."""
+    rows, columns = info.shape
+    step = max(1, _CHUNK_VALUES // columns)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        values = torch.empty(count, columns, dtype=_DTYPES[info.dtype])
+        _fill_from_safetensors(name, info, values, start * columns)
+        out[start : start + count].copy_(values[:, first : first + out.shape[1]])
 
 
 def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo], out: Tensor) -> None:

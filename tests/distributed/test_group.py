@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -84,13 +83,8 @@ def test_ranks_end_when_rank_0_is_killed(tmp_path):
     assert all(map(has_ended, pids))
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def in_environment(monkeypatch, rank, size):
-    values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ranks.free_port()}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
 
@@ -102,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 
 
 def test_rank_0_that_does_not_come_is_named():
-    place = Rank(1, 2, "127.0.0.1", free_port(), False, (1, 2))
+    place = Rank(1, 2, "127.0.0.1", ranks.free_port(), False, (1, 2))
     with pytest.raises(BatchgenError, match=r"^rank 0 of 2 did not come to 127.0.0.1:\d+ within 1 s"):
         follow(place, lambda: None, timeout_s=1)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import torch
 from batchgen.core.errors import InputError
 from batchgen.distributed.group import Group
 from batchgen.distributed.serve import put_to_work
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def add_up(group: Group, rounds: int) -> None:
