@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, FORMAT_BYTES, GGUF_FORMATS, INT4, KV_CODE_BITS, weight_format_of
+from batchgen.core.dtypes import AS_FOUND, BLOCK_FORMATS, EXPANDED, FORMAT_BYTES, INT4, KV_CODE_BITS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -24,7 +24,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy, kv_on_device
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -181,7 +181,7 @@ def choose_quantization(
         InputError: There is no such format, or the model is not in it.
     """
     found = resolve_quantization(files, quantization, on_cpu=device.kind != "cuda")
-    if quantization != AS_FOUND or found not in GGUF_FORMATS:
+    if quantization != AS_FOUND or found not in BLOCK_FORMATS:
         return found
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
     return EXPANDED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
@@ -444,6 +444,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         tiers=tiers,
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
+        on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
     )
     return kv_cache
 
@@ -457,7 +458,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     policy = request.policy
     return Weights(
         request.config,
-        WeightResidency.of_policy(policy),
+        WeightResidency.of_policy(policy, request.config),
         getattr(torch, request.dtype),
         checkpoint=None if request.store else open_checkpoint(request.files, request.config, request.shard),
         store=request.store,
@@ -510,6 +511,7 @@ def _packer(request: LoadRequest, compute_tier: str) -> Callable[[list[Scheduled
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,
+        in_place=request.policy.kv_layers > 0,
     )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
     FORMAT_BYTES,
-    GGUF_FORMATS,
     INT4,
     INT8,
     KV_CODE_BITS,
@@ -44,6 +44,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
+from batchgen.planner.ranks import rank_profile
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
@@ -204,7 +205,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple(
-            name for name in (*KV_CODE_BITS, *GGUF_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
+            name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
         ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
@@ -218,6 +219,9 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
             f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )
     profile = on_this_machine(profile)
+    if job.shard is not None:
+        given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
+        profile = rank_profile(profile, job.shard.size, whole=given)
     budgets = job.budgets
     if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
         profile = corrected_by_disk_probe(profile, job.offload_dir)
@@ -256,7 +260,7 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `GGUF_FORMATS`.
+        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
@@ -353,16 +357,16 @@ def loading_s(
 ) -> float:
     """Seconds to read the weights, which may have to come from disk.
 
-    kind: of `ModelFiles`. weight_format: the layers'; in one of `GGUF_FORMATS` they are taken as they are. None: `dtype`.
+    kind: of `ModelFiles`. weight_format: the layers'; in one of `BLOCK_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    as_found = model.num_layers * model.params_per_layer if weight_format in GGUF_FORMATS else 0
+    as_found = model.num_layers * model.params_per_layer if weight_format in BLOCK_FORMATS else 0
     expanded = model.num_params - as_found
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in GGUF_FORMATS else 0.0)
+    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in BLOCK_FORMATS else 0.0)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:
