@@ -145,23 +145,24 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     make_tiny_tokenizer(folder / "model")
     make_tiny_model("qwen3", folder / "model")
-    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "Row {k} of many"}}\n' for k in range(48)))
-    arguments = ["run", "-m", folder / "model", "-i", folder / "in.jsonl", "--max-tokens", "16", "--ignore-eos"]
+    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "Row {k} of many"}}\n' for k in range(96)))
+    arguments = ["run", "-m", folder / "model", "-i", folder / "in.jsonl", "--max-tokens", "32", "--ignore-eos"]
     arguments += ["--dtype", "float32", "--max-num-seqs", "4", "--flush-interval", "0.02s"]
     code, _, error = invoke(*arguments, "-o", folder / "one.parquet")
     assert code == 0, error
     return arguments, pq.read_table(folder / "one.parquet").column("text").to_pylist()
 
 
-def children(pid):
-    """Processes that it has started."""
+def ranks_of(pid):
+    """Processes of ranks that it has started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
+            program = (stat.parent / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[1]) == pid and fields[0] != "Z":
+        if int(fields[1]) == pid and b"batchgen.distributed" in program:
             found.append(int(stat.parent.name))
     return found
 
@@ -174,7 +175,7 @@ def test_a_job_goes_on_after_a_rank_was_killed(job, tmp_path):
     while not list(tmp_path.glob("out.parquet.batchgen/parts/*")):
         assert process.is_alive(), log.read_text()
         time.sleep(0.005)
-    (rank,) = children(process.pid)
+    (rank,) = ranks_of(process.pid)
     os.kill(rank, signal.SIGKILL)
     process.join()
     said = log.read_text().strip().splitlines()
