@@ -37,6 +37,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
     """
+    _follow(options["tensor_parallel"])
     keep(lambda: _before_rows(options["output"]))
     from batchgen.job.checks import check_job
 
@@ -86,6 +87,7 @@ def bench(**options: Any) -> None:
 
     With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
+    _follow(options["tensor_parallel"])
     from batchgen.job.bench import run_bench, summary
 
     own = _taken(options, BenchOptions)
@@ -130,6 +132,17 @@ def status(output: str, as_json: bool) -> None:
     found = output_status(output)
     for line in [json.dumps(found, indent=2)] if as_json else describe_status(found):
         click.echo(line)
+
+
+def _follow(ranks: int) -> None:
+    """Where a launcher has started this process as another rank than 0: does what rank 0 says, and ends."""
+    from batchgen.distributed.launch import rank_of_environment
+
+    place = rank_of_environment() if ranks > 1 else None
+    if place is not None and place.size == ranks and place.rank > 0:
+        from batchgen.distributed.serve import serve
+
+        sys.exit(serve(place))
 
 
 def _before_rows(output: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.device import parse_device
+from batchgen.core.dtypes import EXPANDED
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -18,7 +19,6 @@ from batchgen.engine.loader import (
     LoadRequest,
     choose_quantization,
     in_memory_policy,
-    load_parts,
     needs_store,
     resolve_budgets,
     resolve_context,
@@ -27,6 +27,7 @@ from batchgen.engine.loader import (
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
+from batchgen.engine.tensor_parallel import first_shard, load_on_ranks
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.runtime.grammar import check_grammar
@@ -145,6 +146,8 @@ class Engine:
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
         gpu_memory: Budget of the GPU: a larger card behaves as one of this size. None: all of it.
         admission: "continuous", or "static" (each block runs to its end before the next starts).
+        tensor_parallel: Processes that share every layer, each with its part of the weights, the KV and the cores. The others are started here.
+            Memory budgets are of each.
         max_num_seqs: The most samples in flight.
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: Longest prompt plus output; None: the model's context.
@@ -169,6 +172,7 @@ class Engine:
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
+        tensor_parallel: int = 1,
         admission: str = "continuous",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -187,7 +191,11 @@ class Engine:
         files = resolve_model(model)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
-        budgets = resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory)
+        shard = None
+        if tensor_parallel != 1:
+            shard = first_shard(files, config, tensor_parallel, where, quantization)
+            config, quantization = shard.config, EXPANDED
+        budgets = resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=tensor_parallel)
         quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
         policy = in_memory_policy(
             config,
@@ -214,8 +222,9 @@ class Engine:
             task=None,
             store=store,
             on_load=on_load,
+            shard=shard,
         )
-        parts = load_parts(request, lambda: load_tokenizer(files))
+        parts = load_on_ranks(request, lambda: load_tokenizer(files))
         self._init(parts, expected_output_len, None, on_overlong, sampling)
 
     @classmethod

@@ -39,6 +39,8 @@ from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, 
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 
 if TYPE_CHECKING:
+    from batchgen.models.layers import Reduce
+    from batchgen.models.shard import Shard
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.models.weight_store import WeightStore
     from batchgen.runtime.batch import PackedBatch
@@ -95,10 +97,10 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def resolve_budget(cpu_memory: int | str | None) -> int:
-    """Resolve the CPU memory budget of the whole process, in bytes; None: what is free, less a margin."""
+def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
+    """Resolve the CPU memory budget of the whole process, in bytes; None: its part of what is free, less a margin."""
     if cpu_memory is None:
-        return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC))
+        return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC)) // processes
     return size_bytes(cpu_memory)
 
 
@@ -120,6 +122,7 @@ def resolve_budgets(
     gpu_memory: int | str | None = None,
     disk_memory: int | str | None = None,
     offload_dir: Path | None = None,
+    processes: int = 1,
 ) -> dict[str, int]:
     """Resolve the memory budgets.
 
@@ -129,6 +132,7 @@ def resolve_budgets(
         gpu_memory: Of the accelerator; None: all of it.
         disk_memory: Of the offload directory; None: what is free there, less a margin.
         offload_dir: None: nothing goes to disk.
+        processes: That run the job, each with its part of what is free; sizes that are given are of each.
 
     Returns:
         Bytes of each tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
@@ -136,9 +140,9 @@ def resolve_budgets(
     Raises:
         InputError: A size cannot be read, or a GPU is asked for that is not there.
     """
-    budgets = {"cpu": resolve_budget(cpu_memory), "disk": 0}
+    budgets = {"cpu": resolve_budget(cpu_memory, processes), "disk": 0}
     if offload_dir is not None:
-        free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC))
+        free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC)) // processes
         budgets["disk"] = free if disk_memory is None else min(free, size_bytes(disk_memory))
     if device.kind == "cuda":
         from batchgen.runtime.cuda import usable_memory
@@ -286,7 +290,8 @@ class LoadRequest:
     it is left alone. planned_process_bytes: what the plan leaves the process for itself, which pools of KV were counted with.
     offload_dir: of KV on disk. store: of the weights, needed where `needs_store`. kernels: what each shape runs on; all that it
     does not name runs on the process's instruction set. serial, on_step: see `steps.threads.Lanes`.
-    on_load(done, total): called after each layer.
+    on_load(done, total): called after each layer. shard: the rank's part of the model, whose shape `config` is then; reduce: adds
+    up what the ranks have; see `engine/tensor_parallel.py`.
     """
 
     files: ModelFiles
@@ -307,20 +312,26 @@ class LoadRequest:
     serial: bool = False
     on_step: OnStep | None = None
     on_load: Callable[[int, int], None] | None = None
+    shard: Shard | None = None
+    reduce: Reduce | None = None
 
 
-def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> EngineParts:
+def load_parts(
+    request: LoadRequest,
+    tokenizer: Callable[[], Tokenizer],
+    on_planned: Callable[[MemoryPlan], None] = lambda memory: None,
+) -> EngineParts:
     """Load a model for the engine.
 
     Args:
         request: What to load.
         tokenizer: Gives the tokenizer; called after all that can be refused quickly, and before weights are read.
+        on_planned: Told what will be allocated, before it is.
 
     Raises:
         InputError: Something does not fit or is not supported; before weights are read where possible.
         BatchgenError: Memory or disk failed.
     """
-    from batchgen.runtime.devices import open_tiers
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer
 
@@ -334,21 +345,11 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
     grammars = Grammars(loaded_tokenizer.to_json, config.vocab_size, eos_token_ids)
     sampling = request.sampling or SamplingParams()
     grammar = grammars.compile_ahead(sampling) if sampling.constrained else None
+    on_planned(memory)
+    executor, tiers = load_executor(
+        request, memory, lambda: grammar and grammar.result()
+    )  # refused before weights are read
     with contextlib.ExitStack() as undo:
-        tiers = open_tiers(request.device, request.budgets.get("gpu"))
-        undo.callback(tiers.close)
-        kv_cache = _make_kv_cache(request, memory, tiers)
-        undo.callback(kv_cache.close)
-        beside_loading = available_cores() >= _PREFAULT_CORES
-        if not request.device.accelerated and beside_loading:
-            kv_cache.prefault(_PREFAULT_BYTES)
-        if grammar is not None:
-            grammar.result()  # refused before weights are read
-        weights = _load_weights(request, tiers)
-        undo.callback(weights.close)
-        if not request.device.accelerated and not beside_loading:
-            kv_cache.prefault(_PREFAULT_BYTES)
-        executor = _make_executor(request, memory, tiers, weights, kv_cache)
         undo.callback(executor.close)
         split, pack = splitter(policy, memory, tiers.compute_tier), _packer(request, tiers.compute_tier)
         if tiers.driver is not None:
@@ -366,12 +367,46 @@ def load_parts(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Engi
         memory=memory,
         eos_token_ids=eos_token_ids,
         dtype=request.dtype,
-        loaded_bytes=weights.num_bytes,
+        loaded_bytes=executor.weights.num_bytes,
         kernels=request.kernels,
         compute_tier=tiers.compute_tier,
         load_s=time.perf_counter() - started,
         grammars=grammars,
     )
+
+
+def load_executor(
+    request: LoadRequest, memory: MemoryPlan, before_weights: Callable[[], object] = lambda: None
+) -> tuple[Executor, Tiers]:
+    """Load what runs sweeps: weights, and room for KV.
+
+    Args:
+        request: What to load.
+        memory: How much of each tier it takes.
+        before_weights: Called when all else is there.
+
+    Raises:
+        BatchgenError: As `load_parts`.
+    """
+    from batchgen.runtime.devices import open_tiers
+
+    keep_freed_memory()
+    with contextlib.ExitStack() as undo:
+        tiers = open_tiers(request.device, request.budgets.get("gpu"))
+        undo.callback(tiers.close)
+        kv_cache = _make_kv_cache(request, memory, tiers)
+        undo.callback(kv_cache.close)
+        beside_loading = available_cores() >= _PREFAULT_CORES
+        if not request.device.accelerated and beside_loading:
+            kv_cache.prefault(_PREFAULT_BYTES)
+        before_weights()
+        weights = _load_weights(request, tiers)
+        undo.callback(weights.close)
+        if not request.device.accelerated and not beside_loading:
+            kv_cache.prefault(_PREFAULT_BYTES)
+        executor = _make_executor(request, memory, tiers, weights, kv_cache)
+        undo.pop_all()
+    return executor, tiers
 
 
 def _plan_memory(request: LoadRequest) -> MemoryPlan:
@@ -380,7 +415,6 @@ def _plan_memory(request: LoadRequest) -> MemoryPlan:
     held_bytes = process_bytes()
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
-    keep_freed_memory()
     context = request.policy.max_model_len
     return plan_memory(
         request.config,
@@ -426,7 +460,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
         request.config,
         WeightResidency.of_policy(policy, request.config),
         getattr(torch, request.dtype),
-        checkpoint=None if request.store else open_checkpoint(request.files, request.config),
+        checkpoint=None if request.store else open_checkpoint(request.files, request.config, request.shard),
         store=request.store,
         tiers=tiers,
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
@@ -454,6 +488,8 @@ def _make_executor(
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
+        reduce=request.reduce,
+        makes_logits=request.shard is None or request.shard.rank == 0,
         serial=request.serial,
         shared_cores=request.device.kind == "emulated",
         on_step=request.on_step,

@@ -13,6 +13,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.request import Request
 from batchgen.core.units import format_seconds
 from batchgen.core.workload import uniform_workload
+from batchgen.distributed.launch import own_share
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
@@ -44,8 +45,9 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     started_s = time.monotonic()
     check_options(options.job)
     check_files(options.job)
-    with Progress(options.job.progress) as progress:
+    with own_share(options.job.tensor_parallel) as shares, Progress(options.job.progress) as progress:
         job = resolve_job(_measured(options), _model(options, progress))
+        job = replace(job, shares=tuple(map(frozenset, shares)))
         workload = uniform_workload(
             options.num_prompts, options.input_len, options.output_len, job.options.sampling.n, job.context
         )

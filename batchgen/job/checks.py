@@ -8,6 +8,7 @@ from pathlib import Path
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
+from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files
@@ -68,6 +69,7 @@ def check_options(options: JobOptions) -> None:
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
     _check_share(options)
+    _check_ranks(options)
     check_grammar(options.sampling)
     _check_path("--report", options.report)
     _check_path("--trace", options.trace)
@@ -99,6 +101,20 @@ def _check_share(options: JobOptions) -> None:
         raise InputError(f"--share needs an output that all workers see as a file, not {options.output}")
     if options.shard is not None:
         raise InputError("--share divides the rows among its workers: leave out --shard")
+
+
+def _check_ranks(options: JobOptions) -> None:
+    if options.tensor_parallel < 1:
+        raise InputError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
+    if options.tensor_parallel == 1:
+        return
+    for flag, given in {"--plan": options.plan is not None, "--share": options.share}.items():
+        if given:
+            raise InputError(f"--tensor-parallel does not go with {flag}: leave one of them out")
+    if (place := rank_of_environment()) is not None and place.size != options.tensor_parallel:
+        raise InputError(
+            f"the launcher has started {place.size} ranks, --tensor-parallel is {options.tensor_parallel}: give both the same number"
+        )
 
 
 def _check_task(options: JobOptions) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.dtypes import EXPANDED, KEPT_FORMATS
 from batchgen.engine.engine import Engine
-from batchgen.engine.loader import LoadRequest, load_parts, needs_store
+from batchgen.engine.loader import LoadRequest, needs_store
+from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
@@ -65,8 +66,9 @@ def load_engine(
         store=store,
         kernels=plan.kernels,
         on_step=on_step,
+        shard=job.shard,
     )
-    parts = load_parts(request, tokenizer)
+    parts = load_on_ranks(request, tokenizer, [set(share) for share in job.shares] or None)
     return Engine.from_parts(
         parts,
         expected_output_len=options.expected_output_len,

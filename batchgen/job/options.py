@@ -253,6 +253,14 @@ class JobOptions:
     plan: str | None = _option(
         RESOURCES, "run bench helm", metavar="FILE", reads=FILE, help="Run as this plan of `batchgen plan -o` says."
     )
+    tensor_parallel: int = _option(
+        RESOURCES,
+        "run bench engine",
+        default=1,
+        type=int,
+        metavar="N",
+        help="Processes that share every layer, each with its part of weights, KV and cores; memory budgets are of each.",
+    )
     admission: str = _option(
         RESOURCES, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=("auto", "continuous", "static")
     )

@@ -35,6 +35,7 @@ from batchgen.engine.loader import (
     process_bytes,
     store_bytes,
 )
+from batchgen.engine.tensor_parallel import KV_CLASSES
 from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
@@ -45,6 +46,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
+from batchgen.planner.ranks import rank_profile
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
@@ -67,7 +69,7 @@ class PlanRequest:
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
-    plans beside this one.
+    plans beside this one. ranks: processes that share every layer; the plan is one's.
     """
 
     model_name: str
@@ -87,6 +89,7 @@ class PlanRequest:
     process_bytes: int = 0
     store_bytes: int = 0
     has_int4_store: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         max_num_batched_tokens=options.max_num_batched_tokens,
         share_prefixes=options.share_prefixes,
         process_bytes=TYPICAL_PROCESS_BYTES,
+        ranks=options.tensor_parallel,
     )
 
 
@@ -221,6 +225,9 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
             f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )
     profile = on_this_machine(profile)
+    if job.shard is not None:
+        given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
+        profile = rank_profile(profile, job.shard.size, whole=given)
     budgets = job.budgets
     if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
         profile = corrected_by_disk_probe(profile, job.offload_dir)
@@ -317,7 +324,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
     tiers: tuple[str, ...] = TIERS
-    if budgets["disk"] < request.store_bytes:
+    if request.ranks > 1 or budgets["disk"] < request.store_bytes:
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
@@ -331,7 +338,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         weight_formats=_weight_formats(request),
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed(weight_tiers=tiers),
+        allowed=Allowed(weight_tiers=tiers) if request.ranks == 1 else Allowed(KV_CLASSES, tiers),
         block_size=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,

@@ -8,12 +8,15 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
+from batchgen.core.dtypes import EXPANDED
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import size_bytes
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.tensor_parallel import first_shard
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, read_config
+from batchgen.models.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class ResolvedJob:
     """What a job's options come to.
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
-    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open.
+    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
+    model, whose shape `config` is then. shares: the cores of each rank of this host.
     """
 
     options: JobOptions
@@ -34,6 +38,8 @@ class ResolvedJob:
     gpu_memory: int | None
     cpu_memory: int | None
     disk_memory: int | None
+    shard: Shard | None = None
+    shares: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:
@@ -44,6 +50,7 @@ class ResolvedJob:
             gpu_memory=self.gpu_memory,
             disk_memory=self.disk_memory,
             offload_dir=self.offload_dir,
+            processes=self.options.tensor_parallel,
         )
 
 
@@ -61,11 +68,15 @@ def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | No
     config = config or read_config(files)
     device = parse_device(options.device)
     dtype = resolve_dtype(config, options.dtype, device)
+    shard = None
+    if options.tensor_parallel != 1:
+        shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
+        config, options = shard.config, replace(options, quantization=EXPANDED)
 
     def memory_bytes() -> int:
         return resolve_budgets(device, cpu_memory=options.cpu_memory, gpu_memory=options.gpu_memory)["cpu"]
 
-    return _resolved(options, files, config, device, dtype, memory_bytes)
+    return replace(_resolved(options, files, config, device, dtype, memory_bytes), shard=shard)
 
 
 def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig) -> ResolvedJob:

@@ -19,6 +19,7 @@ from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.core.workload import Workload
+from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
@@ -150,13 +151,18 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
-    with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
+    with (
+        own_share(options.tensor_parallel) as shares,
+        ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
+        progress,
+    ):
         source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
             output_schema(source.dataset.schema, source.columns, options.output_prefix)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
+        resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         source = source.for_model(resolved.config, options)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)

@@ -25,6 +25,7 @@ from batchgen.planner.cost import (
     linear_s,
     prefill_attention_s,
     shared_attention_s,
+    sums_s,
     sweep_overhead_s,
 )
 from batchgen.planner.experts import expert_bytes, expert_frac
@@ -339,7 +340,8 @@ class StepCosts:
 
     def _matrices_s(self, tokens: int) -> float:
         phase = Phase(1, tokens, 0, 0, 0)
-        return float(linear_s(self._inputs, phase) + elementwise_s(self._inputs, phase))
+        s = self._inputs
+        return float(linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase))
 
     def _head_s(self, rows: int) -> float:
         """Logits, or those of one chunk of the vocabulary."""

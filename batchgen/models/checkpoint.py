@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from batchgen.core.dtypes import INT8, KEPT_FORMATS, block_format, matrix_format
 from batchgen.core.errors import InputError
 from batchgen.models import fp8, fused_experts, group_codes, reading
 from batchgen.models.config import ModelConfig
+from batchgen.models.cutting import Fill, FillCut, cut_tensors, cut_while_filling
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
 from batchgen.models.fp8 import Fp8Numbers
 from batchgen.models.group_codes import GroupCodes
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import GEMMA
 from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
-from batchgen.models.reading import check_stored, read_bytes, read_into, read_numbers
+from batchgen.models.reading import CHUNK_VALUES, NUMBERS, check_stored, read_bytes, read_into, read_numbers
+from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import is_quantized
 from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
@@ -36,6 +38,7 @@ from batchgen.ops import int8
 Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 # (part, layer) -> the name of its tensor, and where that lies
 _Find = Callable[[str, int], tuple[str, TensorInfo]]
+_Load = Callable[[str, int, torch.dtype], dict[str, Tensor]]  # as of `Checkpoint`
 
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 
@@ -131,9 +134,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    load: Callable[
-        [str, int, torch.dtype], dict[str, Tensor]
-    ]  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
+    load: _Load  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
     # Of one whose matrices are packed: their format, and a layer as it is stored.
     weight_format: str | None = None
     stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
@@ -183,17 +184,18 @@ class Checkpoint:
         return self.load("sinks", 0, dtype)["sinks.weight"] if self.config.sinks else None
 
 
-def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard: Shard | None = None) -> Checkpoint:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
 
-    Of a weight store, only that its files have their sizes. config: where it has been read already. Raises InputError where the model is not supported, or a
+    Of a weight store, only that its files have their sizes. config: where it has been read already. shard: the part of each layer
+    that is wanted, in numbers and not as it is packed; None: the whole. Raises InputError where the model is not supported, or a
     file is missing, corrupt or of another shape.
     """
     if files.kind == "store":
-        return _store_checkpoint(files)
-    config = config or read_config(files)
+        return _store_checkpoint(files, shard)
+    config = shard.whole if shard else config or read_config(files)
     if files.kind == "dummy":
-        return dummy_checkpoint(config)
+        return dummy_checkpoint(config, shard=shard)
     tensors = weight_tensors(files)
     names = _part_names(config, files, tensors)
 
@@ -231,7 +233,29 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
-    return _part_checkpoint(config, fill, stored_format)
+    known = coded if files.kind == "hf" else None
+    return _part_checkpoint(config, fill, stored_format, shard, partial(_fill_cut, config, find, known))
+
+
+def _fill_cut(
+    config: ModelConfig, find: _Find, coded: Collection | None, part: str, layer: int, out: Tensor, cut: Cut
+) -> bool:
+    """Fills what a rank has of a part, reading not much more than that; False where the part has to be read whole.
+
+    coded: parts in codes, of safetensors; None: of other files, which are read whole.
+    """
+    if coded is None or fused_experts.is_fused(part) or (part, layer) in coded:
+        return False
+    name, info = find(part, layer)
+    if info.dtype not in NUMBERS or not (cut.is_stretch or cut.by_columns):
+        return False
+    if cut.by_columns:
+        _fill_columns(name, info, out, cut.rank * out.shape[1])
+        return True
+    read_numbers(name, info, out, first=cut.rank * out.numel())
+    if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k"):
+        _order_heads(config, out)
+    return True
 
 
 def _coded_parts(
@@ -291,8 +315,8 @@ def _order_heads(config: ModelConfig, rows: Tensor) -> None:
         head.copy_(head[order])
 
 
-def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
-    """Dummy weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1.
+def dummy_checkpoint(config: ModelConfig, seed: int = 0, shard: Shard | None = None) -> Checkpoint:
+    """Dummy weights of any shape, for benchmarks: normal with standard deviation 0.02, norms 1. shard: as of `open_checkpoint`.
 
     Every tensor is a stretch of one pool of random numbers, so that even a large model is made at memory
     speed; seed, layer and name decide which stretch.
@@ -311,20 +335,31 @@ def dummy_checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
             flat[done : done + len(stretch)].copy_(stretch)
             done, start = done + len(stretch), 0
 
-    return _part_checkpoint(config, fill)
+    return _part_checkpoint(config, fill, shard=shard)
 
 
 def _part_checkpoint(
-    config: ModelConfig, fill: Callable[[str, int, Tensor], None], stored_format: str | None = None
+    config: ModelConfig,
+    fill: Fill,
+    stored_format: str | None = None,
+    shard: Shard | None = None,
+    fill_cut: FillCut = lambda part, layer, out, cut: False,
 ) -> Checkpoint:
-    """A checkpoint put together by `fill(part, layer, tensor to fill)`; stored_format: it fills rows packed in this format too."""
-    ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
-    if config.sinks:
-        ends["sinks"] = {"sinks.weight": ends["head"]["sinks.weight"]}
+    """A checkpoint put together of its parts.
+
+    Args:
+        config: Of the whole model.
+        fill: Fills a part, whole.
+        stored_format: It fills rows packed in this format too.
+        shard: What is wanted of each layer.
+        fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
+    """
+    if shard is not None:
+        config, stored_format = shard.config, None
+        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer), fill, fill_cut)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layer_layout(config, layer) if which == "layer" else ends[which]
-        return filled(layout, layer, lambda name, shape: torch.empty(shape, dtype=dtype))
+        return filled(_layout_of(config, which, layer), layer, lambda name, shape: torch.empty(shape, dtype=dtype))
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         def space(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -348,7 +383,23 @@ def _part_checkpoint(
     return Checkpoint(config, load, stored_format, load_stored if stored_format else None)
 
 
-def _store_checkpoint(files: ModelFiles) -> Checkpoint:
+def _layout_of(config: ModelConfig, which: str, layer: int) -> Layout:
+    """The layout of what `Checkpoint.load` gives."""
+    if which == "layer":
+        return layer_layout(config, layer)
+    if which == "embeddings":
+        return embedding_layout(config)
+    head = head_layout(config)
+    return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
+
+
+def _places(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of each part of a layer, or before or after the layers: the tensor that it is of, and its shape."""
+    layouts = [_layout_of(config, which, layer) for which in ("embeddings", "layer", "head")]
+    return {part: (name, shape) for layout in layouts for name, parts in layout.items() for part, shape in parts}
+
+
+def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoint:
     store = open_store(files.path)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -356,6 +407,13 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
         file = files[which]
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
+
+    def load_own(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        layout = _layout_of(shard.whole, "head" if which == "sinks" else which, layer)  # which are stored together
+        return cut_tensors(shard, layout, load(which, layer, dtype))
+
+    if shard is not None:
+        return Checkpoint(shard.config, load_own)
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = store.layers[layer]
@@ -422,6 +480,17 @@ def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> Non
             f"{second.path} holds a {lm_head} of its own though its config ties it to the embedding: "
             'set "tie_word_embeddings": false in config.json'
         )
+
+
+def _fill_columns(name: str, info: TensorInfo, out: Tensor, first: int) -> None:
+    """Fills `out` with columns of a matrix from the `first` on; its rows are read whole, some at a time."""
+    rows, columns = info.shape
+    step = max(1, CHUNK_VALUES // columns)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        values = torch.empty(count, columns, dtype=NUMBERS[info.dtype])
+        read_numbers(name, info, values, start * columns)
+        out[start : start + count].copy_(values[:, first : first + out.shape[1]])
 
 
 def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo], out: Tensor) -> None:

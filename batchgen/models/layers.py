@@ -7,6 +7,8 @@ configuration only. Tensor names are those of `checkpoint.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,8 @@ from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
 Rope = tuple[Tensor, Tensor]
+# Adds the summands of several ranks, each of which has a part of the layer (`shard.py`): in place, [tokens, hidden].
+Reduce = Callable[[Tensor], None]
 
 
 def is_gated(name: str) -> bool:
@@ -90,17 +94,22 @@ def post_attention(
     on_input: OnInput | None = None,
     *,
     by_expert: bool = True,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
 
-    out: where it goes, `hidden` perhaps. by_expert: as of `experts`.
+    out: where it goes, `hidden` perhaps. by_expert: as of `experts`. reduce: where the weights are a rank's part of the layer; called
+    twice, of attention's result and of the MLP's.
     """
-    hidden = _with_attention(config, weights, hidden, attention, out, on_input)
+    hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
     x = _mlp_input(config, weights, hidden)
     if "router.weight" in weights:
-        return torch.add(hidden, experts(config, weights, x, on_input, by_expert=by_expert), out=out)
+        y = experts(config, weights, x, on_input, by_expert=by_expert)
+        if reduce:
+            reduce(y)
+        return torch.add(hidden, y, out=out)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
-    hidden = _added(config, weights, "down", x, hidden, out, on_input)
+    hidden = _added(config, weights, "down", x, hidden, out, on_input, reduce)
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
 
 
@@ -123,8 +132,9 @@ def _with_attention(
     attention: Tensor,
     out: Tensor | None,
     on_input: OnInput | None = None,
+    reduce: Reduce | None = None,
 ) -> Tensor:
-    hidden = _added(config, weights, "out", attention, hidden, out, on_input)
+    hidden = _added(config, weights, "out", attention, hidden, out, on_input, reduce)
     return hidden if config.norm_first else norm(config, weights, "input_norm", hidden, out)
 
 
@@ -140,12 +150,17 @@ def _added(  # the operands of a linear layer
     hidden: Tensor,
     out: Tensor | None,
     on_input: OnInput | None,
+    reduce: Reduce | None,
 ) -> Tensor:
-    """`hidden` and what the linear layer makes of x, normed where the model has a norm for it."""
-    if not config.output_norms:
+    """`hidden` and what the linear layer makes of x, added over the ranks, normed where the model has a norm for it."""
+    if not config.output_norms and reduce is None:
         return linear(weights, name, x, on_input, residual=hidden, out=out)
     y = linear(weights, name, x, on_input)
-    return torch.add(hidden, norm(config, weights, f"{name}_norm", y, y), out=out)
+    if reduce:
+        reduce(y)
+    if config.output_norms:
+        y = norm(config, weights, f"{name}_norm", y, y)
+    return torch.add(hidden, y, out=out)
 
 
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:

@@ -89,6 +89,14 @@ def elementwise_s(s: CostInputs, phase: Phase) -> float:
     return phase.tokens * s.model.elementwise_bytes_per_token(int(s.element_bytes)) / rate
 
 
+def sums_s(s: CostInputs, phase: Phase) -> float:
+    """Seconds of one layer's two sums over the ranks that share it, for which compute waits; not in FlexGen's model."""
+    rate = s.hardware.sum_bytes_per_s
+    if rate is None or not phase.tokens:
+        return 0.0
+    return 2 * (s.num_gpu_batches * s.hardware.sum_overhead_s + phase.tokens * s.hidden_bytes / rate)
+
+
 def _seen(s: CostInputs, context: float) -> float:
     """Tokens attended to, averaged over layers with and without a sliding window."""
     layers = s.model.window_layers
@@ -266,7 +274,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     moved = moved_bytes(s, phase, at)
     overhead = s.num_gpu_batches * s.rates.step_overhead_s
     before = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase) + shared_attention_s(s, phase)
-    before += dequantize_weights_s(s) + overhead
+    before += dequantize_weights_s(s) + sums_s(s, phase) + overhead
     own_attention = decode_attention_s(s, phase, s.rates)
     hardware = s.hardware
     reads, writes = _disk_requests(phase, at)

@@ -66,7 +66,8 @@ class SweepOptions:
     `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
-    process's. For the rest see `Lanes`.
+    process's. reduce: as of `layers.post_attention`, on CPU tensors. makes_logits: False: of a rank that is not asked for them.
+    For the rest see `Lanes`.
     """
 
     max_positions: int
@@ -78,6 +79,8 @@ class SweepOptions:
     logit_rows: int | None = None
     captured_tokens: int = 0
     attention_isa: str = ""
+    reduce: layers.Reduce | None = None
+    makes_logits: bool = True
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
@@ -584,8 +587,9 @@ class Executor:
         is_last, num_own = step.layer == self.config.num_layers - 1, len(hidden) - sum(len(c.rows) for c in b.joined)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
+        options = {"by_expert": by_expert, "reduce": self._options.reduce}
         for part, attended in self._chunks(hidden, attention):
-            layers.post_attention(self.config, tensors, part, attended, part, by_expert=by_expert)
+            layers.post_attention(self.config, tensors, part, attended, part, **options)
         if b.joined and not is_last:
             for cohort, own in zip(b.joined, slices(num_own, b.joined), strict=True):
                 cohort.hidden, cohort.attended = hidden[own], None
@@ -604,6 +608,9 @@ class Executor:
 
     def _head(self, step: Step, b: _Batch) -> None:
         """Logits, or those of one chunk of the vocabulary."""
+        if not self._options.makes_logits:
+            b.hidden = None
+            return
         weights = self.weights
         if step.layer == 0:
             b.hidden = layers.before_logits(self.config, weights.head, b.hidden)

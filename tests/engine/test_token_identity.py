@@ -11,15 +11,18 @@ import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
+from rank_threads import make_parts_on_ranks
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS
+from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
 from batchgen.models.config import ARCHITECTURES
+from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp, int8
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduling.sequence import CLASSES
@@ -88,8 +91,8 @@ def mixed_layers(path):
     return {group: layers(path, *orders[i % len(orders)])[group] for i, group in enumerate(groups)}
 
 
-def policy_of(path, tier, kv_format, admission, num_batches, weight_format=DTYPE):
-    device, fields = TIERS[tier][0], TIERS[tier][1](path)
+def policy_of(path, tier, kv_format, admission, num_batches, weight_format=DTYPE, tiers=TIERS):
+    device, fields = tiers[tier][0], tiers[tier][1](path)
     size = -(-SEQUENCES // num_batches)
     spare = size * num_batches - SEQUENCES
     kv_seqs = dict(fields.pop("kv_seqs"))
@@ -261,6 +264,36 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
         policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format)
         found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+
+
+# Of a model that ranks run together: weights are in memory, and no attention is deferred.
+RANK_TIERS = {
+    "memory": TIERS["memory"],
+    "KV on disk": (CPU, lambda path: {"kv_seqs": {"cpu": 2, "disk": 4}}),
+    "device": TIERS["device"],
+    "streamed": TIERS["streamed"],
+    "mixed": (EMULATED, lambda path: {
+        "weight_layers": layers(path, 0, 1), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1}, "activations on the host": 1,
+    }),
+}  # fmt: skip
+_ON_RANKS = [(model, tier) for model in MODELS for tier in RANK_TIERS]
+_QUICK_ON_RANKS = [(model, list(RANK_TIERS)[i % len(RANK_TIERS)]) for i, model in enumerate(MODELS)]
+
+
+@pytest.mark.parametrize(("model", "tier"), quick_or(_QUICK_ON_RANKS, _ON_RANKS))
+def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stores):
+    path, prompts, wanted = expected(model)
+    heads = read_config(resolve_model(str(path))).num_kv_heads
+    for admission, num_batches in schedules(model, list(TIERS)[list(RANK_TIERS).index(tier)]):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, tiers=RANK_TIERS)
+        if heads == 1:
+            with pytest.raises(InputError, match="--tensor-parallel 2 does not divide the model's 1 key/value heads"):
+                make_parts_on_ranks(2, path, RANK_TIERS[tier][0], policy, stores)
+            continue
+        parts, first = make_parts_on_ranks(2, path, RANK_TIERS[tier][0], policy, stores, longest_tokens=80)
+        assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
+        assert first.shared.failures == []
+        assert first.shared.reduced >= 2 * parts.config.num_layers * MAX_TOKENS
 
 
 def schedules(model, tier):

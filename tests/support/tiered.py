@@ -70,6 +70,11 @@ def everything_moves(model: Path | str, **changes) -> Policy:
 
 
 def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> EngineParts:
+    request = make_request(model, device, policy, offload_dir, **options)
+    return load_parts(request, lambda: load_tokenizer(request.files))
+
+
+def make_request(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> LoadRequest:
     files = resolve_model(str(model))
     store, dtype = options.pop("store", None), options.pop("dtype", "float32")
     if store is None and needs_store(policy):
@@ -79,10 +84,9 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
         store = find_or_convert(files, offload_dir, dtype, quantization)
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
-    request = LoadRequest(
+    return LoadRequest(
         files, read_config(files), policy, dtype, device, offload_dir=offload_dir, store=store, **options
     )
-    return load_parts(request, lambda: load_tokenizer(files))
 
 
 def without_store(policy: Policy) -> Policy:

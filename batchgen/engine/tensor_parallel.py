@@ -1,0 +1,209 @@
+"""One model on several ranks, each with a part of every layer (`models/shard.py`): rank 0 has the engine, the others run its sweeps.
+
+Rank 0 sends every sweep's packed batches before it runs them itself. All ranks make the same Steps of them, each with its own heads and
+its own KV, and add up what attention and MLP give: two sums in each layer, which are the same on all ranks to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchgen.core.device import Device
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8
+from batchgen.core.errors import InputError
+from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.distributed.serve import put_to_work
+from batchgen.engine.loader import LoadRequest, load_executor, load_parts, needs_store
+from batchgen.engine.parts import EngineParts, SweepRunner
+from batchgen.models.config import DTYPES, ModelConfig
+from batchgen.models.files import ModelFiles, stored_quantization
+from batchgen.models.shard import Shard, shard_of
+from batchgen.runtime.batch import PackedBatch
+from batchgen.runtime.steps.cohorts import Cohorts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batchgen.models.tokenizer import Tokenizer
+
+# Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.
+KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
+
+
+class Ranks(Protocol):
+    """What tensor parallelism needs of `distributed.group.Group`."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+    def tell(self, message: Any) -> None: ...
+    def told(self) -> Any: ...
+    def ready(self) -> None: ...
+    def close(self, *, done: bool = True) -> None: ...
+
+
+def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Device, quantization: str) -> Shard:
+    """Rank 0's part of a model.
+
+    Args:
+        files: The model.
+        config: Its configuration.
+        size: Ranks.
+        device: What computes.
+        quantization: What is asked for, as `--quantization` has it.
+
+    Raises:
+        InputError: This cannot be run by so many ranks; it says what can.
+    """
+    if size < 1:
+        raise InputError(f"--tensor-parallel must be at least 1, not {size}")
+    if device.kind == "cuda":
+        raise InputError("--tensor-parallel is for CPUs, and not for --device cuda yet: leave it out")
+    if quantization not in (AS_FOUND, EXPANDED):
+        raise InputError(
+            f"--tensor-parallel does not cut weights of {quantization}: leave --quantization out, or --tensor-parallel"
+        )
+    if quantization == AS_FOUND and stored_quantization(files) == INT8:
+        raise InputError(
+            "--tensor-parallel does not cut this model's weights of 8 bits: give --quantization bf16 to expand them"
+        )
+    return shard_of(config, 0, size)
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse what ranks cannot run together. Raises InputError."""
+    if policy.weight_format not in DTYPES or needs_store(policy):
+        raise InputError(
+            "--tensor-parallel needs all weights in memory, in the dtype that is computed in: make another plan"
+        )
+    if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_CLASSES]:
+        raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
+
+
+def load_on_ranks(
+    request: LoadRequest, tokenizer: Callable[[], Tokenizer], shares: list[set[int]] | None = None
+) -> EngineParts:
+    """Load a model in this process, or its shard and the others in as many as there are, which are started.
+
+    Args:
+        request: As of `load_parts`.
+        tokenizer: As of `load_parts`.
+        shares: As of `distributed.group.lead`.
+
+    Raises:
+        BatchgenError: As `load_parts_on_ranks`.
+    """
+    if request.shard is None:
+        return load_parts(request, tokenizer)
+    from batchgen.distributed.group import lead
+
+    check_policy(request.policy)
+    return load_parts_on_ranks(request, tokenizer, lead(request.shard.size, shares))
+
+
+def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: Ranks) -> EngineParts:
+    """Load a model on all ranks; for rank 0.
+
+    Args:
+        request: As of `load_parts`, with rank 0's shard.
+        tokenizer: As of `load_parts`.
+        ranks: The others wait to be put to work. They are told to end when the executor is closed, or where this fails.
+
+    Raises:
+        BatchgenError: As `load_parts`; or a rank has failed, which it names.
+    """
+    check_policy(request.policy)
+    for_others = replace(request, on_step=None, on_load=None)
+    try:
+        parts = load_parts(
+            replace(request, reduce=ranks.all_reduce),
+            tokenizer,
+            lambda memory: put_to_work(ranks, follow_sweeps, for_others, memory),
+        )
+        try:
+            ranks.ready()
+        except BaseException:
+            parts.executor.close()
+            raise
+    except BaseException:
+        ranks.close(done=False)
+        raise
+    return replace(parts, executor=LeadingRunner(parts.executor, ranks))
+
+
+def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> None:
+    """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
+
+    Args:
+        ranks: The group.
+        request: As rank 0 has it.
+        memory: As rank 0 has planned it; all ranks' parts are equally large.
+
+    Raises:
+        BatchgenError: The part cannot be loaded, or the others are lost.
+    """
+    shard = replace(request.shard, rank=ranks.rank)
+    executor, _ = load_executor(replace(request, shard=shard, reduce=ranks.all_reduce), memory)
+    try:
+        ranks.ready()
+        while True:
+            batches, vocabulary_chunks = ranks.told()
+            executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks)
+    except EOFError:
+        pass
+    finally:
+        executor.close()
+
+
+class LeadingRunner:
+    """Rank 0's executor, which has the others run the same sweeps. As `parts.SweepRunner`."""
+
+    def __init__(self, executor: SweepRunner, ranks: Ranks) -> None:
+        self._executor, self._ranks = executor, ranks
+        self._in_sweep = False
+
+    def run(
+        self, batches: Sequence[PackedBatch], on_logits: Callable, *, vocabulary_chunks: bool, cohorts: Cohorts
+    ) -> None:
+        """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
+        self._in_sweep = True
+        self._ranks.tell(([_for_others(batch) for batch in batches], vocabulary_chunks))
+        self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts)
+        self._in_sweep = False
+
+    def drop(self, cohorts: Cohorts) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """Ends the other ranks, too; at once, where a sweep was not run to its end."""
+        self._executor.close()
+        self._ranks.close(done=not self._in_sweep)
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Of rank 0, as the other counts."""
+        return self._executor.bytes_moved
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        return self._executor.busy_s
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        return self._executor.stalled_s
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        return self._executor.peak_bytes
+
+
+def _no_logits(rows: Sequence, logits: Tensor, start: int) -> None:
+    raise AssertionError("rank 0 alone makes logits")
+
+
+def _for_others(batch: PackedBatch) -> PackedBatch:
+    """A batch without its sequences, which rank 0 alone knows; how many have logits says how many go through the last layer."""
+    return replace(batch, logits_rows=[None] * len(batch.logits_rows))

@@ -1,0 +1,92 @@
+"""Ranks of tensor parallelism as threads of the test's process: what they tell one another goes through queues, sums through memory."""
+
+import pickle
+import queue
+import threading
+from dataclasses import replace
+
+import torch
+from tiered import make_request
+
+from batchgen.engine.tensor_parallel import load_parts_on_ranks
+from batchgen.models.shard import shard_of
+from batchgen.models.tokenizer import load_tokenizer
+
+_TIMEOUT_S = 120
+
+
+class _Shared:
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+        self.sums = [None] * size
+        self.messages = [queue.SimpleQueue() for _ in range(size)]
+        self.failures = []
+        self.reduced = 0
+        self.threads = []
+
+
+class RankThread:
+    """As `distributed.group.Group`."""
+
+    def __init__(self, rank, size, shared):
+        self.rank, self.size, self.shared = rank, size, shared
+
+    def all_reduce(self, tensor):
+        assert tensor.is_contiguous()
+        shared = self.shared
+        shared.sums[self.rank] = tensor
+        shared.barrier.wait()
+        total = torch.stack(shared.sums).sum(0)
+        shared.reduced += self.rank == 0
+        shared.barrier.wait()
+        tensor.copy_(total)
+
+    def tell(self, message):
+        for messages in self.shared.messages[1:]:
+            messages.put(pickle.dumps(message))  # as it goes to another process
+
+    def told(self):
+        message = self.shared.messages[self.rank].get(timeout=_TIMEOUT_S)
+        if message is None:
+            raise EOFError
+        return pickle.loads(message)
+
+    def ready(self):
+        self.shared.barrier.wait()
+
+    def close(self, *, done=True):
+        if not done:
+            self.shared.barrier.abort()
+        for messages in self.shared.messages[1:]:
+            messages.put(None)
+        for thread in self.shared.threads:
+            thread.join(_TIMEOUT_S)
+
+    def work(self):
+        """As `distributed.serve.serve`."""
+        try:
+            function, arguments = self.told()
+            function(self, *arguments)
+        except EOFError:
+            pass
+        except BaseException as error:
+            self.shared.failures.append(error)
+            self.shared.barrier.abort()
+
+
+def start_ranks(size):
+    """Rank 0 of a group whose other ranks wait for work."""
+    shared = _Shared(size)
+    shared.threads += [threading.Thread(target=RankThread(r, size, shared).work, daemon=True) for r in range(1, size)]
+    for thread in shared.threads:
+        thread.start()
+    return RankThread(0, size, shared)
+
+
+def make_parts_on_ranks(size, model, device, policy, offload_dir, **options):
+    """As `tiered.make_parts`, on so many ranks; and the first of these."""
+    request = make_request(model, device, policy, offload_dir, **options)
+    shard = shard_of(request.config, 0, size)
+    ranks = start_ranks(size)
+    request = replace(request, config=shard.config, shard=shard)
+    return load_parts_on_ranks(request, lambda: load_tokenizer(request.files), ranks), ranks
