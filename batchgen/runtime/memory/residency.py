@@ -41,8 +41,14 @@ class WeightResidency:
         """Of a model that has only these layers."""
         return replace(self, layers=tuple(self.layers[j] for j in layers))
 
-    def streams(self, compute_tier: str) -> Streams:
-        """What is brought to the compute device in every sweep. compute_tier: the device's own memory."""
+    def streams(self, compute_tier: str, *, embeds: bool = True, has_head: bool = True) -> Streams:
+        """What is brought to the compute device in every sweep.
+
+        Args:
+            compute_tier: The device's own memory.
+            embeds: As of `ModelConfig`: whether this is the first stage of a pipeline.
+            has_head: Whether it is the last.
+        """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
         return Streams(
@@ -50,5 +56,7 @@ class WeightResidency:
             weights=tuple(bool(tiers) for tiers in away),
             disk_weights=tuple("disk" in tiers for tiers in away),
             dequantized=self.weight_format == INT4,
-            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
+            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" and has_head else 0,
+            receives=not embeds,
+            sends=not has_head,
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from batchgen.runtime.steps.cohorts import Cohort, Cohorts
 
-LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
+LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
 # Every kind of Step, and its lane.
 KINDS = {
     "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
@@ -23,6 +23,7 @@ KINDS = {
     "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
     "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
     "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
+    "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "layers": "compute",  # all of them, as one CUDA graph
 }  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
@@ -60,7 +61,8 @@ class Streams:
     accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
     its weights are to be loaded. disk_weights: whether any of them are on disk. dequantized: weights are stored in 4 bits, and
     dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
-    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device.
+    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device. receives, sends: of a stage of a
+    pipeline, activations come from the stage before instead of being embedded, or go to the one behind instead of to the head.
     """
 
     accelerated: bool
@@ -68,6 +70,8 @@ class Streams:
     disk_weights: tuple[bool, ...]
     dequantized: bool = False
     vocabulary_chunks: int = 0
+    receives: bool = False
+    sends: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -175,7 +179,7 @@ class Sweeps:
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            step = self._step("embed", 0, k)
+            step = self._step("receive" if self.streams.receives else "embed", 0, k)
             hidden.append(step.id)
             yield step
         flow = _Flow(hidden, deferral)
@@ -315,9 +319,13 @@ class Sweeps:
                 yield store
                 flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
+        if self.streams.sends and j == self.streams.num_layers - 1:
+            yield self._step("send", j, k, after=(post.id,))
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""
+        if self.streams.sends:
+            return
         chunks = self.streams.vocabulary_chunks
         for p in range(max(1, chunks)):
             yield from self._load_head(flow, p + WEIGHT_SLOTS)
