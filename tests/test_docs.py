@@ -285,7 +285,7 @@ def test_the_import_graph_is_as_the_architecture_page_says():
     graph = load(ROOT / "benchmarks" / "import_graph.py")
     now = graph.count()
     assert now["cycles"] == [] and now["cycles_inside"] == {} and now["against_the_order"] == []
-    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 20
+    assert now["rooms"] <= 18 and now["packages_at_two_levels"] <= 21
     table = (DOCS / "architecture.md").read_text().partition("## Import graph")[2]
     numbers = [int(row) for row in re.findall(r"^\|[^|]+\| \d+ \| (\d+) \|$", table, re.MULTILINE)]
     counted = [now["rooms"], now["packages_at_two_levels"], now["arrows"], 0, 0]

@@ -1,0 +1,1 @@
+"""Several processes that run one model: how they are started, find and follow one another, and end together."""

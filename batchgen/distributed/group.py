@@ -1,0 +1,223 @@
+"""A group of processes that run one model together: rank 0, which leads, and others that do what it says.
+
+Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
+told. Tensors go by torch.distributed's gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.distributed.control import Hub, Line
+from batchgen.distributed.launch import (
+    LOOPBACK,
+    Processes,
+    Rank,
+    keep_to,
+    rank_of_environment,
+    shares_here,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Store
+
+START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold disk takes half a minute
+# For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one that hangs.
+SWEEP_TIMEOUT_S = 900.0
+_TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
+_WHERE = "batchgen/rank-0"
+
+
+class Group:
+    """This process's place among the ranks, and how it reaches them. Tensors are in host memory.
+
+    Attributes:
+        rank, size: of this process, and of the group.
+    """
+
+    def __init__(
+        self,
+        place: Rank,
+        store: Store,
+        *,
+        on_loopback: bool,
+        hub: Hub | None = None,
+        line: Line | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size = place.rank, place.size
+        self.cores_before: set[int] = set()  # those that this thread has back when the group is closed
+        self._hub, self._line, self._processes, self._store = hub, line, processes, store
+        devices, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+        device = devices.create_device(hostname=LOOPBACK) if on_loopback else devices.create_default_device()
+        options._devices, options._timeout = [device], timedelta(seconds=START_TIMEOUT_S)
+        with self._naming_ranks():
+            prefix = dist.PrefixStore("batchgen/gloo", store)
+            self._gloo = dist.ProcessGroupGloo(prefix, place.rank, place.size, options)
+        self._options = dist.AllreduceOptions()
+        self._options.timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+
+    # Tensors.
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
+
+        Raises:
+            BatchgenError: A rank has ended, or does not answer.
+        """
+        with self._naming_ranks():
+            self._gloo.allreduce([tensor], self._options).wait()
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a contiguous tensor; returns when it is on its way. Raises BatchgenError as `all_reduce`."""
+        with self._naming_ranks():
+            self._gloo.send([tensor], rank, 0).wait(timedelta(seconds=SWEEP_TIMEOUT_S))
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with what a rank sends. Raises BatchgenError as `all_reduce`."""
+        with self._naming_ranks():
+            self._gloo.recv([tensor], rank, 0).wait(timedelta(seconds=SWEEP_TIMEOUT_S))
+
+    @contextlib.contextmanager
+    def _naming_ranks(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self._hub is not None:
+                self._hub.raise_ended(_TOLD_WITHIN_S, self._gone)
+            raise BatchgenError(
+                f"rank {self.rank} of {self.size} lost the others ({str(error).splitlines()[0]}): all of them have to be"
+                " started again; the same command goes on from there"
+            ) from error
+
+    # What is to be done.
+
+    def tell(self, message: Any) -> None:
+        """Say something that can be pickled to all other ranks; for rank 0. Raises BatchgenError where one has ended."""
+        assert self._hub is not None
+        self._hub.raise_ended(gone=self._gone)
+        self._hub.tell(message)
+
+    def told(self) -> Any:
+        """What rank 0 says next, for the others. Raises EOFError where all is done."""
+        assert self._line is not None
+        return self._line.told()
+
+    def ready(self) -> None:
+        """Say, or as rank 0 wait until all others have said, that what was asked for is done.
+
+        Raises:
+            BatchgenError: A rank has ended; it names it, and says why where that is known.
+        """
+        if self._line is not None:
+            return self._line.ready()
+        assert self._hub is not None
+        return self._hub.wait_until_ready(self._gone)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 why this one ends."""
+        assert self._line is not None
+        self._line.fail(error)
+
+    def _gone(self) -> dict[int, str]:
+        return self._processes.gone() if self._processes else {}
+
+    def close(self, *, done: bool = True) -> None:
+        """End the group. done: what was under way has come to its end; otherwise the others end at once."""
+        if self._line is not None:
+            self._line.close()
+        if self._hub is not None:
+            self._hub.close(done=done)
+        if self._processes is not None:
+            self._processes.end()
+        keep_to(self.cores_before)
+
+
+def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = START_TIMEOUT_S) -> Group:
+    """Make a group that this process leads; the others are started, unless a launcher such as torchrun has done so.
+
+    Args:
+        size: Ranks, this one included.
+        shares: The cores of each, of which this process keeps to its own already; None: they are shared out here, until the
+            group is closed.
+        timeout_s: In which all must have come.
+
+    Raises:
+        InputError: A launcher has started another number of ranks, or this is not rank 0 of them.
+        BatchgenError: A rank has not come in time, or has ended; it names it.
+    """
+    import torch.distributed as dist
+
+    place = rank_of_environment()
+    if place is not None and place.size != size:
+        raise InputError(
+            f"the launcher has started {place.size} ranks, the job is for {size}: give both the same number"
+        )
+    if place is not None and place.rank != 0:
+        raise InputError(
+            f"this is rank {place.rank}: only rank 0 runs a job, the others are started by the command line"
+        )
+    secret, timeout = secrets.token_hex(16), timedelta(seconds=timeout_s)
+    cores_before: set[int] = set()
+    if shares is None:
+        shares = shares_here(place.of_host[1] if place else size)
+        cores_before = keep_to(shares[place.of_host[0] if place else 0])
+    processes, hub = None, Hub(size, "" if place else LOOPBACK, secret)
+    try:
+        if place is None:
+            store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            place = Rank(0, size, LOOPBACK, store.port, True, (0, size))
+            processes = Processes(size, store.port, shares)
+        else:
+            store = _store_of(place, timeout)
+        store.set(_WHERE, f"{place.host} {hub.port} {secret}")
+        hub.wait_for_ranks(timeout_s, processes.gone if processes else dict)
+        group = Group(place, store, on_loopback=processes is not None, hub=hub, processes=processes)
+    except BaseException:
+        hub.close(done=False)
+        if processes is not None:
+            processes.end()
+        keep_to(cores_before)
+        raise
+    group.cores_before = cores_before
+    return group
+
+
+def follow(
+    place: Rank, on_lost: Callable[[], None], *, on_loopback: bool = False, timeout_s: float = START_TIMEOUT_S
+) -> Group:
+    """Join a group that another process leads.
+
+    Args:
+        place: This process's.
+        on_lost: Called, in a thread, where rank 0 ends without having said so.
+        on_loopback: Whether rank 0 has started this process.
+        timeout_s: In which rank 0 must have come.
+
+    Raises:
+        BatchgenError: It has not.
+    """
+    try:
+        store = _store_of(place, timedelta(seconds=timeout_s))
+        host, port, secret = store.get(_WHERE).decode().split()
+    except RuntimeError as error:
+        raise BatchgenError(
+            f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s: start it, and see that"
+            f" rank {place.rank} reaches it"
+        ) from error
+    line = Line(place.rank, host, int(port), secret, timeout_s, on_lost)
+    return Group(place, store, on_loopback=on_loopback, line=line)
+
+
+def _store_of(place: Rank, timeout: timedelta) -> Store:
+    import torch.distributed as dist
+
+    return dist.TCPStore(place.host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=timeout)

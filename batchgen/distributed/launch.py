@@ -1,0 +1,176 @@
+"""Who is in a group: ranks that a launcher started, such as `torchrun`, or processes that rank 0 starts on its own host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.core.errors import InputError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = "127.0.0.1"
+_NODES = Path("/sys/devices/system/node")
+_END_S = 5.0  # for a process that was told to end
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process's place in a group.
+
+    Attributes:
+        rank, size: its number, and how many there are.
+        host, port: of the store in which ranks find one another.
+        hosts_store: whether this process has the store; `torchrun` may have it itself.
+        of_host: its number among the ranks of its host, and how many these are.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    hosts_store: bool
+    of_host: tuple[int, int]
+
+
+def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | None:
+    """This process's place as a launcher has set it in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None: nobody has.
+
+    Raises:
+        InputError: Some are missing, or are no numbers.
+    """
+    environment = os.environ if environment is None else environment
+    if "RANK" not in environment or environment.get("WORLD_SIZE", "1") == "1":
+        return None
+    missing = [name for name in _VARIABLES if not environment.get(name)]
+    if missing:
+        raise InputError(f"RANK is set, {missing[0]} is not: start all ranks by torchrun, or unset RANK")
+    try:
+        rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise InputError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from error
+    if not 0 <= rank < size:
+        raise InputError(f"RANK {rank} is not one of the {size} that WORLD_SIZE says: 0 to {size - 1}")
+    by_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_host = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    return Rank(rank, size, environment["MASTER_ADDR"], port, rank == 0 and not by_torchrun, of_host)
+
+
+def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[int]]:
+    """The cores of each of `size` processes of a host: whole NUMA nodes where these can be shared out evenly, else as many each.
+
+    Args:
+        size: Processes.
+        cores: Those there are.
+        nodes: Cores of each NUMA node.
+
+    Returns:
+        A set for each process; all cores for each where there are fewer than processes.
+    """
+    if len(cores) < size:
+        return [set(cores)] * size
+    own = [node & cores for node in nodes if node & cores]
+    if len(own) >= size and len(own) % size == 0 and len({len(node) for node in own}) == 1:
+        each = len(own) // size
+        return [set().union(*own[i * each : (i + 1) * each]) for i in range(size)]
+    ordered, each = sorted(cores), len(cores) // size
+    return [set(ordered[i * each : (i + 1) * each]) for i in range(size)]
+
+
+def shares_here(size: int) -> list[set[int]]:
+    """`core_shares` of those that this thread may run on; empty sets where the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * size
+    return core_shares(size, os.sched_getaffinity(0), _numa_nodes())
+
+
+def keep_to(cores: set[int]) -> set[int]:
+    """From now on this thread, and those that it starts, run on these cores only; returns those of before.
+
+    Nothing happens where there are none.
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return set()
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    return before
+
+
+def _numa_nodes() -> list[set[int]]:
+    found = []
+    with suppress(OSError, ValueError):
+        for node in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+            found.append(_cores_in((node / "cpulist").read_text().strip()))
+    return found
+
+
+def _cores_in(text: str) -> set[int]:
+    """Of "0-3,8": {0, 1, 2, 3, 8}."""
+    cores: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+class Processes:
+    """The other ranks of a host, started by rank 0. They end with it, as their connection to it does."""
+
+    def __init__(self, size: int, port: int, cores: list[set[int]]) -> None:
+        """Start ranks 1 to size - 1. port: of the store. cores: of each rank, 0 included."""
+        self._size = size
+        self._running: dict[int, subprocess.Popen] = {}
+        for rank in range(1, size):
+            place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+            variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+            variables |= {name: str(value) for name, value in place.items()}
+            self._running[rank] = subprocess.Popen(
+                [sys.executable, "-m", "batchgen.distributed", json.dumps(sorted(cores[rank]))],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is rank 0's, which ends them
+            )
+
+    def gone(self) -> dict[int, str]:
+        """What became of those that have ended."""
+        fates = {}
+        for rank, process in self._running.items():
+            code = process.poll()
+            if code is not None:
+                fates[rank] = f"rank {rank} of {self._size} {_fate(code)}"
+        return fates
+
+    def end(self) -> None:
+        """Return when all have ended; those that do not are killed."""
+        deadline_s = time.monotonic() + _END_S
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _fate(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (perhaps for want of memory)" if name == "SIGKILL" else "")
+
+
+def _has_file(stream: object) -> bool:
+    try:
+        return stream.fileno() >= 0  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False

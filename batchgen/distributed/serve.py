@@ -1,0 +1,50 @@
+"""What a process does that another one leads: it joins the group, and does what it is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from batchgen.core.errors import BatchgenError
+from batchgen.distributed.group import Group, follow
+from batchgen.distributed.launch import Rank, keep_to, shares_here
+
+# What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
+Work = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def serve(place: Rank, *, cores: set[int] | None = None) -> int:
+    """Be a rank that is not 0 until rank 0 has ended; returns the process's exit code.
+
+    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join: what fails
+    later rank 0 is told, and says.
+
+    Args:
+        place: This process's.
+        cores: Those that it keeps to, given by the rank 0 that has started it; None: a launcher has, and it takes its share.
+    """
+    started_here = cores is not None
+    keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
+    try:
+        group = follow(place, lambda: os._exit(1), on_loopback=started_here)
+    except BatchgenError as error:
+        print(f"batchgen: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        function, arguments = group.told()
+        function(group, *arguments)
+    except EOFError:
+        return 0
+    except Exception as error:
+        group.fail(error)
+        return error.exit_code if isinstance(error, BatchgenError) else 1
+    finally:
+        group.close()
+    return 0
+
+
+def put_to_work(group: Group, function: Callable[..., None], *arguments: Any) -> None:
+    """Have all other ranks call a function of a module with their group and these arguments; for rank 0."""
+    group.tell((function, arguments))

@@ -1,0 +1,155 @@
+"""Groups of processes: they find one another, pass tensors, and whichever of them ends, the others say so and end too."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.distributed.group import follow, lead
+from batchgen.distributed.launch import Rank, core_shares, rank_of_environment
+from batchgen.distributed.serve import put_to_work
+
+SUPPORT = str(Path(ranks.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Processes find what tests share."""
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_three_ranks_add_up_pass_on_and_end():
+    before = os.sched_getaffinity(0)
+    group = lead(3)
+    put_to_work(group, ranks.add_up, 2)
+    for _ in range(2):
+        values = torch.arange(4, dtype=torch.float32)
+        group.all_reduce(values)
+        assert values.tolist() == [0, 111, 222, 333]
+    group.send(torch.tensor([5.0, 7.0]), 1)
+    group.receive(found := torch.zeros(2), 2)
+    assert found.tolist() == [8, 10]
+    group.tell({"more": [1, 2]})
+    group.ready()
+    group.close()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_rank_that_is_killed_is_named():
+    group = lead(3)
+    put_to_work(group, ranks.die, int(signal.SIGKILL), 2)
+    group.all_reduce(torch.ones(3))
+    with pytest.raises(
+        BatchgenError, match=r"^rank 2 of 3 was killed by SIGKILL.*; the same command goes on from there$"
+    ):
+        group.all_reduce(torch.ones(3))
+    group.close(done=False)
+
+
+def test_what_another_rank_refuses_rank_0_says():
+    group = lead(2)
+    put_to_work(group, ranks.refuse)
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
+        group.ready()
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
+        group.tell("more")
+    group.close(done=False)
+
+
+def test_ranks_end_when_rank_0_is_killed(tmp_path):
+    code = f"import ranks; ranks.be_killed_as_leader({str(tmp_path / 'pid')!r})"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SUPPORT})
+    assert done.returncode == -signal.SIGKILL
+    pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in (1, 2)]
+    deadline = time.monotonic() + 60
+    while not all(map(has_ended, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(map(has_ended, pids))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def in_environment(monkeypatch, rank, size):
+    values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    in_environment(monkeypatch, 0, 3)
+    with pytest.raises(BatchgenError, match=r"^ranks 1, 2 of 3 did not come within 1 s: start all 3 of them"):
+        lead(3, timeout_s=1)
+
+
+def test_rank_0_that_does_not_come_is_named():
+    place = Rank(1, 2, "127.0.0.1", free_port(), False, (1, 2))
+    with pytest.raises(BatchgenError, match=r"^rank 0 of 2 did not come to 127.0.0.1:\d+ within 1 s"):
+        follow(place, lambda: None, timeout_s=1)
+
+
+def test_a_rank_that_ends_before_it_has_come_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 ended with exit code 1 before it had begun"):
+        lead(2)
+
+
+def test_what_a_launcher_says_must_fit(monkeypatch):
+    in_environment(monkeypatch, 0, 4)
+    with pytest.raises(InputError, match="the launcher has started 4 ranks, the job is for 2"):
+        lead(2)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InputError, match="this is rank 1"):
+        lead(4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "0 to 1"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "whole numbers"),
+    ],
+)
+def test_wrong_environments_are_refused(environment, message):
+    with pytest.raises(InputError, match=message):
+        rank_of_environment(environment)
+
+
+def test_a_launcher_of_one_process_is_none():
+    assert rank_of_environment({}) is None
+    assert rank_of_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "nodes", "shares"),
+    [
+        (2, {0, 1, 2, 3}, [{0, 2}, {1, 3}], [{0, 2}, {1, 3}]),  # whole nodes
+        (2, {0, 1, 2, 3}, [{0, 1, 2, 3}], [{0, 1}, {2, 3}]),
+        (2, {0, 1, 2}, [{0, 1}, {2, 3}], [{0}, {1}]),  # nodes of which one has less left
+        (4, {0, 1, 2, 3}, [{0, 1}, {2, 3}], [{0}, {1}, {2}, {3}]),
+        (2, set(range(8)), [{0, 1}, {2, 3}, {4, 5}, {6, 7}], [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (3, {4, 5}, [], [{4, 5}] * 3),  # fewer than ranks
+    ],
+)
+def test_ranks_share_the_cores(size, cores, nodes, shares):
+    assert core_shares(size, cores, nodes) == shares

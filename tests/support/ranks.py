@@ -1,0 +1,54 @@
+"""What ranks are told to do in tests of groups: functions that their processes can import."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from batchgen.core.errors import InputError
+from batchgen.distributed.group import Group
+from batchgen.distributed.serve import put_to_work
+
+
+def add_up(group: Group, rounds: int) -> None:
+    """Sums of all ranks' numbers, a ring of messages, and what rank 0 says meanwhile."""
+    for _ in range(rounds):
+        values = torch.arange(4, dtype=torch.float32) * 10**group.rank
+        group.all_reduce(values)
+        assert values.tolist() == [k * sum(10**r for r in range(group.size)) for k in range(4)]
+    passed = torch.zeros(2)
+    group.receive(passed, group.rank - 1)
+    group.send(passed + group.rank, (group.rank + 1) % group.size)
+    assert group.told() == {"more": [1, 2]}
+    group.ready()
+
+
+def refuse(group: Group) -> None:
+    raise InputError("no such model\nhere")
+
+
+def die(group: Group, number: int, first: int) -> None:
+    """The rank `first` is killed between two sums."""
+    for step in range(2):
+        if group.rank == first and step:
+            os.kill(os.getpid(), number)
+        group.all_reduce(torch.ones(3))
+
+
+def wait_for_ever(group: Group, path: str) -> None:
+    """Notes the process's number in a file, and hangs."""
+    Path(f"{path}.{group.rank}").write_text(str(os.getpid()))
+    group.ready()
+    time.sleep(600)
+
+
+def be_killed_as_leader(path: str) -> None:
+    """As a program: leads two others that hang, and is killed."""
+    from batchgen.distributed.group import lead
+
+    group = lead(3)
+    put_to_work(group, wait_for_ever, path)
+    group.ready()
+    os.kill(os.getpid(), signal.SIGKILL)
