@@ -41,6 +41,8 @@ def run(**options: Any) -> None:
     from batchgen.job.checks import check_job
 
     job = _job(options)
+    if job.pipeline > 1:
+        _serve_if_led()
     check_job(job)  # a mistake is told before what takes seconds to import
     if sys.stderr.isatty():  # somebody looks at a screen on which nothing would be for seconds
         from batchgen.job.progress import Progress
@@ -136,6 +138,17 @@ def _before_rows(output: str) -> str:
     """What is true of a job that has not looked into its run directory yet."""
     begun = os.path.exists(os.path.realpath(output) + ".batchgen/manifest.json")
     return "no row was run yet, those of earlier runs are kept" if begun else "no rows are finished yet"
+
+
+def _serve_if_led() -> None:
+    """Ends the process where a launcher has started it as another rank than 0: once that says that all is done."""
+    from batchgen.distributed.launch import rank_of_environment
+
+    place = rank_of_environment()
+    if place is not None and place.rank:
+        from batchgen.distributed.serve import serve
+
+        sys.exit(serve(place))
 
 
 def _taken(options: dict[str, Any], owner: type) -> dict[str, Any]:

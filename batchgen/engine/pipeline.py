@@ -22,6 +22,7 @@ from torch import Tensor
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
+from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
 from batchgen.engine.parts import EngineParts
 from batchgen.runtime.batch import PackedBatch
@@ -252,7 +253,7 @@ def load_pipeline(
     words = load_words(request, tokenizer)
     loads = _plan_stages(request, stages)
     own, memory = loads[0]
-    group.tell(loads)
+    put_to_work(group, serve_stage, loads)
     executor = load_executor(own, memory, _Neighbours(group))
     try:
         group.ready()
@@ -290,7 +291,9 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
         raise InputError(f"{len(stages)} stages need as many processes, not {size}")
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
         raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
-    assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], "layers are missing"
+    assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
+        "layers are missing"
+    )
 
 
 def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[LoadRequest, MemoryPlan]]:

@@ -56,7 +56,14 @@ def check_options(options: JobOptions) -> None:
                 "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --num-gpu-batches,"
                 " --max-num-batched-tokens and --no-enable-prefix-caching"
             )
-    for name in ("max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "expected_output_len", "limit"):
+    for name in (
+        "max_num_seqs",
+        "num_gpu_batches",
+        "max_num_batched_tokens",
+        "expected_output_len",
+        "limit",
+        "pipeline",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
@@ -67,6 +74,8 @@ def check_options(options: JobOptions) -> None:
         )
     if options.retry_failed and not options.resume:
         raise InputError("--retry-failed needs what was done before: leave out --no-resume")
+    if options.pipeline > 1 and options.plan is not None:
+        raise InputError("--plan is for one process: leave it out, and --pipeline plans the stages")
     _check_share(options)
     check_grammar(options.sampling)
     _check_path("--report", options.report)

@@ -21,7 +21,8 @@ class ResolvedJob:
     """What a job's options come to.
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
-    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open.
+    the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. core_shares: the cores of
+    each stage of a pipeline on this host.
     """
 
     options: JobOptions
@@ -34,6 +35,7 @@ class ResolvedJob:
     gpu_memory: int | None
     cpu_memory: int | None
     disk_memory: int | None
+    core_shares: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:

@@ -5,6 +5,7 @@ The composition of everything else: dataset -> requests -> engine -> part writer
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,11 @@ from batchgen.job.destination import Destination
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
-from batchgen.job.kernels import kernels_of_rows
+from batchgen.job.kernels import kernels_here, kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
-from batchgen.job.planning import make_plan
+from batchgen.job.pipeline import own_cores, plan_pipeline, stage_job
+from batchgen.job.planning import case_here, make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
@@ -150,13 +152,17 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
-    with ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background, progress:
+    with contextlib.ExitStack() as until_done:
+        shares = until_done.enter_context(own_cores(options.pipeline)) if options.pipeline > 1 else []
+        background = until_done.enter_context(ThreadPoolExecutor(1, thread_name_prefix="batchgen-load"))
+        until_done.enter_context(progress)
         source = open_source(options)
         if source.is_openai:
             check_files(options, errors_file=True)
         elif options.output is None:  # names of columns, as of a file
             output_schema(source.dataset.schema, source.columns, options.output_prefix)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
+        resolved = replace(resolved, core_shares=tuple(map(frozenset, shares)))
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:
@@ -278,6 +284,11 @@ def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
+    if job.options.pipeline > 1:
+        estimated = _workload(job, state)
+        case = case_here(stage_job(job.resolved), started_s=job.started_s, notify=job.progress.say)
+        plan = plan_pipeline(case, job.resolved, estimated)
+        return replace(plan, kernels=kernels_here(plan.kernels, job.progress.say))
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
 
 

@@ -223,6 +223,11 @@ class StepCosts:
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
 
+    @property
+    def element_bytes(self) -> float:
+        """Of an activation."""
+        return self._inputs.element_bytes
+
     def begun(self, cohort: int, load: BatchLoad) -> None:
         """A cohort that began its token in this micro-batch, of a sweep that was not costed."""
         self._begun[cohort] = load

@@ -442,7 +442,9 @@ class Executor:
     def _receive(self, step: Step, b: _Batch) -> None:
         shape = b.packed.num_tokens, self.config.hidden_size
         waits = self.links and b.on_host
-        hidden = self.activations.waiting(step.batch, shape[0]) if waits else torch.empty(shape, dtype=self.weights.dtype)
+        hidden = (
+            self.activations.waiting(step.batch, shape[0]) if waits else torch.empty(shape, dtype=self.weights.dtype)
+        )
         self._options.neighbours.receive(hidden)
         b.hidden = self.links[0].bring(hidden) if self.links and not waits else hidden
 

@@ -15,7 +15,7 @@ from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.parts import EngineParts
-from batchgen.engine.pipeline import Stage, load_pipeline, serve_stage
+from batchgen.engine.pipeline import Stage, load_pipeline
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
@@ -107,7 +107,8 @@ def start_threads(size: int) -> ThreadGroup:
 
     def serve(group: ThreadGroup) -> None:
         try:
-            serve_stage(group, group.told())
+            function, arguments = group.told()
+            function(group, *arguments)
         except EOFError:
             pass
         except BaseException as error:

@@ -263,9 +263,7 @@ class Scheduler:
         self._admit_waiting(sweep, budget, most, held)
         self.waiting.extendleft(reversed(held))
 
-    def _admit_waiting(
-        self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]
-    ) -> None:
+    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]) -> None:
         """Puts those into `held` that are passed over: what they share with another one is still being computed."""
         in_class = Counter(s.kv_class for s in self.running)
         projections: dict[str, Projection | None] = {}
