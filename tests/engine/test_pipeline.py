@@ -13,6 +13,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.engine.pipeline import Stage
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.stages import split_layers
 from batchgen.runtime.scheduling.sequence import CLASSES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,13 +205,40 @@ def test_every_stage_is_at_a_sweep(expected, stores):
 
 
 def test_sequences_are_preempted_in_a_pipeline(expected, stores):
-    path, prompts, wanted = expected("llama")
+    """Outputs grow to three blocks where one was expected, in a pool of four."""
+    path, prompts, _ = expected("llama")
+    prompts = [prompt[-5:] for prompt in prompts]
+    options = {"max_tokens": 36, "ignore_eos": True}
+    wanted = tokens_of(make_parts(path, CPU, memory_policy(path), stores), prompts, **options)
     stages = stages_of(path, CPU, (1, 3), gpu_batch_size=SEQUENCES, kv_seqs={"cpu": SEQUENCES}, share_prefixes=False)
-    parts = make_pipeline(path, CPU, stages, stores, min_output_len=72, most_kv_tokens=80)
-    with Engine.from_parts(parts, expected_output_len=1, sampling=SamplingParams(max_tokens=MAX_TOKENS)) as engine:
+    parts = make_pipeline(path, CPU, stages, stores, min_output_len=36, longest_tokens=48, most_kv_tokens=64)
+    assert parts.memory.kv_blocks["cpu"] < SEQUENCES
+    with Engine.from_parts(parts, expected_output_len=1, sampling=SamplingParams(**options)) as engine:
         done = {c.index: c for c in engine.generate([Request(prompt) for prompt in prompts])}
         assert engine.stats.preempted > 0
     assert [[s.token_ids for s in done[i].samples] for i in range(len(prompts))] == wanted
+
+
+@pytest.mark.parametrize(("layers", "stages", "head", "wanted"), [
+    (12, 2, 0, [(0, 6), (6, 12)]), (12, 2, 2, [(0, 7), (7, 12)]), (7, 3, 0, [(0, 3), (3, 5), (5, 7)]),
+    (3, 3, 0, [(0, 1), (1, 2), (2, 3)]), (4, 2, 50, [(0, 3), (3, 4)]),
+])  # fmt: skip
+def test_layers_are_shared_out_by_what_they_multiply(layers, stages, head, wanted, tiny_models):
+    config = read_config(resolve_model(str(tiny_models("llama")[0])))
+    config = replace(config.first_layers(1), num_layers=layers, windows=(None,) * layers)
+    config = replace(config, vocab_size=max(1, round(head * config.matmul_params_per_layer / config.embed_size)))
+    assert split_layers(config, stages) == wanted
+
+
+def test_a_stage_says_what_it_has(tiny_models):
+    config = read_config(resolve_model(str(tiny_models("gemma2")[0])))
+    whole, parts = config.num_layers, [config.stage(0, 1), config.stage(1, config.num_layers)]
+    assert [(p.num_layers, p.embeds, p.has_head) for p in parts] == [(1, True, False), (whole - 1, False, True)]
+    assert sum((p.windows for p in parts), ()) == config.windows
+    assert [p.has_embeddings for p in parts] == [True, config.tied_embeddings]
+    assert sum(p.layer_params for p in parts) == config.layer_params
+    assert ModelConfig.from_json(parts[1].to_json()) == parts[1]
+    assert "first_layer" not in config.to_json()
 
 
 def test_stages_that_cannot_be_run_are_refused(tiny_models, stores):

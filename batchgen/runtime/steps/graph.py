@@ -139,6 +139,7 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
         # too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         self._num_cohorts = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
 
@@ -159,7 +160,7 @@ class Sweeps:
         cohorts = Cohorts() if cohorts is None else cohorts
         cohorts.ended = []
         moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
-        if moves or cohorts.waiting:
+        if moves or cohorts.waiting or self.streams.receives or self.streams.sends:
             return self._make_steps(batches, _Deferral(cohorts, has_ended, not any(b.stays for b in batches)))
         return self._repeat_steps(batches[0])
 
@@ -179,7 +180,10 @@ class Sweeps:
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            step = self._step("receive" if self.streams.receives else "embed", 0, k)
+            received = self.streams.receives  # to where the last sweep's activations may have waited in host memory
+            step = self._step(
+                "receive" if received else "embed", 0, k, after=self._posted.get(k, ()) if received else ()
+            )
             hidden.append(step.id)
             yield step
         flow = _Flow(hidden, deferral)
@@ -319,8 +323,10 @@ class Sweeps:
                 yield store
                 flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
-        if self.streams.sends and j == self.streams.num_layers - 1:
-            yield self._step("send", j, k, after=(post.id,))
+        if j == self.streams.num_layers - 1:
+            self._posted[k] = (post.id,)
+            if self.streams.sends:
+                yield self._step("send", j, k, after=(post.id,))
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""
