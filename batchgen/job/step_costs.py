@@ -335,10 +335,11 @@ class StepCosts:
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = self._matrices_s(load.tokens) if load.tokens else 0.0
+        going_on = load.logits_rows if self.config.has_head else load.tokens  # from the last layer
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
             post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=self._matrices_s(load.logits_rows) * (1 - self._pre_frac) if load.logits_rows else 0.0,
+            last_post_s=self._matrices_s(going_on) * (1 - self._pre_frac) if going_on else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=self._head_s(load.logits_rows),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from batchgen.models.config import ModelConfig
 
 
@@ -15,12 +17,15 @@ def split_layers(config: ModelConfig, stages: int) -> list[tuple[int, int]]:
         stages: At most as many as there are layers.
     """
     head = config.vocab_size * config.embed_size / max(1, config.matmul_params_per_layer)  # in layers
-    most = range(1, config.num_layers - stages + 2)
-    last = min(
-        most, key=lambda count: (max(count + head, -(-(config.num_layers - count) // max(1, stages - 1))), count)
-    )
-    last = config.num_layers if stages == 1 else last
-    others, rest = divmod(config.num_layers - last, max(1, stages - 1))
-    counts = [others + (i < rest) for i in range(stages - 1)] + [last]
-    stops = [sum(counts[: i + 1]) for i in range(stages)]
+    if stages == 1:
+        return [(0, config.num_layers)]
+
+    def unevenness(last: int) -> tuple[float, float, int]:
+        fewest, rest = divmod(config.num_layers - last, stages - 1)
+        return max(last + head, fewest + bool(rest)), -min(last + head, fewest), last
+
+    last = min(range(1, config.num_layers - stages + 2), key=unevenness)
+    others, rest = divmod(config.num_layers - last, stages - 1)
+    counts = [*(others + (i < rest) for i in range(stages - 1)), last]
+    stops = list(itertools.accumulate(counts))
     return list(zip([0, *stops], stops, strict=False))

@@ -210,7 +210,9 @@ def test_sequences_are_preempted_in_a_pipeline(expected, stores):
     prompts = [prompt[-5:] for prompt in prompts]
     options = {"max_tokens": 36, "ignore_eos": True}
     wanted = tokens_of(make_parts(path, CPU, memory_policy(path), stores), prompts, **options)
-    stages = stages_of(path, CPU, (1, 3), gpu_batch_size=SEQUENCES, kv_seqs={"cpu": SEQUENCES}, share_prefixes=False)
+    stages = stages_of(
+        path, CPU, (1, 3), gpu_batch_size=SEQUENCES, kv_seqs={"cpu": SEQUENCES}, share_prefixes=False, max_model_len=48
+    )
     parts = make_pipeline(path, CPU, stages, stores, min_output_len=36, longest_tokens=48, most_kv_tokens=64)
     assert parts.memory.kv_blocks["cpu"] < SEQUENCES
     with Engine.from_parts(parts, expected_output_len=1, sampling=SamplingParams(**options)) as engine:

@@ -9,14 +9,17 @@ import pytest
 from planner_cases import cpu_box, opt
 from processes import batchgen, start_in_process
 
+from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
-from batchgen.job.pipeline import stage_policy
+from batchgen.job.pipeline import stage_job, stage_policy
 from batchgen.job.pipeline_time import simulate_pipeline
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.job.resolved import resolve_job
 from batchgen.job.simulation import simulate_job
+from batchgen.models.files import resolve_model
 from batchgen.planner.stages import split_layers
 
 ROWS = 24
@@ -123,16 +126,43 @@ def test_options_that_contradict_are_refused(options, message):
         check_options(JobOptions("demo", "in.jsonl", "out.jsonl", **options))
 
 
-def test_more_stages_than_layers_are_refused(job, tmp_path):
-    log = tmp_path / "log"
-    assert batchgen(job(tmp_path / "out.jsonl", "--pipeline", 9, "--dry-run"), log) == 2
-    assert "--pipeline 9 is more than the model's 3 layers: give fewer stages" in log.read_text()
+@pytest.mark.parametrize(("device", "count", "message"), [
+    ("cpu", 4, "--pipeline 4 is more than the model's 3 layers: give fewer stages"),
+    ("cuda", 2, "--pipeline does not run on CUDA yet: leave it out, or give --device cpu"),
+])  # fmt: skip
+def test_what_cannot_be_staged_is_refused(device, count, message, tiny_models):
+    options = JobOptions(str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=count, cpu_memory="4GiB")
+    job = resolve_job(options, resolve_model(options.model))
+    with pytest.raises(InputError, match=f"^{message}$"):
+        stage_job(replace(job, device=Device(device)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=512MiB"])
+def test_stages_share_the_budgets_of_their_host(device, tiny_models, monkeypatch, tmp_path):
+    options = JobOptions(
+        str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=2, cpu_memory="4GiB", device=device,
+        disk_memory="1GiB", offload_dir=tmp_path,
+    )  # fmt: skip
+    job = resolve_job(options, resolve_model(options.model))
+    stage = stage_job(job)
+    assert stage.budgets == job.budgets | {"cpu": 2 << 30, "disk": job.budgets["disk"] // 2}
+    assert stage.config.num_layers == 2
+    for name, value in {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))  # the other stage is on another host
+    assert stage_job(job).budgets == job.budgets
 
 
 def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
     one, output, log = tmp_path / "one.jsonl", tmp_path / "out.jsonl", tmp_path / "log"
     assert batchgen(job(one), log) == 0, log.read_text()
-    arguments = [str(a) for a in job(output, "--pipeline", 2, "--flush-interval", "1ms")]
+    arguments = [str(a) for a in job(output, "--pipeline", 2)]
     process = start_in_process(killing, [14, arguments], log)
     process.join()
     said = log.read_text()
