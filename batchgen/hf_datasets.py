@@ -16,7 +16,7 @@ from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
 from batchgen.dataset.storage import is_url
 from batchgen.job.options import names_of, options_of
-from batchgen.models.files import model_identity, resolve_model
+from batchgen.models.files import model_identity, read_config, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 
@@ -185,6 +185,7 @@ class MapFunction:
     def _forget_engine(self) -> None:
         self._engine: Engine | None = None
         self._process: int | None = None
+        self._reasoning: bool | None = None  # whether the model gives any, once that is known
         self._finalizer: weakref.finalize | None = None
 
     def _engine_here(self) -> Engine:
@@ -210,13 +211,16 @@ class MapFunction:
 
     def _output_schema(self, schema: pa.Schema) -> pa.Schema:
         """The columns of a batch and those that it gets. Raises InputError where a name is taken."""
-        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None)
+        if self._reasoning is None:
+            self._reasoning = read_config(resolve_model(self._model)).has_channels
+        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         return output_schema(schema, columns, self._prefix)
 
     def _row(self, completion: Completion) -> dict:
         n, samples = self._sampling.n, completion.samples
         per_sample = {
             "text": [s.text for s in samples] or [""] * n,
+            "reasoning": [s.reasoning or "" for s in samples] or [""] * n,
             "finish_reason": [s.finish_reason for s in samples] or ["error"] * n,
             "generated_tokens": [len(s.token_ids) for s in samples] or [0] * n,
             "logprobs": [_logprobs(s) for s in samples] or [[]] * n,

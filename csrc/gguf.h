@@ -8,6 +8,7 @@
 template <int Values, int Bytes, int Run>
 struct GgufBlock {
     static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
+    static constexpr bool kFloats = false;  // codes are numbers of FP8 (fp8.h), and not integers
 };
 
 inline float half_at(const uint8_t* p) {
@@ -105,6 +106,9 @@ struct MXFP4 : GgufBlock<32, 17, 32> {
         table_halves(kFp4Values, block + 1, codes);
     }
 };
+
+#include "int4_groups.h"
+#include "fp8.h"
 
 // Blocks of 256 values. Q2_K to Q6_K: scales of runs are integers, and there is one float that they are multiplied with.
 
@@ -220,8 +224,11 @@ inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
         Block::take_apart(packed, codes, scales, minimums);
         for (int run = 0; run < kRuns; run++) {
             const vf scale = set1(scales[run]), minimum = set1(minimums[run]);
-            for (int i = 0; i < Block::kRun; i += W, out += W)
-                store(out, fma(load(codes + run * Block::kRun + i), scale, minimum));
+            for (int i = 0; i < Block::kRun; i += W, out += W) {
+                const int8_t* some = codes + run * Block::kRun + i;
+                const vf numbers = Block::kFloats ? from_e4m3(load_bytes((const uint8_t*)some)) : load(some);
+                store(out, fma(numbers, scale, minimum));
+            }
         }
     }
 }
@@ -256,6 +263,11 @@ inline void take_apart(GgufType type, const uint8_t* packed, int64_t n, int8_t* 
         case GgufType::IQ4_NL: return take_row_apart<IQ4_NL>(packed, n, codes, scales, minimums);
         case GgufType::IQ4_XS: return take_row_apart<IQ4_XS>(packed, n, codes, scales, minimums);
         case GgufType::MXFP4: return take_row_apart<MXFP4>(packed, n, codes, scales, minimums);
+        case GgufType::W4_G32: return take_row_apart<Int4Group<32>>(packed, n, codes, scales, minimums);
+        case GgufType::W4_G64: return take_row_apart<Int4Group<64>>(packed, n, codes, scales, minimums);
+        case GgufType::W4_G128: return take_row_apart<Int4Group<128>>(packed, n, codes, scales, minimums);
+        case GgufType::FP8_G32: return take_row_apart<Fp8<32>>(packed, n, codes, scales, minimums);
+        case GgufType::FP8_G128: return take_row_apart<Fp8<128>>(packed, n, codes, scales, minimums);
         default: return;  // F32, F16, BF16 are numbers
     }
 }
@@ -290,6 +302,11 @@ inline void unpack_gguf_row(GgufType type, const uint8_t* packed, int64_t n, T* 
         case GgufType::IQ4_NL: return unpack_row<IQ4_NL>(packed, n, out);
         case GgufType::IQ4_XS: return unpack_row<IQ4_XS>(packed, n, out);
         case GgufType::MXFP4: return unpack_row<MXFP4>(packed, n, out);
+        case GgufType::W4_G32: return unpack_row<Int4Group<32>>(packed, n, out);
+        case GgufType::W4_G64: return unpack_row<Int4Group<64>>(packed, n, out);
+        case GgufType::W4_G128: return unpack_row<Int4Group<128>>(packed, n, out);
+        case GgufType::FP8_G32: return unpack_row<Fp8<32>>(packed, n, out);
+        case GgufType::FP8_G128: return unpack_row<Fp8<128>>(packed, n, out);
     }
 }
 

@@ -83,7 +83,7 @@ struct Merge {
 
 // ---- linear --------------------------------------------------------------------------------------------------------
 
-// As files number them.
+// As files number them; from 1000 on, what is in no GGUF (int4_groups.h, fp8.h).
 enum class GgufType : int {
     F32 = 0,
     F16 = 1,
@@ -100,7 +100,12 @@ enum class GgufType : int {
     IQ4_NL = 20,
     IQ4_XS = 23,
     BF16 = 30,
-    MXFP4 = 39
+    MXFP4 = 39,
+    W4_G32 = 1032,
+    W4_G64 = 1064,
+    W4_G128 = 1128,
+    FP8_G32 = 2032,
+    FP8_G128 = 2128
 };
 
 // out = activation(x wᵀ + bias) + residual; with a gated one w has the gate's rows before the other half's.

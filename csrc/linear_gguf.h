@@ -40,8 +40,8 @@ inline void put_depths(vf first, vf second, typename M::Operand* out) {
     }
 }
 
-// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes.
-template <class M, class T>
+// Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. Floats: codes are FP8's.
+template <class M, class T, bool Floats>
 inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out) {
     vf scales[kTakenRuns], minimums[kTakenRuns];
     transpose_floats(taken.scales, scales), transpose_floats(taken.minimums, minimums);
@@ -55,7 +55,9 @@ inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typena
             if (depth < from || depth >= stop) continue;
             const vf scale = scales[depth / kLeastRun], minimum = minimums[depth / kLeastRun];
             const Words codes = (Words)r[i];
-            const auto number = [&](Words code) { return fma(to_float((vi)code), scale, minimum); };
+            const auto number = [&](Words code) {
+                return fma(Floats ? from_e4m3((vi)code) : to_float((vi)code), scale, minimum);
+            };
             typename M::Operand* to = out + (depth - from) / M::kPair * kPanel;
             put_depths<M, T>(number(codes << 24 >> 24), number(codes << 16 >> 24), to);
             put_depths<M, T>(number(codes << 8 >> 24), number(codes >> 24), to + 2 / M::kPair * kPanel);
@@ -82,7 +84,11 @@ inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64
                     memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
                 }
             }
-            put_taken<M, T>(taken, from, smaller(here, end - at), out + ((at + from) / M::kPair - start) * kPanel + c);
+            const int64_t stop_here = smaller(here, end - at);
+            typename M::Operand* to = out + ((at + from) / M::kPair - start) * kPanel + c;
+            const bool floats = args.packing == GgufType::FP8_G32 || args.packing == GgufType::FP8_G128;
+            if (floats) put_taken<M, T, true>(taken, from, stop_here, to);
+            else put_taken<M, T, false>(taken, from, stop_here, to);
         }
     }
 }

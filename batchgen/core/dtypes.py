@@ -25,8 +25,15 @@ GGUF_FORMATS = {
     "iq4_xs": (256, 136),
     "mxfp4": (32, 17),
 }
+# Weights of 4 bits with a scale and a zero point for so many values of a row, as of GPTQ, AWQ and compressed-tensors
+# (models/group_codes.py): values and bytes of a block.
+GROUP_FORMATS = {"w4_g32": (32, 20), "w4_g64": (64, 36), "w4_g128": (128, 68)}
+# Weights in FP8 with a scale for so many values of a row (models/fp8.py).
+FP8_FORMATS = {"fp8_g32": (32, 36), "fp8_g128": (128, 132)}
+# Rows of blocks: weights that are multiplied as they were found, and hold the numbers that they are expanded to.
+BLOCK_FORMATS = {**GGUF_FORMATS, **GROUP_FORMATS, **FP8_FORMATS}
 # Formats in which matrices of layers are packed, and all else is in the compute dtype.
-PACKED_FORMATS = (INT4, INT8, *GGUF_FORMATS)
+PACKED_FORMATS = (INT4, INT8, *BLOCK_FORMATS)
 # `--quantization`: weights as they are found, or all of them in the compute dtype.
 AS_FOUND, EXPANDED = "none", "bf16"
 QUANTIZATIONS = (AS_FOUND, EXPANDED, INT4, INT8)
@@ -37,7 +44,7 @@ FORMAT_BYTES = {
     "float16": 2.0,
     INT4: WEIGHT_CODE_BITS / 8 + 4.0 / CODE_GROUP,
     INT8: 1.0,
-    **{name: num_bytes / values for name, (values, num_bytes) in GGUF_FORMATS.items()},
+    **{name: num_bytes / values for name, (values, num_bytes) in BLOCK_FORMATS.items()},
 }
 
 
@@ -48,13 +55,13 @@ def weight_format_of(dtype: str, quantization: str) -> str:
 
 def product_key(weight_format: str, dtype: str) -> str:
     """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`."""
-    if weight_format in GGUF_FORMATS:
+    if weight_format in BLOCK_FORMATS:
         return f"{weight_format} {dtype}"
     return INT8 if weight_format == INT8 else dtype
 
 
 def changes_results(quantization: str) -> bool:
-    """Whether products are other ones than those of the weights in the compute dtype: rows of a GGUF hold the same numbers."""
+    """Whether products are other ones than those of the weights in the compute dtype: rows of blocks hold the same numbers."""
     return quantization in (INT4, INT8)
 
 
@@ -62,12 +69,12 @@ def weight_row_bytes(n: int, weight_format: str) -> int:
     """Stored bytes of a row of `n` weights.
 
     weight_format: a dtype to compute in, "int4", "int8": codes up to a multiple of four, and the row's scale; or one of
-    `GGUF_FORMATS`: whole blocks.
+    `BLOCK_FORMATS`: whole blocks.
     """
     if weight_format == INT4:
         return packed_bytes(n, WEIGHT_CODE_BITS)
-    if weight_format in GGUF_FORMATS:
-        values, num_bytes = GGUF_FORMATS[weight_format]
+    if weight_format in BLOCK_FORMATS:
+        values, num_bytes = BLOCK_FORMATS[weight_format]
         return -(-n // values) * num_bytes
     return -(-n // 4) * 4 + 4 if weight_format == INT8 else n * int(FORMAT_BYTES[weight_format])
 

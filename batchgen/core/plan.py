@@ -58,6 +58,10 @@ class Policy:
         embedding_tier: tier of the input embeddings, where these are not the output matrix too: "gpu" or "cpu".
         deferred_rows: sequences that may enter class "deferred" in one job, in which they stay much longer than in others; None:
             as many as there is a place for.
+        kv_layers: layers in which KV of class "streamed" stays in GPU memory; in the others it lives in host memory. Above 0 all
+            sequences are of this class.
+        on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
+            routed to; where the host computes.
     """
 
     admission: str
@@ -77,6 +81,8 @@ class Policy:
     batch_order: str = "even"
     embedding_tier: str = "cpu"
     deferred_rows: int | None = None
+    kv_layers: int = 0
+    on_demand_tokens: int = 0
 
     @property
     def max_num_seqs(self) -> int:
@@ -108,6 +114,15 @@ def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
         yield TIERS[tier]
 
 
+def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
+    """In which layers KV of class "streamed" stays on the compute device, when it does so in `kv_layers` of them.
+
+    The others lie as far apart as can be, each behind those whose computation hides its transfer (Pie section 3.3).
+    """
+    streamed = num_layers - kv_layers
+    return tuple((j + 1) * streamed // num_layers == j * streamed // num_layers for j in range(num_layers))
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Where memory goes.
@@ -115,7 +130,7 @@ class MemoryPlan:
     Attributes:
         budgets: bytes per tier.
         parts: tier -> what for -> bytes; they add up to at most the budget.
-        kv_blocks: KV blocks of each tier's pool.
+        kv_blocks: KV blocks of each tier's pool. With `Policy.kv_layers` the pool of "cpu" lies in GPU memory in some layers.
         staging_blocks: of each buffer through which KV passes on its way to the compute device.
         batch_tokens: the most tokens of one micro-batch.
         logit_rows: rows of logits that are made together; None: all of a micro-batch.
@@ -172,6 +187,8 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
+        break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
+            never.
     """
 
     total_s: float
@@ -190,6 +207,7 @@ class Prediction:
     lane_price_s: Mapping[str, float]
     stages: tuple[Stage, ...] = ()
     disk_written_bytes: Mapping[str, float] = field(default_factory=dict)
+    break_even_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -246,6 +264,8 @@ class Plan:
             block_size = values["policy"].pop("max_num_seqs")
             plan: Plan = read_typed(cls, values, "the plan")
             check_policy(plan.policy, block_size)
+            if plan.policy.kv_layers and "gpu" not in plan.budgets:
+                raise ValueError("kv_layers is for a machine with a GPU")
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error
         return plan
@@ -271,6 +291,13 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
                 raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
     if (policy.deferred_rows or 0) < 0:
         raise ValueError(f"deferred_rows must be null, or a number of 0 or more, not {policy.deferred_rows}")
+    layers = min((sum(counts) for counts in policy.weight_layers.values()), default=0)
+    if policy.kv_layers and not 0 < policy.kv_layers < layers:
+        raise ValueError(f"kv_layers must be a number of layers, 0 or more and below {layers}, not {policy.kv_layers}")
+    if policy.kv_layers and any(n for kv_class, n in policy.kv_seqs.items() if kv_class != "streamed"):
+        raise ValueError("with kv_layers above 0 all of kv_seqs must be of class 'streamed'")
+    if policy.on_demand_tokens < 0:
+        raise ValueError(f"on_demand_tokens must be 0 or more, not {policy.on_demand_tokens}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")

@@ -19,7 +19,7 @@ def format_response(
 
     Args:
         body: the request's, as in the column `body`; it tells a chat from a completion.
-        completion_row: {"samples": [{"text", "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
+        completion_row: {"samples": [{"text", "reasoning": None or a text, "finish_reason", "logprobs": None or [{"token", "token_id", "logprob",
             "top": [{"token", "token_id", "logprob"}]}]}], "prompt_tokens": int, "generated_tokens": [int]}.
     """
     chat = "messages" in (json.loads(body) if isinstance(body, str) else body)
@@ -68,9 +68,11 @@ def _digest(custom_id: str | None, row_index: int) -> str:
 def _chat_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
     logprobs = sample.get("logprobs")
     positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
+    reasoning = sample.get("reasoning")
+    thoughts = {} if reasoning is None else {"reasoning_content": reasoning}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": sample["text"], "refusal": None},
+        "message": {"role": "assistant", "content": sample["text"], **thoughts, "refusal": None},
         "logprobs": positions,
         "finish_reason": sample["finish_reason"],
     }

@@ -128,7 +128,7 @@ class Generation:
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, object] = {}
         self._finishes: dict[Sequence, _Finish] = {}
-        self._harmony = Harmony.of(parts.tokenizer) if parts.config.family == "gpt_oss" else None
+        self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # of the sweep under way
 
     def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.core.device import Device, compute_capability, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, FORMAT_BYTES, GGUF_FORMATS, INT4, KV_CODE_BITS, weight_format_of
+from batchgen.core.dtypes import AS_FOUND, BLOCK_FORMATS, EXPANDED, FORMAT_BYTES, INT4, KV_CODE_BITS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import (
@@ -25,7 +25,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, TIERS, MemoryPlan, Policy, kv_on_device
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -178,7 +178,7 @@ def choose_quantization(
         InputError: There is no such format, or the model is not in it.
     """
     found = resolve_quantization(files, quantization, on_cpu=device.kind != "cuda")
-    if quantization != AS_FOUND or found not in GGUF_FORMATS:
+    if quantization != AS_FOUND or found not in BLOCK_FORMATS:
         return found
     expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
     return EXPANDED if expanded_bytes <= memory_bytes() * _EXPANDED_FRAC else found
@@ -463,6 +463,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         tiers=tiers,
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
+        on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
     )
     return kv_cache
 
@@ -477,7 +478,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     whole = request.config if request.config.model_layers == 0 else None  # which is read again for a stage
     return Weights(
         request.config,
-        WeightResidency.of_policy(policy),
+        WeightResidency.of_policy(policy, request.config),
         getattr(torch, request.dtype),
         checkpoint=None if request.store else open_checkpoint(request.files, whole),
         store=request.store,
@@ -534,6 +535,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
         key_bytes=config.num_kv_heads * config.head_dim * int(FORMAT_BYTES[request.dtype]),
         windows=frozenset(config.windows),
         compute_tier=compute_tier,
+        in_place=request.policy.kv_layers > 0,
     )
 
 

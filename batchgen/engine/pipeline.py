@@ -291,6 +291,8 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
         raise InputError(f"{len(stages)} stages need as many processes, not {size}")
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
         raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
+    if any(stage.policy.kv_layers for stage in stages):
+        raise InputError('a pipeline keeps KV of class "streamed" in host memory: plan it with --pipeline')
     assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
         "layers are missing"
     )

@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import EXPANDED, GGUF_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, EXPANDED
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.pipeline import stage_job, stage_policy
 from batchgen.models.convert import find_or_convert
+from batchgen.models.files import stated_scheme
+from batchgen.models.quantization import describe
 from batchgen.planner.stages import split_layers
 from batchgen.runtime.steps.trace import TraceWriter
 
@@ -47,7 +49,8 @@ def load_engine(
             store = find_or_convert(
                 files, job.offload_dir, plan.dtype, quantization, notify=progress.say, on_layer=on_layer
             )
-    progress.say(f"loading {files.name}")
+    scheme = stated_scheme(files)
+    progress.say(f"loading {files.name}" + (f" ({describe(scheme)})" if scheme else ""))
     request = LoadRequest(
         files,
         job.config,
@@ -93,9 +96,9 @@ def _load_stages(job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: 
 
 def _quantization(resolved: str, weight_format: str) -> str:
     """What the job's plan has, which may have a GGUF's rows as found where the job would expand them, or the other way round."""
-    if weight_format in GGUF_FORMATS:
+    if weight_format in BLOCK_FORMATS:
         return weight_format
-    return EXPANDED if resolved in GGUF_FORMATS else resolved
+    return EXPANDED if resolved in BLOCK_FORMATS else resolved
 
 
 def _budgets(job: ResolvedJob, plan: Plan) -> dict[str, int]:

@@ -9,9 +9,8 @@ from dataclasses import replace
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan, Policy
 from batchgen.job.simulation import SimulatedJob
-from batchgen.job.step_costs import BatchLoad, StepCosts
+from batchgen.job.step_costs import BatchLoad, StepCosts, streams_of
 from batchgen.models.config import ModelConfig
-from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator
 
@@ -33,10 +32,8 @@ class _SimulatedStage:
         first, stop, policy = layers
         self.config = config.stage(first, stop)
         own = replace(plan, policy=policy)
-        tier = "gpu" if "gpu" in plan.budgets else "cpu"
-        ends = {"embeds": self.config.embeds, "has_head": self.config.has_head}
         self.costs = StepCosts(own, self.config, hardware)
-        self._sweeps = Sweeps(WeightResidency.of_policy(policy).streams(tier, **ends))
+        self._sweeps = Sweeps(streams_of(own, self.config))
         self._on_step, self._sent_s = on_step, dict[int, float]()
         self._hidden_bytes = self.config.hidden_size * self.costs.element_bytes
         self._received_s = 0.0
@@ -46,7 +43,8 @@ class _SimulatedStage:
         """Run a sweep whose activations come at these times, by micro-batch; returns when they are with the next stage."""
         seconds, self._sent_s = self.costs.sweep(loads), {}
         self.lanes.run(
-            self._sweeps.steps([load.flow for load in loads]), self._with_transfers(seconds, loads, arrivals_s)
+            self._sweeps.steps([load.flow for load in loads], num_tokens=sum(load.tokens for load in loads)),
+            self._with_transfers(seconds, loads, arrivals_s),
         )
         return [self._sent_s.get(k, self.lanes.now_s) for k in range(len(loads))]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
     FORMAT_BYTES,
-    GGUF_FORMATS,
     INT4,
     INT8,
     KV_CODE_BITS,
@@ -201,7 +201,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
         formats=tuple(
-            name for name in (*KV_CODE_BITS, *GGUF_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
+            name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in (quantization, job.options.kv_cache_dtype)
         ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
@@ -253,7 +253,7 @@ def find_hardware(
         dtype: To compute in.
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
-        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `GGUF_FORMATS`.
+        formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
@@ -350,16 +350,16 @@ def loading_s(
 ) -> float:
     """Seconds to read the weights, which may have to come from disk.
 
-    kind: of `ModelFiles`. weight_format: the layers'; in one of `GGUF_FORMATS` they are taken as they are. None: `dtype`.
+    kind: of `ModelFiles`. weight_format: the layers'; in one of `BLOCK_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    as_found = model.num_layers * model.params_per_layer if weight_format in GGUF_FORMATS else 0
+    as_found = model.num_layers * model.params_per_layer if weight_format in BLOCK_FORMATS else 0
     expanded = model.num_params - as_found
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in GGUF_FORMATS else 0.0)
+    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in BLOCK_FORMATS else 0.0)
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

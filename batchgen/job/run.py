@@ -163,6 +163,7 @@ def run_job(options: JobOptions) -> dict[str, Any]:
             output_schema(source.dataset.schema, source.columns, options.output_prefix)
         resolved = resolve_job(options, resolve_model(options.model, notify=progress.say))
         resolved = replace(resolved, core_shares=tuple(map(frozenset, shares)))
+        source = source.for_model(resolved.config, options)
         # Most of it is importing transformers.
         tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
         if source.needs_chat_template:

@@ -129,7 +129,7 @@ def _sampled(sweeps: Sequence[_Scheduled], num_layers: int) -> list[int]:
 def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[_Scheduled]) -> list[float]:
     """Seconds of each sweep, one after the other, and no less than the CPU takes for what is deferred in it."""
     s = candidate.inputs
-    costs, sweeps = StepCosts(plan, s.model, s.hardware), Sweeps(streams_of(plan))
+    costs, sweeps = StepCosts(plan, s.model, s.hardware), Sweeps(streams_of(plan, s.model))
     simulator = Simulator(shared_cores=s.hardware.shared_cores)
     seconds = []
     for sweep in sampled:
@@ -146,7 +146,8 @@ def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[_Scheduled]) -
             return own_s
 
         simulator.spend(costs.between_s(sweep.loads))
-        simulator.run(sweeps.steps([load.flow for load in sweep.loads], cohorts, simulator.has_ended), counted)
+        flows, num_tokens = [load.flow for load in sweep.loads], sum(load.tokens for load in sweep.loads)
+        simulator.run(sweeps.steps(flows, cohorts, simulator.has_ended, num_tokens), counted)
         seconds.append(max(simulator.now_s - before_s, deferred_s))
     return seconds
 

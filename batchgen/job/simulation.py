@@ -84,14 +84,15 @@ def simulate_job(
         InputError: The budgets of the plan do not hold what it places.
     """
     job = SimulatedJob(plan, config, expected_output_len)
-    costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan))
+    costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
     cohorts = Cohorts()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
-        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended)
+        num_tokens = sum(load.tokens for load in loads)
+        steps = sweeps.steps([load.flow for load in loads], cohorts, simulator.has_ended, num_tokens)
         simulator.run(steps, costs.sweep(loads))
         job.end_sweep(cohorts)
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))

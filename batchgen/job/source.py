@@ -21,6 +21,7 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     from batchgen.dataset.prompts import PromptSpec
     from batchgen.job.options import JobOptions
+    from batchgen.models.config import ModelConfig
 
 
 class DoneRows(Protocol):
@@ -52,6 +53,15 @@ class RequestSource:
     @property
     def is_openai(self) -> bool:
         return self.format_row is not None
+
+    def for_model(self, config: ModelConfig, options: JobOptions) -> RequestSource:
+        """The same with the columns that the model gives. Raises InputError where their names are taken."""
+        if not (config.has_channels and isinstance(self.columns, SampleColumns)):
+            return self
+        columns = replace(self.columns, reasoning=True)
+        if not self.is_openai:
+            output_schema(self.dataset.schema, columns, options.output_prefix)
+        return replace(self, columns=columns)
 
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
         """Requests for every row not in `done`, each with its row's number."""
@@ -198,10 +208,10 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         if result["error"] is not None:
             return "errors", format_error(row["custom_id"], result["error"], result["row"])
         logprobs = result["logprobs"] or [None] * len(result["text"])
-        samples = [
-            {"text": text, "finish_reason": reason, "logprobs": positions}
-            for text, reason, positions in zip(result["text"], result["finish_reason"], logprobs, strict=True)
-        ]
+        reasoning = result.get("reasoning") or [None] * len(result["text"])
+        values = zip(result["text"], reasoning, result["finish_reason"], logprobs, strict=True)
+        names = ("text", "reasoning", "finish_reason", "logprobs")
+        samples = [dict(zip(names, sample, strict=True)) for sample in values]
         answer = {
             "samples": samples,
             "prompt_tokens": result["prompt_tokens"],

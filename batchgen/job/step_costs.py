@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
-from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, spread_layers
+from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
@@ -20,12 +20,14 @@ from batchgen.planner.cost import (
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
+    experts_touched,
     head_lanes,
     linear_s,
     prefill_attention_s,
     shared_attention_s,
     sweep_overhead_s,
 )
+from batchgen.planner.experts import expert_bytes, expert_frac
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
 from batchgen.runtime.memory.residency import WeightResidency
@@ -179,9 +181,12 @@ def weight_tiers(plan: Plan) -> dict[str, list[str]]:
     return {group: list(spread_layers(counts)) for group, counts in plan.policy.weight_layers.items()}
 
 
-def streams_of(plan: Plan) -> Streams:
+def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     """What has to be brought to the compute device."""
-    return WeightResidency.of_policy(plan.policy).streams("gpu" if "gpu" in plan.budgets else "cpu")
+    residency = WeightResidency.of_policy(plan.policy, config)
+    on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
+    of_stage = {"embeds": config.embeds, "has_head": config.has_head}
+    return residency.streams("gpu" if "gpu" in plan.budgets else "cpu", on_device, **of_stage)
 
 
 class StepCosts:
@@ -212,14 +217,26 @@ class StepCosts:
         }
         self._loaded_bytes = [0] * config.num_layers  # to an accelerator, in a sweep
         self._read_bytes = [0] * config.num_layers
-        for group, tiers in weight_tiers(plan).items():
-            for j, tier in enumerate(tiers):
+        tiers = weight_tiers(plan)
+        for group, of_layers in tiers.items():
+            for j, tier in enumerate(of_layers):
                 self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
-        self._vocabulary_chunks = streams_of(plan).vocabulary_chunks
-        rows, columns = config.product_shapes["qkv"]
+        of_one = expert_bytes(config, policy.weight_format)
+        # Of one expert what is on disk, and in how many tensors.
+        self._expert_sizes = [
+            [size for group, size in of_one.items() if tiers[group][j] == "disk"] if config.has_experts(j) else []
+            for j in range(config.num_layers)
+        ]
+        self._without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of what has been read so
+        self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
+        (rows, columns), (out_rows, out_columns) = config.product_shapes["qkv"], config.product_shapes["out"]
         self._pre_frac = rows * columns / config.matmul_params_per_layer
+        # Of what comes after attention, what comes before the experts.
+        routing = out_rows * out_columns + config.num_experts * config.hidden_size
+        self._route_frac = routing / (config.matmul_params_per_layer - rows * columns)
         self._dequantize_s = dequantize_weights_s(s)
+        self._dequantize_experts_s = self._dequantize_s * expert_frac(config)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
 
@@ -254,6 +271,8 @@ class StepCosts:
                     h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
                     return self._link_bytes(step, load) / h2d if h2d else 0.0
                 own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
+                if (step.layer, step.weight_slot) in self._without_experts:
+                    own_s = self._without_experts_s(step, loads, own_s)
                 if step.kind == "pre":
                     joined[step.batch] = 0
                 return own_s + also_s
@@ -263,8 +282,8 @@ class StepCosts:
                 return self.attention_s(attended, window, hardware.cpu)
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
-            if step.lane == "disk_read" and step.kind == "read_weight":
-                return self._read_bytes[step.layer] / hardware.disk_read_bytes_per_s
+            if step.kind in ("read_weight", "read_dense", "read_experts"):
+                return self._read_s(step, loads)
             if step.lane == "disk_read":
                 return self._disk_s(load.disk_reads, hardware.disk_read_bytes_per_s, hardware.disk_read_overhead_s)
             if step.lane == "disk_write":
@@ -277,6 +296,34 @@ class StepCosts:
             return moved / rate
 
         return seconds
+
+    def _read_s(self, step: Step, loads: Sequence[BatchLoad]) -> float:
+        """Reading weights from disk: of a layer, of what all tokens need of it, or of the experts that a micro-batch adds."""
+        hardware, sizes = self.hardware, self._expert_sizes[step.layer]
+        if step.kind == "read_experts":
+            count = self._added_experts(step, loads)
+            return count * (sum(sizes) / hardware.disk_read_bytes_per_s + len(sizes) * hardware.disk_read_overhead_s)
+        at = step.layer, step.weight_slot
+        experts = self.config.num_experts * sum(sizes) if step.kind == "read_dense" else 0
+        (self._without_experts.add if step.kind == "read_dense" else self._without_experts.discard)(at)
+        return (self._read_bytes[step.layer] - experts) / hardware.disk_read_bytes_per_s
+
+    def _added_experts(self, step: Step, loads: Sequence[BatchLoad]) -> float:
+        """Experts of a layer that a micro-batch is expected to touch, and those before it are not."""
+        is_last = step.layer == self.config.num_layers - 1
+        tokens = [load.logits_rows if is_last else load.tokens for load in loads[: step.batch + 1]]
+        return experts_touched(self.config, sum(tokens)) - experts_touched(self.config, sum(tokens[:-1]))
+
+    def _without_experts_s(self, step: Step, loads: Sequence[BatchLoad], own_s: float) -> float:
+        """Seconds of a computation of a layer whose experts are read on demand. own_s: as of one that is read as a whole."""
+        if step.kind == "expand_weight":
+            return own_s - self._dequantize_experts_s
+        if step.kind == "route":
+            return own_s * self._route_frac
+        if step.kind == "post":
+            part = self._added_experts(step, loads) / self.config.num_experts
+            return own_s * (1 - self._route_frac) + self._dequantize_experts_s * part
+        return own_s
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Scheduling, packing and bookkeeping of a sweep."""
@@ -387,7 +434,7 @@ class _Computing:
     def seconds(self, step: Step) -> float:
         if step.kind == "attention":
             return self.attention_s[step.layer]
-        if step.kind == "post":
+        if step.kind in ("post", "route"):
             return self.last_post_s if step.layer == len(self.attention_s) - 1 else self.post_s
         own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.dequantize_s}
         return own[step.kind]

@@ -11,18 +11,21 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import GGUF_FORMATS, INT8, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT8, weight_row_bytes
 from batchgen.core.errors import InputError
-from batchgen.models import fused_experts
+from batchgen.models import fp8, fused_experts, group_codes, reading
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, read_config, stored_quantization, weight_tensors
+from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
+from batchgen.models.fp8 import Fp8Numbers
+from batchgen.models.group_codes import GroupCodes
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import GEMMA
+from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
+from batchgen.models.reading import check_stored, read_bytes, read_into, read_numbers
 from batchgen.models.store_format import is_quantized
 from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
@@ -34,8 +37,6 @@ Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 # (part, layer) -> the name of its tensor, and where that lies
 _Find = Callable[[str, int], tuple[str, TensorInfo]]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK_VALUES = 1 << 20  # values converted at a time
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 
 
@@ -130,7 +131,9 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    load: Callable[[str, int, torch.dtype], dict[str, Tensor]]  # ("embeddings", "layer" or "head", layer, dtype)
+    load: Callable[
+        [str, int, torch.dtype], dict[str, Tensor]
+    ]  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
     # Of one whose matrices are packed: their format, and a layer as it is stored.
     weight_format: str | None = None
     stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
@@ -175,6 +178,10 @@ class Checkpoint:
         """
         return self.load("head", 0, dtype)
 
+    def load_sinks(self, dtype: torch.dtype) -> Tensor | None:
+        """Of the attention of all layers [layers * heads]; None: the model has none."""
+        return self.load("sinks", 0, dtype)["sinks.weight"] if self.config.sinks else None
+
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Checkpoint:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
@@ -203,25 +210,47 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None) -> Che
         return fused_experts.Source(part, tuple(find(f"{part}{suffix}", layer) for suffix in suffixes))
 
     stored_format = stored_quantization(files)
-    coded = stored_format == INT8
+    coded = _coded_parts(config, stated_scheme(files), names, tensors)
     for part, shape, layer, in_layer in _all_parts(config):
         if fused_experts.is_fused(part):
             fused_experts.check(config, files.path, find_fused(part, layer))
-        elif coded and in_layer and len(shape) == 2:
+        elif stored_format == INT8 and in_layer and len(shape) == 2:
             _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
-        else:
+        elif (part, layer) not in coded:
             _check_tensor(files.kind, *find(part, layer), shape)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
     def fill(part: str, layer: int, out: Tensor) -> None:
         if fused_experts.is_fused(part):
-            return fused_experts.fill(config, find_fused(part, layer), _read_into, out)
-        _fill(config, files.kind, find, part, layer, out)
+            return fused_experts.fill(config, find_fused(part, layer), read_into, out)
+        if found := coded.get((part, layer)):
+            found.fill(out)
+        else:
+            _fill(config, files.kind, find, part, layer, out)
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
     return _part_checkpoint(config, fill, stored_format)
+
+
+def _coded_parts(
+    config: ModelConfig, scheme: Scheme | None, names: dict[str, str], tensors: dict[str, TensorInfo]
+) -> dict[tuple[str, int], GroupCodes | Fp8Numbers]:
+    """(part, layer) -> the matrix, of those that are in groups of codes or in FP8; they are checked."""
+    found: dict[tuple[str, int], GroupCodes | Fp8Numbers] = {}
+    if scheme is None or scheme.layout not in (*GROUP_LAYOUTS, FP8):
+        return found
+    find: Callable[..., GroupCodes | Fp8Numbers | None] = fp8.find if scheme.layout == FP8 else group_codes.find
+    for part, shape, layer, _ in _all_parts(config):
+        stem, suffix = part.rsplit(".", 1)
+        if (
+            suffix == "weight"
+            and len(shape) == 2
+            and (coded := find(tensors, names[stem].format(layer), shape, scheme))
+        ):
+            found[part, layer] = coded
+    return found
 
 
 def _all_parts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
@@ -240,10 +269,10 @@ def _fill(config: ModelConfig, kind: str, find: _Find, part: str, layer: int, ou
     if info.dtype == "I8":
         _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
     elif kind == "hf" and config.family in GEMMA and part.endswith("norm.weight"):
-        _fill_from_safetensors(name, info, weight := torch.empty(out.shape))
+        read_numbers(name, info, weight := torch.empty(out.shape))
         out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
     elif kind == "hf":
-        _fill_from_safetensors(name, info, out)
+        read_numbers(name, info, out)
     else:
         # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
         permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
@@ -290,14 +319,16 @@ def _part_checkpoint(
 ) -> Checkpoint:
     """A checkpoint put together by `fill(part, layer, tensor to fill)`; stored_format: it fills rows packed in this format too."""
     ends = {"embeddings": embedding_layout(config), "head": head_layout(config)}
+    if config.sinks:
+        ends["sinks"] = {"sinks.weight": ends["head"]["sinks.weight"]}
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         layout = layer_layout(config, layer) if which == "layer" else ends[which]
-        return filled(layout, layer, lambda shape: torch.empty(shape, dtype=dtype))
+        return filled(layout, layer, lambda name, shape: torch.empty(shape, dtype=dtype))
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        def space(shape: tuple[int, ...]) -> Tensor:
-            if len(shape) < 2:
+        def space(name: str, shape: tuple[int, ...]) -> Tensor:
+            if not is_quantized(name, shape):
                 return torch.empty(shape, dtype=dtype)
             assert stored_format is not None
             kind = torch.int8 if stored_format == INT8 else torch.uint8
@@ -305,8 +336,8 @@ def _part_checkpoint(
 
         return filled(layer_layout(config, layer), layer, space)
 
-    def filled(layout: Layout, layer: int, space: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-        tensors = {name: space(shape) for name, shape in tensor_shapes(layout).items()}
+    def filled(layout: Layout, layer: int, space: Callable[[str, tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
+        tensors = {name: space(name, shape) for name, shape in tensor_shapes(layout).items()}
         for name, parts in layout.items():
             pieces = tensors[name].split([shape[0] for _, shape in parts])
             for (part, _), piece in zip(parts, pieces, strict=True):
@@ -320,7 +351,8 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
     store = open_store(files.path)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        file = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head}[which]
+        files = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head, "sinks": store.head}
+        file = files[which]
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         return {name: tensor for group in groups for name, tensor in group.items()}
 
@@ -330,7 +362,7 @@ def _store_checkpoint(files: ModelFiles) -> Checkpoint:
         tensors = {name: tensor for group in groups for name, tensor in group.items()}
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    kept = store.weight_format if store.weight_format in (INT8, *GGUF_FORMATS) else None
+    kept = store.weight_format if store.weight_format in (INT8, *BLOCK_FORMATS) else None
     return Checkpoint(store.config, load, kept, load_stored if kept else None)
 
 
@@ -349,16 +381,13 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
 
 def _check_tensor(kind: str, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
     where = f"tensor {name} in {info.path}"
-    if info.shape != shape:
-        raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
     if kind == "gguf":  # sizes follow from type and shape
+        if info.shape != shape:
+            raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
         if info.dtype not in kernels.GGUF_TYPES and not _gguf_package_reads(info.dtype):
             raise InputError(f"{where} has the unsupported type {info.dtype}")
         return
-    if info.dtype not in _DTYPES:
-        raise InputError(f"{where} is {info.dtype}; supported: {', '.join(_DTYPES)}")
-    if info.num_bytes != math.prod(shape) * _DTYPES[info.dtype].itemsize:
-        raise InputError(f"{where} has {info.num_bytes:,} bytes, which do not fit its shape")
+    check_stored(name, info, shape)
 
 
 def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -386,7 +415,7 @@ def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> Non
     step = max(1, first.num_bytes // 64)
     for offset in range(0, first.num_bytes if same else 0, step):
         count = min(4096, first.num_bytes - offset)
-        same = same and _read_bytes(embed, first, offset, count) == _read_bytes(lm_head, second, offset, count)
+        same = same and read_bytes(embed, first, offset, count) == read_bytes(lm_head, second, offset, count)
     if not same:
         raise InputError(
             f"{second.path} holds a {lm_head} of its own though its config ties it to the embedding: "
@@ -394,57 +423,23 @@ def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> Non
         )
 
 
-def _read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
-    buffer = bytearray(count)
-    _read_into(name, info, start, memoryview(buffer))
-    return buffer
-
-
-def _read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> None:
-    """Fills `buffer` with the tensor's bytes from `start` on."""
-    try:
-        with Path(info.path).open("rb", buffering=0) as file:
-            file.seek(info.offset + start)
-            done = 0
-            while done < len(buffer):  # one call reads at most 2 GiB
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise InputError(f"{info.path} ends within tensor {name}: fetch it again")
-                done += count
-    except OSError as error:
-        raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
-
-
-def _fill_from_safetensors(name: str, info: TensorInfo, out: Tensor) -> None:
-    stored = _DTYPES[info.dtype]
-    if stored == out.dtype:
-        _read_into(name, info, 0, memoryview(out.view(-1).view(torch.uint8).numpy()))
-        return
-    start = 0
-    for piece in out.view(-1).split(_CHUNK_VALUES):
-        values = torch.empty(len(piece), dtype=stored)
-        _read_into(name, info, start, memoryview(values.view(torch.uint8).numpy()))
-        piece.copy_(values)
-        start += len(values) * stored.itemsize
-
-
 def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo], out: Tensor) -> None:
     """Fills rows of 8 bits, or of numbers."""
     name, info = codes
     rows, n = info.shape
     scales = torch.empty(rows, dtype=torch.float32)
-    _fill_from_safetensors(*scale, scales)
+    read_numbers(*scale, scales)
     if not bool(
         (scales.isfinite() & ~scales.signbit()).all()
     ):  # a sign would say that the row is rotated (ops/int8.py)
         raise InputError(
             f"tensor {scale[0]} in {scale[1].path} has scales that are negative or no numbers: fetch the model again"
         )
-    step = max(1, _CHUNK_VALUES // n)
+    step = max(1, reading.CHUNK_VALUES // n)
     for start in range(0, rows, step):
         some = slice(start, min(rows, start + step))
         values = torch.empty(some.stop - start, n, dtype=torch.int8)
-        _read_into(name, info, start * n, memoryview(values.view(-1).view(torch.uint8).numpy()))
+        read_into(name, info, start * n, memoryview(values.view(-1).view(torch.uint8).numpy()))
         packed = int8.join(values, scales[some, None])
         if out.dtype == torch.int8:
             out[some] = packed
@@ -458,7 +453,7 @@ def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, 
     A permuted head holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ...
     """
     if out.dtype == torch.uint8:
-        _read_into(name, info, 0, memoryview(out.view(-1).numpy()))
+        read_into(name, info, 0, memoryview(out.view(-1).numpy()))
         if permuted_head_dim:
             out.copy_(_halves_apart(out, permuted_head_dim))
         return
@@ -469,12 +464,12 @@ def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, 
         raise InputError(
             f"tensor {name} in {info.path} has {info.dtype} blocks across its rows, which is not supported"
         )
-    count = max(1, _CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
+    count = max(1, reading.CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
     buffer = torch.empty(min(count, len(rows)), row_bytes, dtype=torch.uint8)
     start = 0
     for piece in rows.split(count):
         packed = buffer[: len(piece)]
-        _read_into(name, info, start, memoryview(packed.view(-1).numpy()))
+        read_into(name, info, start, memoryview(packed.view(-1).numpy()))
         if info.dtype in kernels.GGUF_TYPES:
             kernels.unpack_gguf(info.dtype, packed, piece, permuted_head_dim or 0)
         else:

@@ -304,6 +304,11 @@ class ModelConfig:
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
 
     @property
+    def has_channels(self) -> bool:
+        """Whether it thinks in a channel of its own before it answers (`harmony.py`)."""
+        return self.family == "gpt_oss"
+
+    @property
     def attention_scale(self) -> float:
         """What queries are multiplied with."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
@@ -358,6 +363,16 @@ class ModelConfig:
         """
         kinds = [self._tensors(experts) for experts in self._kinds]
         return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[dict[str, tuple[tuple[int, int], ...]], dict[str, int]], ...]:
+        """Of each kind of layer, with experts and without, `layer_matrices` and the number of other weights in each group."""
+        found = []
+        for experts in self._kinds:
+            matrices, tensors = self._matrices(experts), self._tensors(experts)
+            rest = {g: tensors[g] - sum(map(math.prod, shapes)) for g, shapes in matrices.items()}
+            found.append((matrices, rest))
+        return tuple(found)
 
     @property
     def layer_matrices(self) -> dict[str, tuple[tuple[int, int], ...]]:

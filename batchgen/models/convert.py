@@ -275,7 +275,8 @@ class _Conversion:
             if measuring and measured is not None:
                 importance = measured.next_layer(tensors)
             elif measuring:
-                measured = ChannelImportance(checkpoint.config, tensors, random_tokens(checkpoint.config))
+                tokens, sinks = random_tokens(checkpoint.config), checkpoint.load_sinks(dtype)
+                measured = ChannelImportance(checkpoint.config, tensors, tokens, sinks)
             yield planned, tensors if absent else {}, importance
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:

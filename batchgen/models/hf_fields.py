@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.compressed_tensors import check_quantization, is_mxfp4
+from batchgen.models.quantization import INT8_CODES, MXFP4, describe, read_scheme
 from batchgen.models.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -127,12 +127,12 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     if quantization := config.get("quantization_config"):
         if not isinstance(quantization, Mapping):
             raise InputError(f"quantization_config must be an object, not {quantization!r}")
-        if not (family == "gpt_oss" and is_mxfp4(quantization)):
-            check_quantization(quantization)
+        scheme = read_scheme(quantization)
+        of_mixture = family in MIXTURES and scheme.layout == INT8_CODES
+        if of_mixture or (scheme.layout == MXFP4) != (family == "gpt_oss"):
+            raise InputError(f"{family} checkpoints in {describe(scheme)} are not supported: take one in bfloat16")
     if family == "opt" and not config.get("layer_norm_elementwise_affine", True):
         raise InputError("OPT without layer_norm_elementwise_affine is not supported")
-    if family in MIXTURES and quantization and not (family == "gpt_oss" and is_mxfp4(quantization)):
-        raise InputError("quantised mixture-of-experts checkpoints are not supported: take one in bfloat16")
     if config.get("use_bidirectional_attention"):
         raise InputError("models that attend in both directions (use_bidirectional_attention) are not supported")
 

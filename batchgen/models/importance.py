@@ -8,7 +8,6 @@ measured on random tokens, which needs no text and serves any vocabulary, while 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
@@ -30,12 +29,22 @@ def random_tokens(config: ModelConfig) -> Tensor:
 class ChannelImportance:
     """Invariant: `_hidden` is what the layer that comes next is given."""
 
-    def __init__(self, config: ModelConfig, embeddings: Weights, token_ids: Tensor) -> None:
-        """embeddings: as `Checkpoint.load_embeddings` gives them. token_ids: int64 [seqs, tokens] to measure with."""
+    def __init__(
+        self, config: ModelConfig, embeddings: Weights, token_ids: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """Begin at the first layer.
+
+        Args:
+            config: The model's.
+            embeddings: As `Checkpoint.load_embeddings` gives them.
+            token_ids: int64 [seqs, tokens] to measure with.
+            sinks: As `Checkpoint.load_sinks` gives them.
+        """
         self._config = config
         self._seqs, self._tokens = token_ids.shape
         self._positions = torch.arange(self._tokens).repeat(self._seqs)
         self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
+        self._sinks = None if sinks is None else sinks.float().view(config.num_layers, config.num_heads)
         self._layer = 0
 
     def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
@@ -59,11 +68,28 @@ class ChannelImportance:
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
                 for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)
             )
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
+            sinks = None if self._sinks is None else self._sinks[self._layer]
+            attended = _attend(q, k, v, config.windows[self._layer], config.attention_softcap, sinks)
             attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
             self._hidden = post_attention(config, weights, self._hidden, attended, on_input=on_input)
         self._layer += 1
         return seen
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:
+    """Causal attention [seqs, heads, tokens, head_dim]; queries are scaled. sinks: fp32 [heads]."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.float() @ k.float().repeat_interleave(group, 1).transpose(2, 3)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    scores = scores.masked_fill_(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=3)
+    weights = scores.softmax(3)[..., : k.shape[2]]
+    return (weights @ v.float().repeat_interleave(group, 1)).to(v.dtype)
 
 
 def _bounded(mean_squares: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.experts import OnInput, Weights, experts
+from batchgen.models.experts import OnInput, Routes, Weights, experts, route
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
@@ -95,15 +95,41 @@ def post_attention(
 
     out: where it goes, `hidden` perhaps. by_expert: as of `experts`.
     """
-    hidden = _added(config, weights, "out", attention, hidden, out, on_input)
-    if not config.norm_first:
-        hidden = norm(config, weights, "input_norm", hidden, out)
-    x = norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
+    hidden = _with_attention(config, weights, hidden, attention, out, on_input)
+    x = _mlp_input(config, weights, hidden)
     if "router.weight" in weights:
         return torch.add(hidden, experts(config, weights, x, on_input, by_expert=by_expert), out=out)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
     hidden = _added(config, weights, "down", x, hidden, out, on_input)
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
+
+
+def route_tokens(config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor) -> Routes:
+    """`post_attention` of a layer with experts up to where these are needed: where each token goes. `hidden` becomes what MLPs add to."""
+    return route(
+        config, weights, _mlp_input(config, weights, _with_attention(config, weights, hidden, attention, hidden))
+    )
+
+
+def add_experts(config: ModelConfig, weights: Weights, hidden: Tensor, routes: Routes) -> None:
+    """The rest of `post_attention`: adds to `hidden` what the experts make of it."""
+    torch.add(hidden, experts(config, weights, _mlp_input(config, weights, hidden), routes=routes), out=hidden)
+
+
+def _with_attention(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    attention: Tensor,
+    out: Tensor | None,
+    on_input: OnInput | None = None,
+) -> Tensor:
+    hidden = _added(config, weights, "out", attention, hidden, out, on_input)
+    return hidden if config.norm_first else norm(config, weights, "input_norm", hidden, out)
+
+
+def _mlp_input(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
+    return norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
 
 
 def _added(  # the operands of a linear layer

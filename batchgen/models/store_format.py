@@ -39,7 +39,7 @@ def is_quantized(name: str, shape: Shape) -> bool:
 class StoredTensor:
     """A tensor and where it lies.
 
-    dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `GGUF_FORMATS`. shape: the weights', however they are packed.
+    dtype: "float32", "bfloat16", "float16", "int4", "int8" or one of `BLOCK_FORMATS`. shape: the weights', however they are packed.
 
     offset: bytes from the start of the file.
     """

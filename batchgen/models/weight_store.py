@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
-from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import STORE_MANIFEST, read_store_manifest
@@ -140,7 +140,7 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
                     quant.dequantize(values, tensor.shape[-1], out=piece)
                 elif tensor.dtype == INT8:
                     int8.dequantize(values.view(torch.int8), tensor.shape[-1], out=piece)
-                elif tensor.dtype in GGUF_FORMATS:
+                elif tensor.dtype in BLOCK_FORMATS:
                     cpp.unpack_gguf(tensor.dtype.upper(), values, piece)
                 else:
                     piece.copy_(values.view(getattr(torch, tensor.dtype)))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import GGUF_FORMATS, WEIGHT_CODE_BITS
+from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
@@ -25,11 +25,12 @@ from batchgen.ops.sampling import Draws
 AttentionPlan = _kernels.AttentionPlan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
-# Those that `unpack_gguf` knows, as files number them.
+# Those that `unpack_gguf` knows: as files number them, and from 1000 on blocks that are in no GGUF.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
+BLOCK_TYPES = GGUF_TYPES | {"W4_G32": 1032, "W4_G64": 1064, "W4_G128": 1128, "FP8_G32": 2032, "FP8_G128": 2128}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5, "swiglu_oai_mul": 6}
 GATED = ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul")
 MAX_HEAD_DIM = 256
@@ -165,15 +166,15 @@ class BoundWeight:
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A linear layer's weight [columns, depth] as rows of a GGUF, which products unpack as they need them."""
+    """A linear layer's weight [columns, depth] as rows of blocks, those of a GGUF or others, which products unpack as they need them."""
 
     data: Tensor  # uint8 [columns, bytes of a row], contiguous
-    weight_format: str  # of GGUF_FORMATS
+    weight_format: str  # of BLOCK_FORMATS
     isa: str = ""  # what multiplies it; "": the process's set
 
     @property
     def shape(self) -> tuple[int, int]:
-        values, num_bytes = GGUF_FORMATS[self.weight_format]
+        values, num_bytes = BLOCK_FORMATS[self.weight_format]
         return len(self.data), self.data.shape[1] // num_bytes * values
 
     @property
@@ -258,7 +259,7 @@ def linear(
         TYPES[dtype],
         coded,
         packed,
-        GGUF_TYPES[weight.weight_format.upper()] if in_gguf else 0,
+        BLOCK_TYPES[weight.weight_format.upper()] if in_gguf else 0,
         ACTIVATIONS[activation],
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -366,10 +367,10 @@ def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
 
 
 def unpack_gguf(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
-    """Dequantize rows of a GGUF's tensor.
+    """Dequantize rows of a GGUF's tensor, or of other blocks.
 
     Args:
-        packing: one of `GGUF_TYPES`.
+        packing: one of `BLOCK_TYPES`.
         packed: uint8 [rows, bytes of a row], as in the file.
         out: [rows, columns], contiguous.
         interleaved: so many rows at a time are two halves' rows in turn, 0, n/2, 1, n/2 + 1, ..., and are put into order;
@@ -383,7 +384,7 @@ def unpack_gguf(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0)
         packed.shape[1],
         rows,
         columns,
-        GGUF_TYPES[packing],
+        BLOCK_TYPES[packing],
         interleaved,
         TYPES[out.dtype],
         out.data_ptr(),

@@ -25,10 +25,14 @@ class Columns(Protocol):
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Of generated texts: with n > 1 samples a row, text, finish_reason, generated_tokens and logprobs are lists."""
+    """Of generated texts: with n > 1 samples a row, text, reasoning, finish_reason, generated_tokens and logprobs are lists.
+
+    reasoning: the model thinks in a channel of its own.
+    """
 
     n: int = 1
     logprobs: bool = False
+    reasoning: bool = False
 
     def types(self) -> dict[str, pa.DataType]:
         def per_sample(kind: pa.DataType) -> pa.DataType:
@@ -36,6 +40,7 @@ class SampleColumns:
 
         types = {
             "text": per_sample(pa.string()),
+            **({"reasoning": per_sample(pa.string())} if self.reasoning else {}),
             "finish_reason": per_sample(pa.string()),
             "prompt_tokens": pa.int32(),
             "generated_tokens": per_sample(pa.int32()),
@@ -45,14 +50,18 @@ class SampleColumns:
 
     def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
         text, reason, prompt, generated, error, logprob = (results.column(i) for i in range(1, 7))
+        thoughts = pa.nulls(len(text), text.type)
+        if "reasoning" in results.schema.names:
+            thoughts = results.column("reasoning")
         if self.n > 1:
             failed_reason = pa.array([["error"]], reason.type)[0]
             reason = pc.if_else(error.is_valid(), failed_reason, reason)
         else:
-            text, logprob = _first(text), _first(logprob)
+            text, thoughts, logprob = _first(text), _first(thoughts), _first(logprob)
             reason = pc.fill_null(_first(reason), "error")
             generated = pc.fill_null(_first(generated), 0)
-        return [text, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
+        texts = [text, *([thoughts] if self.reasoning else [])]
+        return [*texts, reason, prompt, generated, error, *([logprob] if self.logprobs else [])]
 
 
 ONE_SAMPLE = SampleColumns()

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from batchgen.core.atomic_file import replace_durably, written_atomically
 from batchgen.core.errors import BatchgenError
 from batchgen.output.row_map import RowMap
-from batchgen.output.row_result import RESULT_SCHEMA, RowResult
+from batchgen.output.row_result import REASONING_SCHEMA, RESULT_SCHEMA, RowResult
 from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult
 
 Result = RowResult | ScoreResult
@@ -135,7 +135,7 @@ def _open_part(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    if not any(file.schema_arrow.equals(schema) for schema in (RESULT_SCHEMA, SCORE_SCHEMA)):
+    if not any(file.schema_arrow.equals(schema) for schema in (RESULT_SCHEMA, REASONING_SCHEMA, SCORE_SCHEMA)):
         raise DamagedPart(f"{path.name}: its columns are not those of a part")
     return file
 
@@ -196,7 +196,7 @@ class PartIndex:
                 newest = np.zeros(len(offsets), bool)
                 newest[inside] = part_of_row[offsets[inside]] == part + 1
                 pieces.append(table.filter(pa.array(newest)))
-        table = pa.concat_tables(pieces)
+        table = pa.concat_tables(pieces, promote_options="default")  # some parts may have reasoning, and others none
         order = np.argsort(table.column("row").to_numpy(), kind="stable")
         return table.take(pa.array(order)).combine_chunks().to_batches()[0]
 

@@ -29,6 +29,9 @@ RESULT_SCHEMA = pa.schema(
     ]
 )
 
+# Of models that think before they answer; null where no channel was named.
+REASONING_SCHEMA = RESULT_SCHEMA.append(pa.field("reasoning", pa.list_(pa.string())))
+
 
 @dataclass(frozen=True)
 class RowResult:
@@ -38,6 +41,7 @@ class RowResult:
         finish_reason: "stop" or "length".
         generated_tokens: token counts.
         logprobs: [samples][positions].
+        reasoning: as of `Sample`; None where no sample has any.
     """
 
     text: tuple[str, ...]
@@ -46,6 +50,7 @@ class RowResult:
     generated_tokens: tuple[int, ...]
     error: str | None = None
     logprobs: tuple[tuple[PositionLogprobs, ...], ...] | None = None
+    reasoning: tuple[str | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.error is None) != bool(self.text):
@@ -62,17 +67,19 @@ class RowResult:
             generated_tokens=tuple(len(s.token_ids) for s in samples),
             error=completion.error,
             logprobs=tuple(s.logprobs or () for s in samples) if wants_logprobs else None,
+            reasoning=tuple(s.reasoning for s in samples) if any(s.reasoning is not None for s in samples) else None,
         )
 
     @property
     def memory_bytes(self) -> int:
         """About what it costs to hold; an estimate, for bounding buffers."""
-        size_bytes = 500 + 2 * len(self.error or "") + sum(2 * len(text) for text in self.text)
+        texts = (self.error, *self.text, *(self.reasoning or ()))
+        size_bytes = 500 + sum(2 * len(text or "") for text in texts)
         return size_bytes + positions_bytes(self.logprobs)
 
     @staticmethod
     def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
-        """Results by row index as a batch of RESULT_SCHEMA, sorted by row."""
+        """Results by row index as a batch of RESULT_SCHEMA, or REASONING_SCHEMA where there is any, sorted by row."""
         rows = sorted(results)
         ordered = [results[row] for row in rows]
         columns: list[list[Any]] = [
@@ -84,6 +91,9 @@ class RowResult:
             [r.error for r in ordered],
             [position_tuples(r.logprobs) for r in ordered],
         ]
+        reasoning = [r.reasoning for r in ordered]
+        if any(reasoning):
+            return make_batch([*columns, reasoning], REASONING_SCHEMA)
         return make_batch(columns, RESULT_SCHEMA)
 
 

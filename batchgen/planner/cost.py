@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, INT4, INT8, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
 from batchgen.models.config import ModelConfig
@@ -300,7 +300,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
         lanes["compute"] = before + own_attention + requests_s
-        read = s.layer_bytes if s.weight_format in (INT8, *GGUF_FORMATS) else s.dequantized_layer_bytes
+        read = s.layer_bytes if s.weight_format in (INT8, *BLOCK_FORMATS) else s.dequantized_layer_bytes
         dram = on_disk + (read + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
@@ -441,7 +441,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     captured = s.gpu_batch_size if s.on_gpu else 0
     work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
     work += coded_bytes(s.weight_format, on_gpu=s.on_gpu)
-    dequantized = s.dequantized_layer_bytes if s.weight_format == INT4 else 0.0
+    dequantized = float(s.dequantized_slot_bytes) if s.weight_format == INT4 else 0.0
     cpu = s.process_bytes + WORKSPACE_BYTES + (1 - at.embed_gpu) * s.embedding_bytes + at.w_cpu * weights + kv["cpu"]
     cpu += at.disk_peak * (_SLOTS * sum(s.disk_group_bytes.values()))
     staging = at.staged_blocks * (_SLOTS * s.kv_block_bytes)
@@ -455,7 +455,8 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
-    gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + at.streamed_peak * (_SLOTS * s.layer_bytes) + kv["gpu"]
+    in_transit = at.streamed_peak * (_SLOTS * sum(s.slot_group_bytes.values()))
+    gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + in_transit + kv["gpu"]
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (chunks + whole_logits)
     gpu += staging + dequantized + at.delegates * dequantized + at.embed_gpu * s.embedding_bytes

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, moved_bytes, peak_bytes, sweep_overhead_s
+from batchgen.planner.experts import break_even_tokens, on_demand_tokens
 from batchgen.planner.explanation import LANE_NAMES, Explanation, explanation_of, price_lines, stage_rows, total_lines
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import CostInputs, Placement
@@ -68,6 +70,7 @@ def make_plan(
         activation_batches=(int(counts.activation_batches[0]), int(counts.activation_batches[1])),
         batch_order=_batch_order(s, counts),
         deferred_rows=s.deferral.rows if s.deferral else None,
+        on_demand_tokens=on_demand_tokens(s, counts.weight_layers),
     )
     return Plan(
         model=model_name,
@@ -119,6 +122,17 @@ def _predict(
         memory_price_s=candidate.relaxed.memory_price_s,
         lane_price_s={k: v for k, v in candidate.relaxed.lane_price_s.items() if k in lane_s},
         stages=_stages(candidate, at, sweeps_s + rows_s),
+        break_even_tokens=break_even_tokens(s, _weights_s(s, at)),
+    )
+
+
+def _weights_s(s: CostInputs, at: Placement) -> float:
+    """Seconds in which the weights of one layer that are elsewhere come to the compute device."""
+    from_disk = float(at.w_disk) * s.layer_bytes / s.hardware.disk_read_bytes_per_s
+    return (
+        max(from_disk, float(at.w_streamed) * s.layer_bytes / known(s.hardware.h2d_bytes_per_s))
+        if s.on_gpu
+        else from_disk
     )
 
 

@@ -158,7 +158,12 @@ def _weight_sentences(plan: Plan) -> list[str]:
     words = _WEIGHT_SENTENCES if "gpu" in plan.budgets else _WEIGHT_SENTENCES_CPU
     by_tier = plan.placement_bytes["weights"]
     stored = plan.policy.weight_format
-    return [f"{format_bytes(by_tier[tier])} {words[tier]} ({stored})." for tier in words if by_tier.get(tier)]
+    found = [f"{format_bytes(by_tier[tier])} {words[tier]} ({stored})." for tier in words if by_tier.get(tier)]
+    if tokens := plan.prediction.break_even_tokens:
+        found.append(f"From {tokens:,} tokens a sweep on, products take as long as bringing these weights.")
+    if tokens := plan.policy.on_demand_tokens:
+        found.append(f"In sweeps of {tokens:,} tokens or fewer, only those experts are read that a token is routed to.")
+    return found
 
 
 def _kv_sentences(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Deferral
-from batchgen.planner.memory import group_bytes, kv_block_bytes
+from batchgen.planner.memory import group_bytes, kv_block_bytes, slot_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
@@ -136,6 +136,16 @@ class CostInputs:
     def disk_group_bytes(self) -> dict[str, int]:
         """The same in host memory, when read from disk: each starts on a page of its own."""
         return {group: aligned(size) for group, size in self.group_bytes.items()}
+
+    @cached_property
+    def slot_group_bytes(self) -> dict[str, int]:
+        """Of a buffer that any layer's tensors of each group fit into."""
+        return slot_bytes(self.model, self.compute_format, self.weight_format)
+
+    @cached_property
+    def dequantized_slot_bytes(self) -> int:
+        """Of a buffer for the dequantized weights of any layer."""
+        return sum(slot_bytes(self.model, self.compute_format, self.compute_format).values())
 
     @property
     def dequantized_layer_bytes(self) -> float:

@@ -73,7 +73,7 @@ class Counts:
             act_cpu=self.activation_batches[1] / batches,
             head_gpu=self.head_on_gpu,
             head_cpu=1 - self.head_on_gpu,
-            streamed_peak=peak(sizes, (1, 2)),
+            streamed_peak=peak(s.slot_group_bytes, (1, 2)),
             disk_peak=peak(s.disk_group_bytes, (2,)),
             staged_blocks=staged,
             disk_blocks=on_disk,
@@ -227,7 +227,7 @@ class _PlacementProgramme(Programme):
             act_cpu=self.activations[1] * (1 / batches),
             head_gpu=self.head_gpu,
             head_cpu=1 - self.head_gpu,
-            streamed_peak=self._peak(sizes, (1, 2), layers),
+            streamed_peak=self._peak(s.slot_group_bytes, (1, 2), layers),
             disk_peak=self._peak(s.disk_group_bytes, (2,), layers),
             **self._buffers(),
         )

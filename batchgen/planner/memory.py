@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, weight_row_bytes
@@ -94,13 +95,30 @@ def planned_logit_rows(
 
 
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`."""
+    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`; of the largest, where layers differ."""
     size = int(FORMAT_BYTES[dtype])
-    return {
-        group: sum(rows * (weight_row_bytes(columns, weight_format) - columns * size) for rows, columns in matrices)
-        + config.layer_tensors[group] * size
-        for group, matrices in config.layer_matrices.items()
-    }
+    kinds = [
+        {
+            group: sum(rows * weight_row_bytes(columns, weight_format) for rows, columns in shapes) + rest[group] * size
+            for group, shapes in matrices.items()
+        }
+        for matrices, rest in config.layer_kinds
+    ]
+    return {group: max(kind[group] for kind in kinds) for group in kinds[0]}
+
+
+def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Bytes of a buffer for any layer's tensors of each group: for each tensor the largest.
+
+    More than `group_bytes` where one kind of layer has the larger MLP and another a router or a shared expert beside it.
+    """
+    size, kinds = int(FORMAT_BYTES[dtype]), config.layer_kinds
+    found = {}
+    for group in kinds[0][0]:
+        places = zip_longest(*(matrices[group] for matrices, _ in kinds), fillvalue=(0, 0))
+        sizes = (max(rows * weight_row_bytes(columns, weight_format) for rows, columns in place) for place in places)
+        found[group] = sum(sizes) + max(rest[group] for _, rest in kinds) * size
+    return found
 
 
 def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
@@ -164,11 +182,11 @@ def plan_memory(
     _add_weights(config, policy, dtype, device, task, add)
     _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
     _add_staging(config, policy, device, staging_blocks, add)
-    block_bytes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-    sizes = {tier: config.num_layers * (aligned(block_bytes) if tier == "disk" else block_bytes) for tier in TIERS}
+    sizes = _pool_block_bytes(config, policy)
     kv_blocks = _kv_blocks(policy, parts, budgets, sizes, demand)
-    for tier, count in kv_blocks.items():
-        add(tier, "KV", count * sizes[tier])
+    for pool, count in kv_blocks.items():
+        for tier, size in sizes[pool].items():
+            add(tier, "KV", count * size)
     return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
 
 
@@ -184,11 +202,12 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
                 on_disk += aligned(groups[group]) if tier == "disk" else 0
     if device == "gpu":
         away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
-        add("gpu", "weights in transit", 2 * sum(groups[group] for group in away))
+        slots = slot_bytes(config, dtype, policy.weight_format)
+        add("gpu", "weights in transit", 2 * sum(slots[group] for group in away))
     add("cpu", "weights in transit", 2 * on_disk)
     if policy.weight_format == INT4:
         copies = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
-        add(device, "expanded weights", copies * config.params_per_layer * size)
+        add(device, "expanded weights", copies * sum(slot_bytes(config, dtype, dtype).values()))
     embedding, head = config.embedding_params * size, config.head_params * size
     head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
@@ -278,14 +297,26 @@ def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_block
         add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
 
 
+def _pool_block_bytes(config: ModelConfig, policy: Policy) -> dict[str, dict[str, int]]:
+    """Bytes of a block of all layers: pool -> tier -> bytes there."""
+    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    sizes = {tier: {tier: config.num_layers * (aligned(block) if tier == "disk" else block)} for tier in TIERS}
+    if policy.kv_layers:
+        sizes["cpu"] = {"gpu": policy.kv_layers * block, "cpu": (config.num_layers - policy.kv_layers) * block}
+    return sizes
+
+
 def _kv_blocks(
     policy: Policy,
     parts: Mapping[str, Mapping[str, int]],
     budgets: Mapping[str, int],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, Mapping[str, int]],
     demand: Demand,
 ) -> dict[str, int]:
-    """Blocks of each pool, `sizes` bytes each: what is left of the budget, but no more than its sequences can make use of."""
+    """Blocks of each pool: what is left of the budgets, but no more than its sequences can make use of.
+
+    sizes: pool -> tier -> bytes of a block there.
+    """
     block_size = policy.kv_block_size
     seqs: dict[str, int] = {}
     for kv_class, count in policy.kv_seqs.items():
@@ -293,16 +324,19 @@ def _kv_blocks(
             seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
     least = -(-demand.min_tokens // block_size)
     found, short = {}, {}
-    for tier, count in seqs.items():
+    for pool, count in seqs.items():
         # More than every sequence at full length is never used; the demand may know better, but any row must fit.
         useful = count * -(-policy.max_model_len // block_size)
         if demand.most_kv_tokens is not None:
             expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
             useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
-        left = budgets[tier] - sum(parts[tier].values())
-        found[tier] = max(0, min(left // sizes[tier], useful))
-        if left < least * sizes[tier]:
-            short[tier] = least * sizes[tier] - left
+        fitting = []
+        for tier, size in sizes[pool].items():
+            left = budgets[tier] - sum(parts[tier].values())
+            fitting.append(left // size)
+            if left < least * size:
+                short[tier] = least * size - left
+        found[pool] = max(0, min(*fitting, useful))
     for tier, own in parts.items():
         if sum(own.values()) > budgets[tier]:
             short.setdefault(tier, sum(own.values()) - budgets[tier])

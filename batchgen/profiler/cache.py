@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import GGUF_FORMATS, INT8, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, product_key
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, read_profile
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice
@@ -53,7 +53,7 @@ class Wanted:
     Attributes:
         device: that of the matrix products, "cpu" or "cuda".
         dtypes: those that models run in; the first one is what further formats are measured beside.
-        formats: others that weights or KV may be stored in: "int4", "int8", one of `GGUF_FORMATS`.
+        formats: others that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
@@ -74,7 +74,7 @@ class Wanted:
     @property
     def multiplied(self) -> dict[str, str]:
         """Those of `formats` that are multiplied as they are stored, each with the name of its rates."""
-        return {name: product_key(name, self.dtypes[0]) for name in self.formats if name in (INT8, *GGUF_FORMATS)}
+        return {name: product_key(name, self.dtypes[0]) for name in self.formats if name in (INT8, *BLOCK_FORMATS)}
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, KV_CODE_BITS, product_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, product_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -173,7 +173,7 @@ def gemm_rates(
     The activation and the residual adds go with them.
 
     Args:
-        weight_format: "int8", one of `GGUF_FORMATS`, or None: the pool's dtype.
+        weight_format: "int8", one of `BLOCK_FORMATS`, or None: the pool's dtype.
     """
     dtype_name = _name(pool.dtype)
 
@@ -211,7 +211,7 @@ def gemm_rates(
 
 def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool) -> ops.Weight:
     """A matrix as products take it; one in rows of a GGUF has other numbers."""
-    if weight_format in GGUF_FORMATS:
+    if weight_format in BLOCK_FORMATS:
         rows, columns = numbers.shape
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8

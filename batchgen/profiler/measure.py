@@ -215,7 +215,7 @@ def add_products(
 ) -> HardwareProfile:
     """A profile of this machine with the rates of products with packed weights, of tokens in `dtype`, merged in.
 
-    weight_format: "int8" or one of `GGUF_FORMATS`.
+    weight_format: "int8" or one of `BLOCK_FORMATS`.
     """
     from batchgen.profiler.compute import measure_products, subjects_of
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
-from batchgen.core.machine import available_memory_bytes
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
-from batchgen.engine.engine import Engine
 from batchgen.job.options import names_of
+from batchgen.models.files import read_config, resolve_model
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema
 from batchgen.output.row_result import RowResult
+from batchgen.ray.loading import load_stream
 from batchgen.ray.stream import EngineStream
 
 _PROMPT_OPTIONS = ("prompt_column", "prompt_template", "messages_column", "system_prompt", "chat")
@@ -26,23 +27,25 @@ _PROMPT_OPTIONS = ("prompt_column", "prompt_template", "messages_column", "syste
 class Generate:
     """Generates for every row of a table.
 
-        dataset.map_batches(
+        dataset.repartition(target_num_rows_per_block=64).map_batches(
             batchgen.ray.Generate,
             fn_constructor_kwargs={"model": "demo", "prompt_column": "question", "max_tokens": 32},
-            batch_format="pyarrow", batch_size=256, concurrency=2, num_cpus=8,
+            batch_format="pyarrow", batch_size=64, num_cpus=8,
+            compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=8),
         )
 
     Rows in are rows out, in their order, with their columns and those of `batchgen run`: text, finish_reason, prompt_tokens,
-    generated_tokens, error and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
+    generated_tokens, error, reasoning of models that think in a channel of their own and, if asked for, logprobs; lists where n > 1. A row that fails has its error there.
 
-    The model is loaded at the first call in a process. Calls may overlap, and Ray makes several at a time: rows of the next batch run while the
-    last rows of one before are still at it. Pickling keeps the options alone.
+    The model is loaded at the first call in a process. Calls may overlap, and Ray makes so many at a time as it is told: rows of the next batch
+    run while the last rows of one before are still at it. Pickling keeps the options alone.
 
-    The engine takes the cores that Ray has given to the actor, and the memory (`ray_remote_args={"memory": ...}`), or a share of what is
-    free that is as large as that of the cores.
+    The engine keeps to as many cores of its machine as Ray has given to the actor, and to its memory (`memory=...`), or to a part of Ray's memory
+    there that is as large as that of the cores.
 
     Args:
         model: As of `batchgen run`.
+        plans: Of `batchgen.ray.cluster_plans`: how to run on each kind of machine. Else the model is in memory, with 256 samples in flight.
         **options: Those of `MapFunction`: what a prompt is, sampling, and the engine.
 
     Raises:
@@ -50,10 +53,12 @@ class Generate:
         InputError: An option means nothing, or random draws have no id_column to belong to.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(
+        self, model: str = "demo", *, plans: Mapping[str, dict[str, Any]] | None = None, **options: Any
+    ) -> None:
         if unknown := sorted(set(options) - set(names_of("map", "engine"))):
             raise TypeError(f"Generate() has no option {unknown[0]!r}")
-        self._model, self._options = os.fspath(model), options
+        self._model, self._options, self._plans = os.fspath(model), options, dict(plans or {})
         self._sampling = SamplingParams(**{name: options[name] for name in SamplingParams.names() if name in options})
         self._id_column, self._prefix = options.get("id_column"), options.get("output_prefix", "")
         if self._sampling.temperature > 0 and self._id_column is None:
@@ -62,11 +67,14 @@ class Generate:
         self._prompts = PromptSpec(*(prompts.get(name) for name in _PROMPT_OPTIONS[:-1]), prompts.get("chat", False))
         self._stream: EngineStream | None = None
         self._process: int | None = None
+        self._reasoning: bool | None = None  # whether the model gives any, once that is known
         self._lock = threading.Lock()
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """The table with the output columns. Raises InputError."""
-        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None)
+        if self._reasoning is None:
+            self._reasoning = await asyncio.to_thread(lambda: read_config(resolve_model(self._model)).has_channels)
+        columns = SampleColumns(self._sampling.n, self._sampling.logprobs is not None, self._reasoning)
         schema = output_schema(batch.schema, columns, self._prefix)
         if batch.num_rows == 0:
             return schema.empty_table()
@@ -89,53 +97,16 @@ class Generate:
         self._stream = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model, "options": self._options}
+        return {"model": self._model, "plans": self._plans, "options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"], **state["options"])  # type: ignore[misc]
+        self.__init__(state["model"], plans=state["plans"], **state["options"])  # type: ignore[misc]
 
     def _stream_here(self) -> EngineStream:
         """This process's engine, loaded once."""
         with self._lock:
             if self._stream is None or self._process != os.getpid():
                 options = {name: value for name, value in self._options.items() if name in names_of("engine")}
-                cores, memory = granted_by_ray()
-                if cores is not None:
-                    use_cores(cores)
-                if memory is not None:
-                    options.setdefault("cpu_memory", memory)
-                self._stream = EngineStream(Engine(self._model, sampling=self._sampling, **options))
+                self._stream = load_stream(self._model, self._sampling, options, self._plans)
                 self._process = os.getpid()
             return self._stream
-
-
-def granted_by_ray() -> tuple[int | None, int | None]:
-    """Cores and bytes of memory that Ray has given to this actor; None each outside of one."""
-    try:
-        import ray
-    except ImportError:
-        return None, None
-    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
-        return None, None
-    return share_of(ray.get_runtime_context().get_assigned_resources(), os.cpu_count() or 1, available_memory_bytes())
-
-
-def share_of(resources: dict[str, float], cores: int, free_bytes: int) -> tuple[int, int]:
-    """What an actor may use of its machine.
-
-    Args:
-        resources: What Ray has given to it, under Ray's names.
-        cores: Of the machine.
-        free_bytes: Of its memory.
-
-    Returns:
-        Cores, at least one, and bytes of memory.
-    """
-    granted = resources.get("CPU", 0.0) or 1.0
-    memory = resources.get("memory") or free_bytes * min(1.0, granted / cores)
-    return max(1, int(granted)), int(min(memory, free_bytes))
-
-
-def use_cores(count: int) -> None:
-    """Have the kernels of this process use so many threads, unless the environment says how many. To be called before they are loaded."""
-    os.environ.setdefault("BATCHGEN_NUM_THREADS", str(count))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import write_atomically
-from batchgen.core.errors import InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job.options import options_of
 from batchgen.models.files import model_identity, resolve_model
 from batchgen.output.manifest import describe_changes
 from batchgen.ray.generate import Generate
+from batchgen.ray.plans import cluster_plans
 
 _JOB = "_job.json"
+# Rows of a batch where nobody says: so few that each actor has many, and none is left with much at the end.
+_LEAST_BATCH, _MOST_BATCH, _BATCHES_OF_EACH = 16, 256, 64
+_AHEAD = 1.25  # rows in an actor's hands, of those that its engine has in flight
 
 
 def run(
@@ -29,7 +36,9 @@ def run(
     id_column: str,
     concurrency: int = 1,
     num_cpus: float = 1,
-    batch_size: int = 256,
+    batch_size: int | None = None,
+    plan: bool = True,
+    ray_remote_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, int]:
     """Run every row of Parquet files, on a Ray cluster whose machines all see the input and the output.
@@ -43,14 +52,16 @@ def run(
         id_column: Has another value in every row; it seeds the row's draws.
         concurrency: Actors, each with a model.
         num_cpus: Cores of each.
-        batch_size: Rows that an actor is given at a time; it works at several batches at once.
+        batch_size: Rows that an actor is given at a time; it works at several batches at once. None: so many that actors end together.
+        plan: Plan the job before it begins, once for each kind of machine, which is measured where it was not before.
+        ray_remote_args: Further ones of the actors: `memory`, `resources`, `scheduling_strategy`.
         **options: As of `Generate`.
 
     Returns:
         rows, and rows_resumed of them that were there before.
 
     Raises:
-        InputError: The output is another job's, or ids are not unique.
+        InputError: The output is another job's, ids are not unique, or what a job refuses.
     """
     import ray.data
 
@@ -66,24 +77,72 @@ def run(
             left = dataset.map_batches(
                 without_ids, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
             )
-        generated = left.map_batches(
+        settings = {"id_column": id_column, **options}
+        plans: dict[str, dict[str, Any]] = {}
+        if plan:
+            rows_left = total - len(done)
+            with _refusals():
+                plans = cluster_plans(model, input, settings, num_cpus=num_cpus, workers=concurrency, rows=rows_left)
+        rows = batch_size or max(_LEAST_BATCH, min(_MOST_BATCH, total // (_BATCHES_OF_EACH * concurrency)))
+        calls = calls_at_once(plans, options, rows)
+        # A file may come as one block, which is one actor's, and is written when all of it is done.
+        generated = left.repartition(target_num_rows_per_block=rows).map_batches(
             Generate,
-            fn_constructor_kwargs={"model": model, "id_column": id_column, **options},
+            fn_constructor_kwargs={"model": model, "plans": plans, **settings},
             batch_format="pyarrow",
-            batch_size=batch_size,
-            concurrency=concurrency,
+            batch_size=rows,
+            compute=ray.data.ActorPoolStrategy(
+                size=concurrency, max_tasks_in_flight_per_actor=calls + 1, max_concurrent_calls_per_actor=calls
+            ),
             num_cpus=num_cpus,
+            **(ray_remote_args or {}),
         )
-        for _ in generated.map_batches(
+        written = generated.map_batches(
             write_part, fn_args=(str(folder), id_column), batch_format="pyarrow", batch_size=None
-        ).iter_batches(batch_format="pyarrow"):
-            pass
+        )
+        with _refusals():
+            for _ in written.iter_batches(batch_format="pyarrow"):
+                pass
     now = ids_done(folder, id_column)
     if len(now) != total or pc.count_distinct(now).as_py() != total:
         raise InputError(
             f"column {id_column!r} has the same value in several rows: give an id_column whose values differ"
         )
     return {"rows": total, "rows_resumed": len(done)}
+
+
+def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], batch_size: int) -> int:
+    """Batches that an actor has at a time: one more than keep as many rows waiting as `batchgen run` has.
+
+    Args:
+        plans: Of the actors.
+        options: As of `Generate`.
+        batch_size: Rows of a batch.
+    """
+    samples = max([options.get("max_num_seqs") or 256, *(plan["policy"]["max_num_seqs"] for plan in plans.values())])
+    rows = samples * _AHEAD / options.get("n", 1)
+    return 1 + math.ceil(rows / batch_size)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises what batchgen refuses in a task or an actor as it was raised there."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise (refusal_in(error) or error) from None
+
+
+def refusal_in(error: BaseException) -> BatchgenError | None:
+    """What batchgen raised in a task or an actor, in which Ray has wrapped it; None: something else went wrong."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, BatchgenError) and type(seen).__module__.startswith("batchgen."):
+            return seen
+        seen = getattr(seen, "cause", None) or seen.__cause__
+    return None
 
 
 def ids_done(folder: Path, id_column: str) -> pa.Array:

@@ -6,7 +6,8 @@ No torch.
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -80,6 +81,7 @@ class PackedBatch:
     logits_rows: whose logits are made; logits_indices: int64, the row of each.
     deferred_rows: of the last segment, where it is deferred, which logits its tokens are for; not made in this sweep.
     exchange_slots: int64, of each of these, in the tables in which queries and attention are exchanged with the CPU.
+    in_place: the staged segment as attention finds it in layers whose KV of it lies on the device: slots and plans of its pool.
     pending_rows: int64, rows whose token only the device knows; pending_slots: int64, where each is in its table of tokens.
     """
 
@@ -93,6 +95,7 @@ class PackedBatch:
     pending_slots: np.ndarray
     deferred_rows: list[LogitsRow]
     exchange_slots: np.ndarray
+    in_place: Segment | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,10 +125,12 @@ def pack(
     key_bytes: int,
     windows: frozenset[int | None],
     compute_tier: str = "cpu",
+    in_place: bool = False,
 ) -> PackedBatch:
     """Packs one micro-batch.
 
-    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory.
+    key_bytes: bytes of one token's K in one layer. compute_tier: the tier that is the compute device's own memory. in_place:
+    whether in some layers KV of staged sequences lies on the compute device.
     """
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
@@ -134,6 +139,7 @@ def pack(
     if "staged" in by_residency:
         tables, staging = _stage(by_residency["staged"], block_size)
     rows, segments = _Rows(block_size), []
+    on_device: Segment | None = None
     for name in RESIDENCIES:
         if name not in by_residency:
             continue
@@ -154,12 +160,34 @@ def pack(
         start, slots = rows.count, []
         for scheduled, part in zip(members, slices, strict=True):
             rows.add(scheduled, part, slots)
-        plans = {
-            window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
-            for window in windows
-        }
-        segments.append(Segment(name, start, rows.count, np.array(slots, dtype=np.int64), plans))
-    return rows.packed(tuple(segments), staging)
+        plans_of = partial(_plans, windows=windows, block_size=block_size, key_bytes=key_bytes)
+        segments.append(Segment(name, start, rows.count, np.array(slots, dtype=np.int64), plans_of(slices, groups)))
+        if name == "staged" and in_place:
+            tables = [np.array(s.sequence.block_table, dtype=np.int32) for s in members]
+            at_home = [replace(part, blocks=table) for part, table in zip(slices, tables, strict=True)]
+            new_slots = np.concatenate([_new_slots(part, block_size) for part in at_home])
+            on_device = Segment(name, start, rows.count, new_slots, plans_of(at_home, groups))
+    return replace(rows.packed(tuple(segments), staging), in_place=on_device)
+
+
+def _plans(
+    slices: List[SequenceSlice],
+    groups: List[SharedGroup],
+    *,
+    windows: frozenset[int | None],
+    block_size: int,
+    key_bytes: int,
+) -> dict[int | None, AttentionPlan]:
+    return {
+        window: plan_attention(slices, groups, block_size=block_size, key_bytes=key_bytes, window=window)
+        for window in windows
+    }
+
+
+def _new_slots(part: SequenceSlice, block_size: int) -> np.ndarray:
+    """Where KV of a sequence's new tokens goes."""
+    span = np.arange(part.num_cached, part.num_keys)
+    return part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
 
 
 def empty_batch() -> PackedBatch:
@@ -194,9 +222,8 @@ class _Rows:
             self._positions.append(first)
             slots.append(int(part.blocks[first // block_size]) * block_size + first % block_size)
         else:
-            span = np.arange(first, stop)
-            self._positions.extend(span.tolist())
-            slots.extend((part.blocks[span // block_size].astype(np.int64) * block_size + span % block_size).tolist())
+            self._positions.extend(range(first, stop))
+            slots.extend(_new_slots(part, block_size).tolist())
         if self._token_ids[-1] == PENDING:
             self._pending_rows.append(self.count - 1)
             self._pending_slots.append(sequence.token_slot)

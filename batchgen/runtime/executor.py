@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.models import layers
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
+from batchgen.models.experts import Routes
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
@@ -113,7 +114,7 @@ class Executor:
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
         of_stage = {"embeds": config.embeds, "has_head": config.has_head}
-        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier, **of_stage))
+        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier, kv_cache.on_device, **of_stage))
         self.activations = Activations(
             config,
             weights.dtype,
@@ -200,7 +201,8 @@ class Executor:
         set to zero again, and nothing is counted. vocabulary_chunks: as of `run`. To be called before the first of these.
         """
         chosen = self._unlike_layers()
-        made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier))
+        on_device = [self.kv_cache.on_device[j] for j in chosen if self.kv_cache.on_device]
+        made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
         cohorts = Cohorts()
         with self.lanes.one_by_one(), _kernels_alone():
@@ -220,10 +222,10 @@ class Executor:
     def _unlike_layers(self) -> list[int]:
         """One layer of each kind, and the last one, which is told apart."""
         kinds: dict[tuple, int] = {}
+        on_device = self.kv_cache.on_device or (False,) * self.config.num_layers
         for layer, tiers in enumerate(self.weights.residency.layers):
-            kinds.setdefault(
-                (self.config.windows[layer], self.config.has_experts(layer), *sorted(tiers.items())), layer
-            )
+            kind = self.config.windows[layer], self.config.has_experts(layer), on_device[layer]
+            kinds.setdefault((*kind, *sorted(tiers.items())), layer)
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(
@@ -321,12 +323,16 @@ class Executor:
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
             parts[segment.residency] = _Part(tokens, slots, rows, plans)
+        in_place = None
+        if packed.in_place:
+            plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
+            in_place = replace(parts["staged"], slots=upload(packed.in_place.slots, self._device), plans=plans)
         moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
-        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins)
+        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
 
     def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
@@ -384,7 +390,12 @@ class Executor:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
-        steps = self._sweeps.captured() if captured else self._sweeps.steps(flows, cohorts, self.lanes.has_ended)
+        num_tokens = sum(b.packed.num_tokens for b in batches)
+        steps = (
+            self._sweeps.captured()
+            if captured
+            else self._sweeps.steps(flows, cohorts, self.lanes.has_ended, num_tokens)
+        )
         for step in steps:
             self._bind(step, batches)
             yield step
@@ -401,6 +412,12 @@ class Executor:
 
     def _read_weight(self, step: Step, b: _Batch) -> None:
         self.weights.read(step.layer, step.weight_slot)
+
+    def _read_dense(self, step: Step, b: _Batch) -> None:
+        self.weights.read_dense(step.layer, step.weight_slot)
+
+    def _read_experts(self, step: Step, b: _Batch) -> None:
+        self.weights.read_experts(step.layer, step.weight_slot, b.experts)
 
     def _load_weight(self, step: Step, b: _Batch) -> None:
         self.weights.load(step.layer, step.weight_slot)
@@ -498,8 +515,10 @@ class Executor:
                 continue
             if residency == "resident":
                 kv = self.kv_cache.pools[self._compute_tier][step.layer]
-            else:
+            elif step.kv_slot is not None:
                 kv = self.kv_cache.staging(step.kv_slot)
+            else:  # in this layer the host's pool lies on the device
+                part, kv = b.in_place, self.kv_cache.pools["cpu"][step.layer]
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
             q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
@@ -555,24 +574,51 @@ class Executor:
         cohort.join(self.links[0], self.activations.deferred[1])
         b.joined.append(cohort)
 
-    def _post(self, step: Step, b: _Batch) -> None:
+    def _to_go_on(self, step: Step, b: _Batch) -> tuple[Tensor, Tensor] | None:
+        """(hidden, attention's result) of the tokens that the rest of a layer is for, cohorts last; None: there are none."""
         b.qkv = None  # memory for the other batches
-        is_last = step.layer == self.config.num_layers - 1
         found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
         if not found and not b.joined:
-            return
+            return None
         if len(found) > 1:
             found = [torch.cat(found)]
+        is_last = step.layer == self.config.num_layers - 1
         sends = is_last and not self.config.has_head
         if sends and b.on_host:  # whose memory is the next batch's before it is sent
             hidden = hidden.clone()
         # Of the last layer, only tokens whose logits are asked for go on.
         if is_last and not sends and b.logits_indices is not None:
             found, hidden = [attended[b.logits_indices] for attended in found], hidden[b.logits_indices]
-        num_own = len(hidden)
         found += [c.attended for c in b.joined]
-        hidden = with_cohorts(hidden, [c.hidden for c in b.joined])
-        attention = found[0] if len(found) == 1 else torch.cat(found)
+        return with_cohorts(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
+
+    def _route(self, step: Step, b: _Batch) -> None:
+        """What of `_post` comes before the experts, so that it is known which ones to read."""
+        b.routes, going_on = [], self._to_go_on(step, b)
+        if going_on is None:
+            return
+        b.hidden, attention = going_on
+        tensors = self.weights.layer(step.layer, step.weight_slot)
+        for part, attended in self._chunks(b.hidden, attention):
+            b.routes.append(layers.route_tokens(self.config, tensors, part, attended))
+
+    def _through_experts(self, step: Step, b: _Batch) -> None:
+        """The rest of `_post`, once the experts are read."""
+        self.weights.dequantize_experts(step.layer, step.weight_slot, b.experts)
+        tensors = self.weights.layer(step.layer, step.weight_slot)
+        for (part,), routes in zip(self._chunks(b.hidden) if b.routes else (), b.routes, strict=True):
+            layers.add_experts(self.config, tensors, part, routes)
+        b.routes = None
+
+    def _post(self, step: Step, b: _Batch) -> None:
+        if b.routes is not None:
+            self._through_experts(step, b)
+            return
+        going_on = self._to_go_on(step, b)
+        if going_on is None:
+            return
+        hidden, attention = going_on
+        is_last, num_own = step.layer == self.config.num_layers - 1, len(hidden) - sum(len(c.rows) for c in b.joined)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
         for part, attended in self._chunks(hidden, attention):
@@ -674,7 +720,8 @@ class _Batch:
     hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
     behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
-    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it.
+    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. in_place: its staged part, in
+    layers in which that is not staged. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
     """
 
     packed: PackedBatch | None
@@ -693,6 +740,13 @@ class _Batch:
     buffers: StaticBuffers | None = None
     begins: CohortRows | None = None
     joined: list[CohortRows] = field(default_factory=list)
+    in_place: _Part | None = None
+    routes: list[Routes] | None = None
+
+    @property
+    def experts(self) -> list[int]:
+        """Those that any of its tokens goes through."""
+        return sorted({expert for _, chosen in self.routes for expert in chosen.flatten().tolist()})
 
     def positions_of(self, tokens: slice) -> Tensor:
         return self.positions if tokens.stop - tokens.start == len(self.positions) else self.positions[tokens]

@@ -196,6 +196,8 @@ class SharedRun:
                     return
                 if self._writer is not None and self.worker.all_claimed:
                     self._writer.hurry()
+                    if self.worker.is_idle:  # nothing more comes out that could be saved with what has
+                        self._writer.flush_soon()
                 if ran_since:
                     yield None
                 ran_since = False
@@ -260,6 +262,10 @@ class SharedRun:
     def changed(self) -> None:
         """A row is finished: it may be time for another range."""
         self.worker.row_finished()
+        self._changed.set()
+
+    def saved(self) -> None:
+        """Rows are saved: perhaps these were the last ones."""
         self._changed.set()
 
     def open(self, rows: int) -> None:
@@ -411,6 +417,7 @@ class SharedPartWriter(PartWriter):
     def _save(self, results: dict[int, Result]) -> None:
         try:
             self._run_shared.worker.save(results)
+            self._run_shared.saved()
         except OSError:
             if not self._run_shared.complete_elsewhere():
                 raise

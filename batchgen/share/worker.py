@@ -162,6 +162,11 @@ class Worker:
                 self._finish(name, held)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the engine has finished all rows that were claimed."""
+        return self._claimed == self._finished
+
+    @property
     def all_claimed(self) -> bool:
         """Whether no range is free, as far as was seen."""
         return not any(self._is_free(i) for i in range(len(self._ranges)))

@@ -1,8 +1,10 @@
 """Budgets are kept: what the plan reserves bounds what is used, and what it refuses would not have fitted."""
 
 import itertools
+import math
 import random
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from batchgen.core.units import parse_bytes
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.planner.memory import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
+from batchgen.runtime.memory.transfers import Arena
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,6 +62,7 @@ POLICIES = {
     "three batches": {"kv_seqs": {"gpu": 36}, "activation_batches": (3, 0)},
     "activations on the host": {"kv_seqs": {"gpu": 36}, "activation_batches": (0, 3)},
     "streamed, 4-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int4"},
+    "streamed in one of two layers": {"kv_seqs": {"streamed": 36}, "activation_batches": (3, 0), "kv_layers": 1},
     "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
     "all together": {
         "kv_seqs": {"gpu": 9, "cpu": 9, "streamed": 9, "disk": 9}, "activation_batches": (1, 2), "head_tier": "cpu",
@@ -134,6 +138,7 @@ TIERED = {
         "embedding_tier": "gpu",
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
+    "KV of some layers": {"kv_seqs": {"streamed": 8}, "kv_layers": 2},
     "4-bit KV, head in vocabulary chunks": {
         "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },
@@ -203,6 +208,32 @@ def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kin
         assert parts.executor.kv_cache.disk_bytes == planned["disk"].get("KV", 0)
     finally:
         parts.executor.close()
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dense_size", [96, 330, 2001])  # beside 8 experts of 40
+def test_buffers_that_serve_layers_of_two_kinds_are_planned(
+    dense_size, weight_format, tiny_models, tmp_path, monkeypatch
+):
+    """One kind of layer may have the larger MLP, and the other a router and a shared expert beside it."""
+    model = tiny_models("qwen2_moe", intermediate_size=dense_size, mlp_only_layers=[1], num_hidden_layers=2)[0]
+    layers = dict.fromkeys(("qkv", "out", "up", "down"), (0, 2, 0))
+    made, empty = defaultdict(int), Arena.empty
+
+    def counted(arena, shape, dtype, what):
+        made[arena.flag, what] += math.prod(shape) * dtype.itemsize
+        return empty(arena, shape, dtype, what)
+
+    monkeypatch.setattr(Arena, "empty", counted)
+    parts = make_parts(
+        model, EMULATED, make_policy(model, EMULATED, weight_layers=layers, weight_format=weight_format), tmp_path
+    )
+    parts.executor.close()
+    planned, gpu = parts.memory.parts["gpu"], parts.executor.weights.arenas["gpu"].flag
+    assert made[gpu, "weights in transit"] == planned["weights in transit"]
+    of_norms_and_routers = (10 * parts.config.hidden_size + parts.config.qkv_size + 9 * parts.config.hidden_size) * 4
+    unused = planned.get("expanded weights", 0) - made[gpu, "expanded weights"]
+    assert 0 <= unused <= of_norms_and_routers
 
 
 @pytest.mark.parametrize("on_host", [0, 1])

@@ -10,11 +10,12 @@ import random
 import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
+from quantized_checkpoints import awq, fp8, gptq, pack_quantized, requantize
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
-from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
-from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, INT4, INT8
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import warm_up
@@ -38,6 +39,13 @@ MAX_TOKENS = 6
 CLOSE = 0.03
 
 
+CODE_SCHEMES = {
+    "w4_g32": awq(32), "w4_g64": gptq(64), "w4_g128": pack_quantized(128, symmetric=False),
+    "fp8_g32": fp8(lambda r, c: (r, c // 32), {"quant_method": "fp8", "weight_block_size": [1, 32]}, "weight_scale_inv"),
+    "fp8_g128": fp8(lambda r, c: (r // 128, c // 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"),
+}  # fmt: skip
+
+
 def layers(path, *residencies):
     """The same for every group of a layer's tensors: layers in turn on each of the residencies (0: GPU, 1: CPU, 2: disk)."""
     probe = make_policy(path, CPU)
@@ -54,8 +62,12 @@ TIERS = {
     "streamed": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"streamed": SEQUENCES}}),
     "delegated": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"cpu": SEQUENCES}}),
     "deferred": (EMULATED, lambda path: {"weight_layers": layers(path, 1), "kv_seqs": {"gpu": 2, "deferred": 4}}),
+    "streamed layers": (EMULATED, lambda path: {"kv_seqs": {"streamed": SEQUENCES}, "kv_layers": 1}),
     "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
     "mixed": (EMULATED, lambda path: moving_fields(path)),
+    "experts on demand": (CPU, lambda path: {
+        "weight_layers": layers(path, 2), "kv_seqs": {"cpu": SEQUENCES}, "on_demand_tokens": SEQUENCES,
+    }),
 }  # fmt: skip
 
 
@@ -169,18 +181,18 @@ def clear_tokens(sample):
     return sample.token_ids[: close.index(True) if True in close else None]
 
 
+# What is for mixtures of experts changes nothing elsewhere.
+_CELLS = [(m, tier) for m in MODELS for tier in TIERS if tier != "experts on demand" or MODELS[m][0] in MIXTURES]
+
+
 @pytest.mark.parametrize("kv_format", EXACT_KV_FORMATS)
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "tier"), _CELLS)
 def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, stores):
     path, prompts, wanted = expected(model)
     for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, kv_format, admission, num_batches)
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
         assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
-
-
-_CELLS = [(model, tier) for model in MODELS for tier in TIERS]
 
 
 def cells_in(*all_formats):
@@ -203,8 +215,8 @@ def test_tokens_of_codes_equal_those_of_torch(model, tier, formats, expected_of_
 
 
 @pytest.fixture(scope="module")
-def expected_of_ggufs(tmp_path_factory):
-    """Format of a GGUF's matrices -> (path, prompts, tokens of its weights expanded, in memory, as far as these are clear)."""
+def expected_as_found(tmp_path_factory):
+    """Format of matrices -> (path, prompts, tokens of its weights expanded, in memory, as far as these are clear)."""
     made = {}
 
     def get(weight_format):
@@ -212,8 +224,12 @@ def expected_of_ggufs(tmp_path_factory):
             directory = tmp_path_factory.mktemp(weight_format)
             tokenizer = make_tiny_tokenizer(directory)
             model = make_tiny_model("llama", directory, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-            path = directory / "model.gguf"
-            write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
+            path = directory
+            if weight_format in GGUF_FORMATS:
+                path = directory / "model.gguf"
+                write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
+            else:
+                requantize(path, CODE_SCHEMES[weight_format])
             rng = random.Random(7)
             prompts = [[rng.randrange(4, 250) for _ in range(n)] for n in (1, 3, 17, 9, 30, 5)]
             samples = samples_of(
@@ -225,12 +241,12 @@ def expected_of_ggufs(tmp_path_factory):
     return get
 
 
-_AS_FOUND = [(weight_format, tier) for weight_format in GGUF_FORMATS for tier in TIERS]
+_AS_FOUND = [(weight_format, tier) for weight_format in BLOCK_FORMATS for tier in TIERS if tier != "experts on demand"]
 
 
 @pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
-def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, expected_of_ggufs, stores):
-    path, prompts, wanted = expected_of_ggufs(weight_format)
+def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, expected_as_found, stores):
+    path, prompts, wanted = expected_as_found(weight_format)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
     for admission, num_batches in schedules("llama", tier):
         policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format)
@@ -274,7 +290,7 @@ def test_every_schedule_has_its_turn():
 def test_the_table_has_every_family_and_tier(expected, stores):
     families = {family for family, _ in MODELS.values()}
     assert families == set(ARCHITECTURES.values()), "a family is missing from tiny_models.MODELS"
-    path, prompts, _ = expected("llama")
+    path, prompts, _ = expected("mixtral")
     policies = [policy_of(path, tier, DTYPE, "continuous", 2) for tier in TIERS]
     assert {c for policy in policies for c in policy.kv_seqs} == set(CLASSES), "a KV class is in no tier"
     seen = set()

@@ -356,7 +356,7 @@ class TestPlanFiles:
             ("policy/num_kv_blocks", 1.5), ("policy/max_model_len", True), ("policy/max_num_seqs", 3),
             ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
             ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
-            ("policy/head_tier", "attic"),
+            ("policy/head_tier", "attic"), ("policy/kv_layers", 1), ("policy/kv_layers", None),
         ],
     )  # fmt: skip
     def test_that_were_edited_badly(self, in_memory, field, value):
@@ -370,6 +370,26 @@ class TestPlanFiles:
         else:
             inner[last] = value
         assert "not a plan" in complaint(Plan.from_json, values)
+
+    @pytest.mark.parametrize(
+        ("changes", "budgets", "words"),
+        [
+            ({"kv_layers": 3}, {"gpu": 1}, "below 3, not 3"),
+            ({"kv_layers": -1}, {"gpu": 1}, "below 3, not -1"),
+            ({"kv_layers": 2, "kv_seqs": {"streamed": 4, "cpu": 4}}, {"gpu": 1}, "of class 'streamed'"),
+            ({"kv_layers": 2}, {}, "for a machine with a GPU"),
+            ({"kv_layers": 2}, {"gpu": 1}, None),
+        ],
+    )
+    def test_layers_whose_kv_stays(self, in_memory, changes, budgets, words):
+        values = json.loads(json.dumps(in_memory.to_json()))
+        layers = {group: [3, 0, 0] for group in values["policy"]["weight_layers"]}
+        values["policy"] |= {"weight_layers": layers, "kv_seqs": {"streamed": 8}} | changes
+        values["budgets"] |= budgets
+        if words:
+            assert words in complaint(Plan.from_json, values)
+        else:
+            assert Plan.from_json(values).policy.kv_layers == 2
 
     def test_that_were_edited_well(self, in_memory):
         values = json.loads(json.dumps(in_memory.to_json()))

@@ -288,7 +288,7 @@ def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequenc
     load = load_of(batch, block_size=16, compute_tier=tier, **options)
     seconds = StepCosts(plan, model, hardware).sweep([load])
     layer, total, head = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0), 0.0
-    for s in Sweeps(streams_of(plan)).steps([load.flow]):
+    for s in Sweeps(streams_of(plan, model)).steps([load.flow]):
         took = seconds(s)
         lane = "h2d" if s.kind in SMALL_COPIES and tier == "gpu" else s.lane
         total[lane] += took
@@ -510,6 +510,7 @@ CASES = {
         max_num_batched_tokens=24,
     ),
     "deferred": dict(kv_seqs={"gpu": 3, "deferred": 5}, activation_batches=(1, 0)),
+    "streamed layers": dict(kv_seqs={"streamed": 8}, gpu_batch_size=4, num_gpu_batches=2, kv_layers=1),
     "static": dict(admission="static", kv_seqs={"streamed": 4, "disk": 4}, activation_batches=(0, 1)),
 }
 

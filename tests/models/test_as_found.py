@@ -10,7 +10,7 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 import batchgen
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import FORMAT_BYTES, GGUF_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
@@ -47,6 +47,8 @@ def test_sizes_are_those_of_ggml():
     for name, sizes in GGUF_FORMATS.items():
         assert sizes == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
         assert name.upper() in cpp.GGUF_TYPES
+    for name in BLOCK_FORMATS:
+        assert name.upper() in cpp.BLOCK_TYPES
         assert weight_row_bytes(512, name) == 512 * FORMAT_BYTES[name]
 
 

@@ -170,7 +170,7 @@ def test_tensors_are_those_saved(tmp_path, family, overrides, max_shard_size):
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_are_converted(tmp_path, monkeypatch, stored, wanted):
     # pieces much smaller than a tensor, and no divisor of its size
-    monkeypatch.setattr("batchgen.models.checkpoint._CHUNK_VALUES", 1000)
+    monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 1000)
     model = make_tiny_model("llama", tmp_path, dtype=stored)
     assert f"torch.{read_config(resolve_model(str(tmp_path))).dtype}" == str(stored)
     assert_loads(tmp_path, model, wanted)
@@ -324,7 +324,7 @@ def gguf_reference(model, tensor_type: str):
     ],
 )
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides, tensor_type):
-    monkeypatch.setattr("batchgen.models.checkpoint._CHUNK_VALUES", 5000)
+    monkeypatch.setattr("batchgen.models.reading.CHUNK_VALUES", 5000)
     model = make_tiny_model(family, tmp_path, **overrides)
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type=tensor_type)

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: W8A8 as it is stored, all else refused by name."""
+"""Checkpoints of compressed-tensors: W8A8 as it is stored, and what is refused by name. test_group_codes.py has the other schemes."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_codes_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_of_experts_are_refused(tmp_path, family):
     make_quantized(family, tmp_path / "model")
-    with pytest.raises(InputError, match="mixture-of-experts"):
+    with pytest.raises(InputError, match="checkpoints in compressed-tensors W8A8 are not supported"):
         open_checkpoint(resolve_model(str(tmp_path / "model")))
 
 
@@ -127,9 +127,14 @@ def test_a_plain_model_in_8_bits_has_the_tokens_of_its_store(tiny_models, tmp_pa
 
 
 REFUSED = {
-    "W4A16 (pack-quantized)": scheme(WEIGHTS | {"num_bits": 4, "strategy": "group"}, None, format="pack-quantized"),
-    "W8A8 (float-quantized)": scheme(WEIGHTS | {"type": "float"}, format="float-quantized"),
-    "W8A16 (pack-quantized)": scheme(activations=None, format="pack-quantized"),
+    "W4A4 (nvfp4-pack-quantized)": scheme(WEIGHTS | {"num_bits": 4}, {"num_bits": 4}, format="nvfp4-pack-quantized"),
+    "W8A16 (pack-quantized, num_bits 8)": scheme(activations=None, format="pack-quantized"),
+    "several schemes at once": scheme(
+        config_groups={
+            "group_0": scheme()["config_groups"]["group_0"],
+            "group_1": scheme(WEIGHTS | {"type": "float"})["config_groups"]["group_0"] | {"format": "float-quantized"},
+        }
+    ),
     "W8A8 (int-quantized, strategy 'tensor')": scheme(WEIGHTS | {"strategy": "tensor"}),
     "W8A8 (int-quantized, symmetric False)": scheme(activations=ACTIVATIONS | {"symmetric": False}),
     "W8A8 (int-quantized, dynamic False)": scheme(activations=ACTIVATIONS | {"dynamic": False}),
@@ -143,7 +148,7 @@ REFUSED = {
     "config_groups.group_1 must be a scheme, not []": scheme(
         config_groups={"group_0": scheme()["config_groups"]["group_0"], "group_1": []}
     ),
-    "quant_method 'awq'": {"quant_method": "awq"},
+    "quant_method 'quark'": {"quant_method": "quark"},
 }
 
 

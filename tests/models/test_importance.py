@@ -15,6 +15,14 @@ INPUTS = {
         "gate_up": "mlp.gate_proj",
         "down": "mlp.down_proj",
     },
+    # Whose attention has sinks and windows, or caps and windows. Inputs of gpt-oss's experts are none of a module.
+    "gpt_oss": {"qkv": "self_attn.q_proj", "out": "self_attn.o_proj"},
+    "gemma2": {
+        "qkv": "self_attn.q_proj",
+        "out": "self_attn.o_proj",
+        "gate_up": "mlp.gate_proj",
+        "down": "mlp.down_proj",
+    },
     "opt": {"qkv": "self_attn.q_proj", "out": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
 }
 
@@ -35,10 +43,12 @@ def test_the_inputs_of_every_matrix(tiny_models, family):
         model(input_ids=tokens)
     for hook in hooks:
         hook.remove()
-    measured = ChannelImportance(checkpoint.config, checkpoint.load_embeddings(torch.float32), tokens)
+    embeddings, sinks = checkpoint.load_embeddings(torch.float32), checkpoint.load_sinks(torch.float32)
+    measured = ChannelImportance(checkpoint.config, embeddings, tokens, sinks)
     for j in range(checkpoint.config.num_layers):
         found = measured.next_layer(checkpoint.load_layer(j, torch.float32))
-        assert set(found) == {f"{name}.weight" for name in INPUTS[family]}
+        of_experts = {"gate_up.weight", "down.weight"} if checkpoint.config.num_experts else set()
+        assert set(found) == {f"{name}.weight" for name in INPUTS[family]} | of_experts
         for name, module in INPUTS[family].items():
             (expected,) = (x for full, x in seen.items() if f"layers.{j}.{module}" in full)
             assert found[f"{name}.weight"].min() > 0

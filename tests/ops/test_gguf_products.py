@@ -1,4 +1,4 @@
-"""Products with rows of a GGUF: those of the unpacked weights, on every instruction set."""
+"""Products with rows of blocks, of a GGUF or not: those of the unpacked weights, on every instruction set."""
 
 import itertools
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 from gguf_blocks import random_rows
 
-from batchgen.core.dtypes import GGUF_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.ops import cpp as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
-@pytest.mark.parametrize("weight_format", GGUF_FORMATS)
+@pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
 def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
     """Bit for bit: of one block and of several depths that are worked on apart, of few rows and many, gated or not."""
-    kind, (values, _) = weight_format.upper(), GGUF_FORMATS[weight_format]
+    kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
     generator = torch.Generator().manual_seed(0)
     for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):
         packed = torch.from_numpy(random_rows(kind, 40, depth, seed=depth))

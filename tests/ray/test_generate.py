@@ -10,10 +10,13 @@ import pytest
 
 from batchgen import run
 from batchgen.core.errors import InputError
-from batchgen.core.request import Completion, Request, Sample
+from batchgen.core.request import Completion, Request, Sample, SamplingParams
+from batchgen.ops.instruction_set import num_threads
 from batchgen.ray import Generate
-from batchgen.ray.generate import share_of
-from batchgen.ray.job import ids_done, without_ids, write_part
+from batchgen.ray.job import calls_at_once, ids_done, refusal_in, without_ids, write_part
+from batchgen.ray.loading import load_stream
+from batchgen.ray.plans import machine_kind, plan_here
+from batchgen.ray.share import share_of
 from batchgen.ray.stream import EngineStream
 
 
@@ -65,10 +68,44 @@ def test_what_the_engine_raises_comes_to_all_who_wait():
 
 
 def test_an_actor_takes_its_share_of_the_machine():
-    assert share_of({"CPU": 4.0}, 16, 64 << 30) == (4, 16 << 30)
-    assert share_of({"CPU": 4.0, "memory": 8 << 30}, 16, 64 << 30) == (4, 8 << 30)
-    assert share_of({"CPU": 0.5}, 16, 64 << 30) == (1, 2 << 30)
-    assert share_of({}, 1, 100) == (1, 100)
+    node = {"CPU": 16.0, "memory": float(64 << 30)}
+    assert share_of({"CPU": 4.0}, node, 100 << 30) == (4, 16 << 30)
+    assert share_of({"CPU": 4.0}, node, 10 << 30) == (4, 10 << 30)
+    assert share_of({"CPU": 4.0, "memory": 8 << 30}, node, 100 << 30) == (4, 8 << 30)
+    assert share_of({"CPU": 0.5}, node, 100 << 30) == (1, 2 << 30)
+    assert share_of({}, {"CPU": 1.0}, 100) == (1, 100)
+
+
+def test_an_actor_has_as_many_batches_as_keep_its_engine_busy():
+    plans = {kind: {"policy": {"max_num_seqs": seqs}} for kind, seqs in (("a", 64), ("b", 512))}
+    assert calls_at_once(plans, {}, 64) == 1 + 10
+    assert calls_at_once({}, {"max_num_seqs": 8}, 64) == 1 + 1
+    assert calls_at_once({"a": plans["a"]}, {"n": 4, "max_num_seqs": 64}, 16) == 1 + 2
+
+
+def test_what_batchgen_refuses_in_a_task_is_found_in_what_ray_makes_of_it():
+    refused, wrapped, other = InputError("no column"), RuntimeError("in a task"), ValueError("else")
+    wrapped.cause = other
+    other.__cause__ = refused
+    assert refusal_in(wrapped) is refused
+    assert refusal_in(ValueError("else")) is None
+
+
+def test_actors_on_machines_of_one_kind_run_by_the_plan_that_one_of_them_made(tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    pq.write_table(pa.table({"prompt": ["quay quay"] * 9}), tmp_path / "in.parquet")
+    options = {"dtype": "float32", "max_tokens": 5}
+    plan = plan_here(str(path), str(tmp_path / "in.parquet"), options, 2 << 30, 9)
+    engine_options = {"dtype": "float32", "cpu_memory": "2GiB"}
+    kind = machine_kind("auto", num_threads())
+    assert kind != machine_kind("auto", num_threads() + 1)
+    stream = load_stream(path, SamplingParams(max_tokens=5), engine_options, {kind: plan})
+    try:
+        assert stream.engine.policy.max_num_seqs == plan["policy"]["max_num_seqs"]
+        (completion,) = stream.submit([Request("quay")]).result(60)
+        assert completion.error is None
+    finally:
+        stream.close()
 
 
 def test_options_that_mean_nothing():

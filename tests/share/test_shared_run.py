@@ -155,6 +155,25 @@ def test_a_damaged_part_costs_its_range_alone(tmp_path):
     check(output)
 
 
+def test_the_last_rows_are_saved_and_noticed_at_once(tmp_path):
+    """Neither the interval of saves nor a poll is waited for once the engine has nothing more to do."""
+
+    class UntilSet(threading.Event):
+        def wait(self, timeout=None):
+            assert super().wait(120), "nobody said that rows were saved"
+            return True
+
+    output = tmp_path / "out.parquet"
+    with share(output) as run, run.writer(flush_interval_s=100_000) as writer:
+        run._changed = UntilSet()
+        for rows in run.claims(40, lambda: False):
+            for row in rows or ():
+                writer.add(row, fails(row))
+        assert run.worker.all_done
+        run.finish(FakeDataset(ROWS))
+    check(output)
+
+
 def test_kernels_are_those_of_the_first_worker(tmp_path):
     with share(tmp_path / "out.parquet") as first, share(tmp_path / "out.parquet") as second:
         assert first.kernels is None

@@ -496,6 +496,7 @@ def _give_memory(executor, device):
     weights, cache = executor.weights, executor.kv_cache
     held = [
         *cache.pools.get("gpu", ()),
+        *(pool for pool, stays in zip(cache.pools.get("cpu", ()), cache.on_device, strict=False) if stays),
         *cache._staging,
         *weights._head_slots,
         *(table for rope in executor._ropes.values() for table in rope or ()),

@@ -21,6 +21,7 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
 )
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a layer
 # reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {

@@ -1,8 +1,8 @@
 """The KV tensors behind the block managers' numbers: a pool in each tier, and what passes between them.
 
 KV of a layer is [blocks, 2, kv_heads, block_size, width] (see `ops`). A pool in the compute device's memory is attended
-to in place. Sequences that live elsewhere pass through staging buffers of the compute device; those on disk through
-buffers in host memory too, in a file in which each block starts on a direct-I/O boundary.
+to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers in which the host's
+pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file in which each block starts on a direct-I/O boundary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import KV_DTYPES
 from batchgen.runtime.batch import Run, Staging
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.transfers import Prefault, as_buffer
+from batchgen.runtime.memory.transfers import Arena, Prefault, as_buffer
 from batchgen.runtime.steps.graph import KV_SLOTS
 
 _serial = itertools.count()
@@ -95,21 +95,30 @@ class KVCache:
         tiers: Tiers | None = None,
         staging_blocks: int = 0,
         offload_dir: Path | None = None,
+        on_device: Sequence[bool] = (),
     ) -> None:
         """blocks: of each tier's pool. tiers: None: the host's memory. staging_blocks: of each staging buffer.
+
+        on_device: for each layer whether the host's pool lies on the device there; empty: in none.
 
         Raises BatchgenError where memory or disk do not suffice.
         """
         self.shape = shape
         self.disk_bytes_read = self.disk_bytes_written = 0
         self._layers = config.num_layers
+        self.on_device = tuple(on_device)
         tiers = tiers or Tiers()
         arenas, links = tiers.arenas, tiers.links
         self._compute_tier, self._links = tiers.compute_tier, links
         device = arenas[tiers.compute_tier]
+
+        def arena(tier: str, layer: int) -> Arena:
+            return device if tier == "cpu" and self.on_device and self.on_device[layer] else arenas[tier]
+
         self.pools: dict[str, list[Tensor]] = {
             tier: [
-                arenas[tier].empty((count, *shape.block), shape.dtype, "the KV pool") for _ in range(config.num_layers)
+                arena(tier, j).empty((count, *shape.block), shape.dtype, "the KV pool")
+                for j in range(config.num_layers)
             ]
             for tier, count in blocks.items()
             if tier != "disk" and count

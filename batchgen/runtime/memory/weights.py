@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import GGUF_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS, weight_row_bytes
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
 from batchgen.models.config import ModelConfig
-from batchgen.models.experts import split_experts
+from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
 from batchgen.models.store_format import is_quantized, layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
+from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import as_buffer
@@ -37,19 +38,6 @@ _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 OUTPUT_MATRIX = "lm_head.weight"
 _SINKS = "sinks.weight"
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Neighbouring groups of a store's file, read in one request to `offset` of a buffer."""
-
-    file: StoreFile
-    groups: tuple[str, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.file.extents[g].num_bytes for g in self.groups)
 
 
 class Weights:
@@ -140,23 +128,22 @@ class Weights:
 
     def read(self, layer: int, slot: int) -> None:
         """What is on disk, into host memory. Raises BatchgenError, also where it is not what was written."""
-        buffer = self._disk_buffers[slot]
         for stretch in self._stretches[layer]:
-            file = stretch.file
-            first = file.extents[stretch.groups[0]]
-            part = buffer[stretch.offset :][: stretch.num_bytes]
-            try:
-                count = self._files[layer].read([(first.offset, as_buffer(part))])
-            except OSError as error:
-                raise BatchgenError(
-                    f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
-                ) from error
-            self.disk_bytes_read += count
-            if count < stretch.num_bytes:  # whenever that is: what the buffer held before must not pass for weights
-                raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
+            part = self._disk_buffers[slot][stretch.start : stretch.stop]
+            self._fetch(layer, slot, [(stretch.file_offset, stretch.start, stretch.stop)])
             if layer not in self._verified:
                 self._verify(stretch, part)
         self._verified.add(layer)
+        self._on_demand.pop(slot, None)
+
+    def read_dense(self, layer: int, slot: int) -> None:
+        """As `read`, but for the experts. The layer has been read as a whole before: nothing is checked. Raises BatchgenError."""
+        found = self._on_demand[slot] = ExpertReads(self._stretches[layer], self.config.num_experts)
+        self._fetch(layer, slot, found.dense())
+
+    def read_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
+        """Those of these experts that have not been read since `read_dense`. Raises BatchgenError."""
+        self._fetch(layer, slot, self._on_demand[slot].experts(experts))
 
     def load(self, layer: int, slot: int) -> None:
         """What is in host memory or has been read there, to the accelerator."""
@@ -165,10 +152,24 @@ class Weights:
             self._h2d.copy(target[name], tensor)
 
     def dequantize(self, layer: int, slot: int | None) -> None:
-        """4-bit matrices of a layer into the compute format."""
+        """4-bit matrices of a layer into the compute format, but for experts that are read on demand."""
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
         for name, target in self._dequantized_views(layer).items():
-            ops.dequantize(packed[name], target)
+            if slot not in self._on_demand or name not in MATRICES:
+                ops.dequantize(packed[name], target)
+
+    def dequantize_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
+        """4-bit matrices of some experts into the compute format."""
+        if not self._dequantized:
+            return
+        packed, targets = {**self._resident[layer], **self._slot_views(layer, slot)}, self._dequantized_views(layer)
+        for name in MATRICES:
+            of_each = zip(
+                packed[name].chunk(self.config.num_experts), targets[name].chunk(self.config.num_experts), strict=True
+            )
+            for expert, (stored, target) in enumerate(of_each):
+                if expert in experts:
+                    ops.dequantize(stored, target)
 
     def load_head(self, chunk: int, slot: int) -> None:
         """A chunk of the output matrix to the accelerator."""
@@ -252,12 +253,13 @@ class Weights:
             )
 
     def _make_disk_buffers(self) -> None:
-        self._stretches: list[list[_Stretch]] = []
+        self._stretches: list[list[Stretch]] = []
+        self._on_demand: dict[int, ExpertReads] = {}  # by slot, of layers whose experts are read on demand
         self._files: dict[int, DirectFile] = {}
         self._verified: set[int] = set()
         self._views: dict[tuple[int, int | None], Tensors] = {}
         for j, tiers in enumerate(self.residency.layers):
-            stretches: list[_Stretch] = []
+            stretches: list[Stretch] = []
             end = 0
             before = None
             if "disk" in tiers.values():
@@ -267,13 +269,13 @@ class Weights:
                     if tiers[group] == "disk":
                         if before == "disk":
                             last = stretches.pop()
-                            stretches.append(_Stretch(file, (*last.groups, group), last.offset))
+                            stretches.append(Stretch(file, (*last.groups, group), last.start))
                         else:
-                            stretches.append(_Stretch(file, (group,), end))
-                        end = stretches[-1].offset + stretches[-1].num_bytes
+                            stretches.append(Stretch(file, (group,), end))
+                        end = stretches[-1].stop
                     before = tiers[group]
             self._stretches.append(stretches)
-        size = max((s.offset + s.num_bytes for stretches in self._stretches for s in stretches), default=0)
+        size = max((s.stop for stretches in self._stretches for s in stretches), default=0)
         self._disk_buffers = [
             self.arenas["cpu"].empty((aligned(size),), torch.uint8, "weights in transit")
             for _ in range(WEIGHT_SLOTS if size else 0)
@@ -350,17 +352,15 @@ class Weights:
         return {name: _first_of(buffers[name], shape) for name, shape in shapes.items() if is_quantized(name, shape)}
 
     def _disk_names(self, layer: int) -> Sequence[str]:
-        return [t.name for s in self._stretches[layer] for g in s.groups for t in s.file.extents[g].tensors]
+        return [tensor.name for stretch in self._stretches[layer] for tensor in stretch.tensors]
 
     def _disk_views(self, layer: int, slot: int | None) -> Tensors:
         if (layer, slot) in self._views:  # the buffers stay where they are
             return self._views[layer, slot]
         found: Tensors = {}
         for stretch in self._stretches[layer]:
-            start = stretch.offset - stretch.file.extents[stretch.groups[0]].offset
-            for group in stretch.groups:
-                extent = stretch.file.extents[group]
-                found |= views(extent, self._disk_buffers[slot][start + extent.offset :])
+            for extent in stretch.extents:
+                found |= views(extent, self._disk_buffers[slot][stretch.place_of(extent.offset) :])
         self._views[layer, slot] = found
         return found
 
@@ -380,19 +380,30 @@ class Weights:
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self.residency.weight_format in GGUF_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
+        if self.residency.weight_format in BLOCK_FORMATS and isinstance(weight, Tensor) and weight.dtype == torch.uint8:
             found = ops.GgufWeight(weight, self.residency.weight_format)
             dtype = str(self.dtype).removeprefix("torch.")
             return replace(found, isa=self._kernels.gguf_isa(*found.shape, dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
-    def _verify(self, stretch: _Stretch, part: Tensor) -> None:
-        file = stretch.file
-        start = 0
-        for group in stretch.groups:
-            extent = file.extents[group]
-            verify(file, extent, part[start:])
-            start += extent.num_bytes
+    def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
+        """Pieces of a layer's file into a buffer. Raises BatchgenError."""
+        file, buffer = self._files[layer], self._disk_buffers[slot]
+        try:
+            count = file.read([(offset, as_buffer(buffer[start:stop])) for offset, start, stop in pieces])
+        except OSError as error:
+            raise BatchgenError(
+                f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
+            ) from error
+        self.disk_bytes_read += count
+        if count < sum(
+            stop - start for _, start, stop in pieces
+        ):  # what the buffer held before must not pass for weights
+            raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
+
+    def _verify(self, stretch: Stretch, part: Tensor) -> None:
+        for extent in stretch.extents:
+            verify(stretch.file, extent, part[stretch.place_of(extent.offset) - stretch.start :])
 
 
 def _whole(file: StoreFile) -> Tensors:

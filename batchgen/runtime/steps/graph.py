@@ -9,6 +9,7 @@ an executor may overlap lanes, each of which keeps this order within itself.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +23,7 @@ KINDS = {
     "pre": "compute", "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
     "read_cache": "disk_read", "load_cache": "h2d", "attention": "compute", "store_cache": "d2h", "write_cache": "disk_write",
     "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
+    "read_dense": "disk_read", "route": "compute", "read_experts": "disk_read",
     "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
     "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "layers": "compute",  # all of them, as one CUDA graph
@@ -61,8 +63,12 @@ class Streams:
     accelerated: the compute device has a memory of its own, next to the host's. weights: for each layer whether any of
     its weights are to be loaded. disk_weights: whether any of them are on disk. dequantized: weights are stored in 4 bits, and
     dequantized into as many buffers as layers can be in use at once (two, with sequences that the CPU attends to).
-    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device. receives, sends: of a stage of a
-    pipeline, activations come from the stage before instead of being embedded, or go to the one behind instead of to the head.
+    vocabulary_chunks: in how many the output matrix comes over; 0 if it stays on the device. kv_on_device: for each layer whether
+    KV that is staged in the others is on the device; empty: in none.
+    on_demand: for each layer whether it has experts on disk that can be read once it is known which ones the tokens are routed to;
+    empty: none has. on_demand_tokens: they are, in sweeps of at most so many tokens.
+    receives, sends: of a stage of a pipeline, activations come from the stage before instead of being embedded, or go to the one
+    behind instead of to the head.
     """
 
     accelerated: bool
@@ -70,12 +76,19 @@ class Streams:
     disk_weights: tuple[bool, ...]
     dequantized: bool = False
     vocabulary_chunks: int = 0
+    kv_on_device: tuple[bool, ...] = ()
+    on_demand: tuple[bool, ...] = ()
+    on_demand_tokens: int = 0
     receives: bool = False
     sends: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.weights)
+
+    def stages_kv(self, layer: int) -> bool:
+        """Whether KV of staged sequences passes through a staging buffer in this layer."""
+        return not self.kv_on_device or not self.kv_on_device[layer]
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,8 @@ class Sweeps:
         self._users: dict[int, int] = {}  # n -> the last Step that uses it
         self._loads: dict[int, int] = {}  # n -> the Step that brings it to the compute device
         self._reads: dict[int, int] = {}  # n -> the Step that brings it to host memory
+        self._few_tokens = False  # in the sweep, so that experts are read on demand
+        self._without_experts: set[int] = set()  # n of layers whose experts are read on demand
         self._head_users: dict[int, tuple[int, ...]] = {}  # slot of the output matrix -> the last Steps that use it
         # KV of staged sequences passes through KV_SLOTS buffers on the compute device, and with an accelerator as many
         # in host memory for what is read from and written to disk. slot -> the last Steps that use it
@@ -148,6 +163,7 @@ class Sweeps:
         batches: Sequence[BatchFlow],
         cohorts: Cohorts | None = None,
         has_ended: Callable[[int], bool] = lambda step_id: False,
+        num_tokens: int | None = None,
     ) -> Iterator[Step]:
         """The Steps of the next sweep over these micro-batches.
 
@@ -155,8 +171,10 @@ class Sweeps:
             batches: What each moves.
             cohorts: Sequences whose attention is deferred, of the same job; None: there are none.
             has_ended: Whether a Step of CPU attention has; asked while Steps are taken from the iterator.
+            num_tokens: Of all micro-batches; None: many.
         """
         self._sweep += 1
+        self._few_tokens = num_tokens is not None and num_tokens <= self.streams.on_demand_tokens
         cohorts = Cohorts() if cohorts is None else cohorts
         cohorts.ended = []
         moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
@@ -186,18 +204,18 @@ class Sweeps:
             )
             hidden.append(step.id)
             yield step
-        flow = _Flow(hidden, deferral)
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
+        to_stage = deque((j, k) for j, k in order if batches[k].staged and self.streams.stages_kv(j))
+        flow = _Flow(hidden, deferral, to_stage)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
         ahead = last_batch > 0 and any(b.delegated for b in batches)
-        yield from self._load_cache(order[0], batches, flow)
+        yield from self._load_caches(1, batches, flow)
         if ahead:
             yield from self._before_attention(order[0], batches, flow)
         for u, (j, k) in enumerate(order):
             if j == layers - 1 and k == 0:
                 yield from self._load_head(flow, WEIGHT_SLOTS)
-            if u + 1 < len(order):
-                yield from self._load_cache(order[u + 1], batches, flow)
+            yield from self._load_caches(KV_SLOTS, batches, flow)
             if not ahead:
                 yield from self._before_attention((j, k), batches, flow)
             elif u + 1 < len(order):
@@ -304,7 +322,7 @@ class Sweeps:
             attention = self._step("attention", j, k, **slots, after=(*after, *ready))
             yield attention
             after = (attention.id,)
-            if batch.staged:
+            if slot is not None:
                 yield from self._store_cache(at, batch, slot, attention.id, flow)
         if batch.delegated:
             join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
@@ -314,6 +332,12 @@ class Sweeps:
             for join in self._join(at, flow):
                 yield join
                 after = (*after, join.id)
+        if self.streams.weights[j] and self._count(j) in self._without_experts:
+            route = self._step("route", j, k, weight_slot=weight_slot, after=after)
+            yield route
+            read = self._step("read_experts", j, k, weight_slot=weight_slot, after=(route.id,))
+            yield read
+            after = (read.id,)
         post = self._step("post", j, k, weight_slot=weight_slot, after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
@@ -365,7 +389,7 @@ class Sweeps:
                 after += [self._reads[n]] if n in self._reads else []
                 yield self._weight_step("load_weight", n, self._loads, after)
             else:
-                yield self._weight_step("read_weight", n, self._loads, after)
+                yield self._weight_step(self._read_kind(n), n, self._loads, after)
             self._num_loaded += 1
         # Reads run ahead of loads by as many layers as there are buffers for in host memory.
         if self.streams.accelerated:
@@ -373,6 +397,19 @@ class Sweeps:
         for table in (self._users, self._loads, self._reads):
             for old in [n for n in table if n < self._num_loaded - 2 * WEIGHT_SLOTS]:
                 del table[old]
+        self._without_experts = {n for n in self._without_experts if n >= self._num_loaded - 2 * WEIGHT_SLOTS}
+
+    def _read_kind(self, n: int) -> str:
+        """Without its experts, where these are read on demand.
+
+        A layer is read as a whole the first time, when it is checked. What is read ahead for the next sweep is read as if that had
+        as many tokens as this one.
+        """
+        layer = self._streamed[n % len(self._streamed)]
+        if self._few_tokens and self.streams.on_demand[layer] and n >= len(self._streamed):
+            self._without_experts.add(n)
+            return "read_dense"
+        return "read_weight"
 
     def _read_weights(self, stop: int) -> Iterator[Step]:
         """Reads into host memory of streamed layers before `stop`, of those that have something on disk."""
@@ -405,12 +442,15 @@ class Sweeps:
         if self.streams.weights[layer]:
             self._users[self._count(layer)] = step_id
 
+    def _load_caches(self, most: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Loads of KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow."""
+        while flow.to_stage and len(flow.staged) < most:
+            yield from self._load_cache(flow.to_stage.popleft(), batches, flow)
+
     def _load_cache(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Brings a batch's KV into a staging buffer of the compute device, a batch ahead of its use."""
+        """Brings a batch's KV into a staging buffer of the compute device."""
         j, k = at
         batch = batches[k]
-        if not batch.staged:
-            return
         slot = self._num_staged % KV_SLOTS
         self._num_staged += 1
         ready = self._staging_users.get(slot, ())
@@ -466,6 +506,7 @@ class _Flow:
 
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
+    to_stage: deque[LayerBatch]  # whose KV is to pass through a staging buffer, and has none yet
     joined: dict[int, list[Cohort]] = field(default_factory=dict)  # per batch, cohorts that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)

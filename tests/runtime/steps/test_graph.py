@@ -5,15 +5,18 @@ What happens before what follows from two things only: a lane runs its Steps in 
 sweep may be launched before the one before it has run.
 """
 
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
+from batchgen.core.plan import kv_on_device
 from batchgen.runtime.steps.cohorts import MOST_PASSED_BY, Cohorts
 from batchgen.runtime.steps.graph import (
     EXCHANGE_SLOTS,
@@ -24,11 +27,17 @@ from batchgen.runtime.steps.graph import (
     Sweeps,
 )
 
+FEW = 10  # tokens of a sweep in which experts are read on demand
+
 
 def all_steps(streams, sweeps, ready=1.0):
     """ready: how often the CPU is said to be done with attention that nobody waits for yet."""
-    made, cohorts, draw = Sweeps(streams), Cohorts(), random.Random(3)
-    return [step for batches in sweeps for step in made.steps(batches, cohorts, lambda step_id: draw.random() < ready)]
+    made, cohorts, draw, tokens = Sweeps(streams), Cohorts(), random.Random(3), random.Random(1)
+    return [
+        step
+        for batches in sweeps
+        for step in made.steps(batches, cohorts, lambda step_id: draw.random() < ready, tokens.choice([FEW, FEW + 1]))
+    ]
 
 
 def happens_before(steps):
@@ -53,6 +62,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     fetched, exchanged = Counter(), Counter()  # so far, of activations and of what the CPU attends to
     slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
     leaving, lives = defaultdict(list), cohort_lives(steps, streams)
+    routed = {(s.sweep, s.layer, s.batch) for s in steps if s.kind == "route"}
     for step in steps:
         if step.kind == "send_deferred":
             leaving[step.sweep, step.layer, step.batch].append(step.cohort)
@@ -63,8 +73,25 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         def use(buffer, writes, holds, step=step):
             used[buffer].append((step, writes, holds))
 
-        if kind in ("read_weight", "load_weight", "expand_weight", "pre", "attention", "send_qkv", "post"):
+        if kind in (
+            "read_weight",
+            "load_weight",
+            "expand_weight",
+            "pre",
+            "attention",
+            "send_qkv",
+            "post",
+            "read_dense",
+            "route",
+        ):
             _use_weights(step, streams, num_dequantized, use)
+        if kind in ("read_weight", "read_dense"):  # each batch's experts by themselves: what others touch is read once
+            for batch_number in range(4):
+                use(("experts", slot, batch_number), True, layer if kind == "read_weight" else None)
+        if kind in ("read_experts", "post") and streams.weights[layer] and not streams.accelerated:
+            use(("experts", slot, k), kind == "read_experts", layer)
+        if kind in ("route", "read_experts") or (kind == "post" and (step.sweep, layer, k) in routed):
+            use(("routes", k), kind == "route", (step.sweep, layer))
         if kind == "load_head":
             use(("head", slot), True, (step.sweep, layer))
         if kind == "head":
@@ -72,7 +99,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
                 use(("head", slot), False, (step.sweep, layer))
             use(("logits", k), True, None)
         # Activations of the batch; those that wait in host memory share slots on the device.
-        if kind in ("embed", "load_hidden", "pre", "post", "store_hidden", "head"):
+        if kind in ("embed", "load_hidden", "pre", "route", "post", "store_hidden", "head"):
             use(("hidden", k), kind not in ("pre", "head"), None)
         if kind == "load_hidden":
             slot_of["hidden", k] = fetched["all"] % HIDDEN_SLOTS
@@ -85,7 +112,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("qkv", k), kind == "pre", (step.sweep, layer))
         if kind == "attention":
             use(("attended", k), True, (step.sweep, layer))
-        if kind == "post" and (batch.resident or batch.staged):
+        if kind in ("route", "post") and (batch.resident or batch.staged):
             use(("attended", k), False, (step.sweep, layer))
         if kind == "load_attention" or (kind == "post" and batch.delegated):
             use(("attended on CPU", k), kind == "load_attention", (step.sweep, layer))
@@ -106,8 +133,11 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         if kind in ("attend_deferred", "join_deferred"):
             use(("attended later", step.cohort), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
-        if kind.endswith("_cache") or (kind == "attention" and batch.staged):
+        staged = kind.endswith("_cache") or (kind == "attention" and batch.staged)
+        if staged and streams.stages_kv(layer):
             _use_staging(step, batch, streams, use)
+        elif staged:
+            homes["device", layer].append((step, True))
         if kind in ("load_cache", "cpu_attention") or (kind == "store_cache" and batch.stored) or kind == "send_qkv":
             homes["cpu", layer].append((step, kind in ("store_cache", "send_qkv")))
         if kind in ("read_cache", "write_cache"):
@@ -159,7 +189,7 @@ def _use_weights(step, streams, num_dequantized, use):
     layer, slot = step.layer, step.weight_slot
     content = layer
     arrives = "device" if streams.accelerated else "host"
-    if step.kind == "read_weight":
+    if step.kind in ("read_weight", "read_dense"):
         use(("weights", "host", slot), True, content)
     elif step.kind == "load_weight":
         if streams.disk_weights[layer]:
@@ -168,7 +198,7 @@ def _use_weights(step, streams, num_dequantized, use):
     else:  # norms (of queries and keys too) and biases are never packed: they are used where they arrive
         if streams.weights[layer]:
             use(("weights", arrives, slot), False, content)
-        if streams.dequantized and step.kind in ("expand_weight", "pre", "post"):
+        if streams.dequantized and step.kind in ("expand_weight", "pre", "route", "post"):
             use(("weights", "dequantized", layer % num_dequantized), step.kind == "expand_weight", content)
 
 
@@ -208,18 +238,22 @@ def check_computation(steps, streams, sweeps):
         assert of("attention") == [(j, k) for j, k in places if batches[k].resident or batches[k].staged]
         for kind in ("send_qkv", "cpu_attention", "load_attention"):
             assert of(kind) == [(j, k) for j, k in places if batches[k].delegated]
+        assert of("route") == of("read_experts")
+        assert all(streams.on_demand[j] for j, _ in of("route"))
         assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
         assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
-        assert of("load_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].history]
-        assert of("store_cache") == [(j, k) for j, k in places if streams.accelerated and batches[k].staged]
+        passing = [(j, k) for j, k in places if streams.accelerated and streams.stages_kv(j)]
+        assert of("load_cache") == [(j, k) for j, k in passing if batches[k].history]
+        assert of("store_cache") == [(j, k) for j, k in passing if batches[k].staged]
         chunks = range(max(1, streams.vocabulary_chunks))
         joins = streams.num_layers - 1 in [s.layer for s in own if s.kind == "join_deferred"]
         sampling = [k for k in range(len(batches)) if batches[k].samples or (k == 0 and joins)]
         assert of("head") == [(p, k) for p in chunks for k in sampling]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
-            order = [position[kind, j, k] for kind in ("pre", "attention", "post") if (kind, j, k) in position]
+            kinds = ("pre", "attention", "route", "read_experts", "post")
+            order = [position[kind, j, k] for kind in kinds if (kind, j, k) in position]
             assert order == sorted(order)
         on_host = [b.hidden_on_host for b in batches]
         for s in own:
@@ -249,12 +283,12 @@ def check_cohorts(steps, streams, sweeps):
 
 
 @st.composite
-def batch_flows(draw, accelerated):
-    """Sequences by where they live: none, only new ones, or some that have KV already."""
+def batch_flows(draw, accelerated, by_layer):
+    """Sequences by where they live: none, only new ones, or some that have KV already. by_layer: all in host memory, in some layers."""
     host = draw(st.sampled_from(["none", "new", "old"])) if accelerated else "none"
-    disk = draw(st.sampled_from(["none", "new", "old"]))
-    delegated = accelerated and draw(st.booleans())
-    deferred = accelerated and draw(st.booleans())
+    disk = "none" if by_layer else draw(st.sampled_from(["none", "new", "old"]))
+    delegated = accelerated and not by_layer and draw(st.booleans())
+    deferred = accelerated and not by_layer and draw(st.booleans())
     nothing_else = host == disk == "none" and not delegated and not deferred
     return BatchFlow(
         resident=nothing_else or draw(st.booleans()),
@@ -272,6 +306,7 @@ def batch_flows(draw, accelerated):
 def jobs(draw):
     """(streams, the batches of each sweep)."""
     accelerated = draw(st.booleans())
+    by_layer = accelerated and draw(st.booleans())
     layers = draw(st.integers(1, 4))
     tiers = draw(st.lists(st.sampled_from(["device", "host", "disk"]), min_size=layers, max_size=layers))
     streams = Streams(
@@ -280,10 +315,13 @@ def jobs(draw):
         disk_weights=tuple(t == "disk" for t in tiers),
         dequantized=draw(st.booleans()),
         vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
+        kv_on_device=kv_on_device(layers, draw(st.integers(1, layers))) if by_layer else (),
+        on_demand=() if accelerated else tuple(t == "disk" and draw(st.booleans()) for t in tiers),
+        on_demand_tokens=0 if accelerated else FEW,
     )
     sweeps = []
     for _ in range(draw(st.integers(1, 6))):
-        batches = draw(st.lists(batch_flows(accelerated), min_size=1, max_size=4))
+        batches = draw(st.lists(batch_flows(accelerated, by_layer), min_size=1, max_size=4))
         first_on_host = draw(st.integers(0, len(batches))) if accelerated else len(batches)
         sweeps.append([replace(b, hidden_on_host=k >= first_on_host) for k, b in enumerate(batches)])
     return streams, sweeps
@@ -308,6 +346,7 @@ CPU = BatchFlow(delegated=True)
 ALL = replace(DISK, delegated=True)
 NEW_ON_DISK = BatchFlow(resident=False, disk_write=True)
 OLD_ON_DISK = BatchFlow(resident=False, history=True, disk_read=True, disk_write=True)
+OLD_ON_HOST = BatchFlow(resident=False, history=True, stored=True)
 DEFERRED = BatchFlow(deferred=True)
 ON_HOST = {"hidden_on_host": True}
 # Between them these have every kind of Step wait for every kind that it ever waits for.
@@ -322,7 +361,12 @@ JOBS = [
         Streams(False, (True, True, True), (True, True, True), dequantized=True),
         [[BatchFlow()], [NEW_ON_DISK], [BatchFlow()], [OLD_ON_DISK]],
     ),
+    (
+        Streams(False, (True,) * 3, (True,) * 3, dequantized=True, on_demand=(True, False, True), on_demand_tokens=FEW),
+        [[BatchFlow(), BatchFlow()]] * 8,
+    ),
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
+    (Streams(True, (False,) * 3, (False,) * 3, kv_on_device=(True, False, False)), [[OLD_ON_HOST, OLD_ON_HOST]] * 3),
     (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
     (
         Streams(False, (False, False), (False, False), dequantized=True),
@@ -362,6 +406,7 @@ def test_a_wait_left_out_is_a_hazard():
         ("send_qkv", "pre"), ("cpu_attention", "send_qkv"), ("load_attention", "cpu_attention"),
         ("load_hidden", "post"), ("load_hidden", "store_hidden"), ("store_hidden", "post"),
         ("head", "load_head"), ("load_head", "head"),
+        ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
     }  # fmt: skip
 
@@ -408,6 +453,30 @@ def test_nothing_waits_that_need_not():
         assert apart(steps, one, other), f"{one} and {other}"
 
 
+def test_kv_of_a_layer_loads_behind_the_layers_whose_kv_stays():
+    """As soon as a buffer is free, however many layers ahead: here behind all that are computed since."""
+    streams = Streams(True, (False,) * 9, (False,) * 9, kv_on_device=kv_on_device(9, 6))
+    steps = all_steps(streams, [[OLD_ON_HOST]] * 3)
+    loads = [s for s in steps if s.kind == "load_cache"]
+    assert [(s.sweep, s.layer) for s in loads] == [(sweep, j) for sweep in range(3) for j in (2, 5, 8)]
+    number = {(s.kind, s.sweep, s.layer): s.id for s in steps}
+    ended = happens_before(steps)
+    for load in loads[3:]:
+        before = {s.layer for s in steps if s.kind == "post" and s.sweep == load.sweep and ended[load.id] >> s.id & 1}
+        # Of two buffers, the layer's is free once the one before the last that was loaded has been attended to, and its new KV sent.
+        assert before == ({0, 1} if load.layer == 8 else set()), load
+        assert ended[load.id] >> number["store_cache", load.sweep - 1, load.layer] & 1, "what is new comes back"
+
+
+@pytest.mark.parametrize(("num_layers", "kv_layers"), [(9, 6), (9, 7), (4, 1), (5, 2), (32, 20), (1, 0), (7, 0)])
+def test_layers_whose_kv_streams_are_evenly_spread(num_layers, kv_layers):
+    on_device = kv_on_device(num_layers, kv_layers)
+    assert len(on_device) == num_layers and sum(on_device) == kv_layers
+    streamed = [-1, *(j for j in range(num_layers) if not on_device[j])]
+    gaps = [b - a for a, b in itertools.pairwise(streamed)]
+    assert streamed[-1] == num_layers - 1 and max(gaps) - min(gaps) <= 1
+
+
 def apart(steps, one, other):
     """Whether neither of two (kind, layer, batch), each the first of its kind, has to wait for the other."""
     number = {(s.kind, s.layer, s.batch): s.id for s in reversed(steps)}
@@ -421,6 +490,17 @@ def test_weights_load_on_across_sweeps():
     assert loads == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (0, 0, 1), (0, 1, 0), (1, 2, 1), (1, 0, 0), (1, 1, 1)]
     uses = [(s.sweep, s.layer, s.weight_slot) for s in steps if s.kind == "pre"]
     assert uses == [(0, 0, 0), (0, 1, 1), (0, 2, 0), (1, 0, 1), (1, 1, 0), (1, 2, 1)]
+
+
+def test_experts_are_read_on_demand_once_a_layer_has_been_read_as_a_whole():
+    """What is read ahead for a sweep is read as the sweep before it was."""
+    made = Sweeps(Streams(False, (True,) * 3, (True,) * 3, on_demand=(False, True, True), on_demand_tokens=FEW))
+    kinds = []
+    for num_tokens in (FEW, FEW, FEW + 1, FEW + 1, FEW):
+        steps = list(made.steps([BatchFlow()], num_tokens=num_tokens))
+        kinds.append(["route" in {s.kind for s in steps if s.layer == j} for j in range(3)])
+    some = [False, True, True]
+    assert kinds == [[False] * 3, some, [False, True, False], [False] * 3, [False, False, True]]
 
 
 def test_in_memory_all_is_computation_in_one_lane():

@@ -34,6 +34,9 @@ def policies(path):
             path, EMULATED, weight_layers={"qkv": (1, 2, 0), "out": (0, 3, 0), "up": (1, 2, 0), "down": (0, 3, 0)},
         ),
         "disk alone": make_policy(path, EMULATED, kv_seqs={"disk": 8}, num_gpu_batches=2, gpu_batch_size=4),
+        "streamed layers": make_policy(
+            path, EMULATED, kv_seqs={"streamed": 8}, num_gpu_batches=2, gpu_batch_size=4, kv_layers=1
+        ),
         "deferred alone": make_policy(path, EMULATED, kv_seqs={"deferred": 8}),
         "delegated alone": make_policy(path, EMULATED, kv_seqs={"cpu": 8}, num_gpu_batches=2, gpu_batch_size=4),
     }  # fmt: skip
@@ -83,6 +86,11 @@ NEEDED = {
         ("load_head", "head"),
     ],
     "weights from the host": [("pre", "load_weight")],
+    "streamed layers": [
+        ("attention", "load_cache"),
+        ("load_cache", "store_cache"),
+        ("store_cache", "attention"),
+    ],
     "deferred alone": [
         ("send_deferred", "pre"),
         ("attend_deferred", "send_deferred"),

@@ -1,0 +1,56 @@
+"""Cores that a process has for itself, among several on a machine that each take some."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from batchgen.core.file_lock import LockHeld, lock_file
+
+_held: list[int] = []  # descriptors whose locks end with the process, however it ends
+
+
+def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
+    """Keep this process, with all its threads, to cores that no other one has taken in this way, until it ends.
+
+    Args:
+        count: How many.
+        folder: Of the locks, one for each core, on a disk of this machine. None: the one of this user.
+
+    Returns:
+        The cores, in order; none where so many are not free, or the system has no such thing: then the process may use the cores that it could before.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    folder = folder or Path(tempfile.gettempdir(), f"batchgen-cores-{os.getuid()}")
+    taken: dict[int, int] = {}  # core: its lock
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with (folder / "turn").open("w") as turn:  # one looks at a time: two would each get a part of what one needs
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            for core in sorted(os.sched_getaffinity(0)):
+                if len(taken) == count:
+                    break
+                with contextlib.suppress(LockHeld):
+                    taken[core] = lock_file(folder / f"core-{core}")
+    except OSError:
+        pass  # a temporary directory that is another user's, or without locks: as if none were free
+    if len(taken) < count:
+        for lock in taken.values():
+            os.close(lock)
+        return ()
+    _held.extend(taken.values())
+    keep_to(taken)
+    return tuple(taken)
+
+
+def keep_to(cores: Iterable[int]) -> None:
+    """Have all threads of this process, and those that they begin, run on these cores alone."""
+    wanted = set(cores)
+    for thread in [*os.listdir("/proc/self/task"), "0"] if os.path.isdir("/proc/self/task") else ["0"]:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), wanted)

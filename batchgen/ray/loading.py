@@ -1,0 +1,50 @@
+"""The engine of an actor: on its share of the machine, by the plan for this kind of machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from batchgen.core.plan import Plan
+from batchgen.core.request import SamplingParams
+from batchgen.engine.engine import Engine
+from batchgen.job.kernels import kernels_here
+from batchgen.job.loading import load_engine
+from batchgen.job.planning import runnable
+from batchgen.job.progress import Progress
+from batchgen.job.resolved import resolve_job
+from batchgen.models.files import resolve_model
+from batchgen.models.tokenizer import load_tokenizer
+from batchgen.ops.instruction_set import num_threads
+from batchgen.ray.plans import job_options, machine_kind
+from batchgen.ray.share import take_share
+from batchgen.ray.stream import EngineStream
+
+Plans = Mapping[str, Mapping[str, Any]]
+
+
+def load_stream(
+    model: str, sampling: SamplingParams, options: Mapping[str, Any], plans: Plans | None = None
+) -> EngineStream:
+    """Load the model in this process. To be called before anything else has computed in it.
+
+    Args:
+        model: As of `batchgen run`.
+        sampling: Of most rows.
+        options: Those of `Engine`.
+        plans: By kind of machine, as of `batchgen.ray.cluster_plans`; where there is none for this one, everything is in memory.
+
+    Raises:
+        BatchgenError: The model cannot be loaded.
+    """
+    cores, memory = take_share() or (num_threads(), None)
+    options = dict(options) if memory is None else {"cpu_memory": memory, **options}
+    given = plans.get(machine_kind(options.get("device", "auto"), cores)) if plans else None
+    if given is None:
+        return EngineStream(Engine(model, sampling=sampling, **options))
+    job = resolve_job(replace(job_options(model, options), sampling=sampling), resolve_model(model))
+    plan = runnable(Plan.from_json(given), job)
+    plan = replace(plan, kernels=kernels_here(plan.kernels, lambda line: None))
+    tokenizer = load_tokenizer(job.files, job.options.special_tokens)
+    return EngineStream(load_engine(job, plan, lambda: tokenizer, Progress("none"), None))

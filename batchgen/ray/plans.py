@@ -1,0 +1,109 @@
+"""One plan for each kind of machine in a Ray cluster: made once, before the actors begin, and handed to all of them.
+
+Each actor would else measure its machine while its neighbours measure too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchgen.core.device import parse_device
+from batchgen.core.digest import json_sha256
+from batchgen.core.machine import available_memory_bytes
+from batchgen.core.request import SamplingParams
+from batchgen.job.options import JobOptions
+from batchgen.job.planning import make_plan
+from batchgen.job.resolved import resolve_job
+from batchgen.job.source import open_source
+from batchgen.job.workload import measure_workload
+from batchgen.models.files import resolve_model
+from batchgen.models.tokenizer import load_tokenizer
+from batchgen.profiler.measure import identity
+from batchgen.ray.share import share_of, use_cores
+
+
+def machine_kind(device: str, cores: int) -> str:
+    """The name of what this machine has in common with those that run at the same rates, if actors have so many cores of it."""
+    kind = "cuda" if parse_device(device).kind == "cuda" else "cpu"
+    return json_sha256(identity(kind) | {"cores": cores})[:16]
+
+
+def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, rows: int) -> dict[str, Any]:
+    """The plan of an actor on this machine, as JSON values.
+
+    Args:
+        model, options: As of `Generate`.
+        input: As of `batchgen run`.
+        memory: Of an actor, in bytes.
+        rows: That an actor is going to run.
+
+    Raises:
+        InputError: The job means nothing, or no plan fits.
+    """
+    started_s = time.monotonic()
+    job = resolve_job(job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model))
+    source = open_source(job.options)
+    tokenizer = load_tokenizer(job.files, job.options.special_tokens)
+    plan = make_plan(
+        job,
+        lambda: measure_workload(source, tokenizer, job.options, job.context, rows_left=rows),
+        started_s=started_s,
+        notify=lambda line: None,
+    )
+    return plan.to_json()
+
+
+def cluster_plans(
+    model: str, input: Any, options: Mapping[str, Any], *, num_cpus: float, workers: int, rows: int
+) -> dict[str, dict[str, Any]]:
+    """A plan for each kind of machine that has room for an actor, under the name of the kind: the `plans` of `Generate`.
+
+    A machine that comes later, of a kind that was not there, does without a plan: its actors have the model in memory.
+
+    Args:
+        model, options: As of `Generate`.
+        input: As of `batchgen run`, seen by all machines.
+        num_cpus: Of an actor.
+        workers: Actors.
+        rows: Of the job.
+
+    Raises:
+        InputError: As of `plan_here`.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    cores = max(1, int(num_cpus))
+
+    def on(node: Mapping[str, Any], function: Callable[..., Any], cpus: float) -> Any:
+        """The function as a task there, in a process of its own: one that is measured has its cores pinned."""
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        return ray.remote(num_cpus=cpus, max_calls=1, max_retries=0, scheduling_strategy=there)(function).remote
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= num_cpus]
+    kinds = ray.get([on(node, machine_kind, 0)(options.get("device", "auto"), cores) for node in nodes])
+    one_of_each = {kind: node for kind, node in reversed([*zip(kinds, nodes, strict=True)])}
+    share = math.ceil(rows / workers)
+    plans = ray.get([
+        on(node, _plan_of_actor, num_cpus)(model, input, dict(options), num_cpus, dict(node["Resources"]), share)
+        for node in one_of_each.values()
+    ])  # fmt: skip
+    return dict(zip(one_of_each, plans, strict=True))
+
+
+def job_options(model: str, options: Mapping[str, Any], input: Any = None) -> JobOptions:
+    """The options of `Generate` as those of a job."""
+    sampling = {name: options[name] for name in SamplingParams.names() if name in options}
+    others = {name: value for name, value in options.items() if name not in sampling}
+    return JobOptions(model, input, None, sampling=SamplingParams(**sampling), **others)
+
+
+def _plan_of_actor(
+    model: str, input: Any, options: dict[str, Any], num_cpus: float, node: dict[str, float], rows: int
+) -> dict[str, Any]:
+    cores, memory = share_of({"CPU": num_cpus}, node, available_memory_bytes())
+    use_cores(cores)
+    return plan_here(model, input, options, memory, rows)

@@ -1,0 +1,223 @@
+"""A processor like those of `ray.data.llm`, for nodes without a GPU: the same settings and columns, this engine in place of vLLM.
+
+    from batchgen.ray import ProcessorConfig, build_processor      # from ray.data.llm import vLLMEngineProcessorConfig, build_processor
+
+    config = ProcessorConfig(model_source="demo", engine_kwargs={"max_model_len": 2048}, concurrency=2, batch_size=64, num_cpus=8)
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {"messages": [{"role": "user", "content": row["question"]}], "sampling_params": {"max_tokens": 32}},
+        postprocess=lambda row: {"answer": row["generated_text"], **row},
+    )
+    dataset = processor(dataset)
+
+Names are those of Ray 2.60 and of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.request import Completion, Request, SamplingParams
+from batchgen.job.options import names_of
+from batchgen.ray.loading import load_stream
+from batchgen.ray.stream import EngineStream
+
+Row = dict[str, Any]
+
+DATA = "__data"  # a row while it is in the processor, with all its columns
+ERROR = "__inference_error__"
+# Of vLLM's engine: by the names that they have here; those that say how vLLM is to run, which decide no row.
+_ENGINE_NAMES = {"enable_prefix_caching": "share_prefixes"}
+_OF_VLLM_ALONE = {
+    *("block_size", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "enforce_eager"),
+    *("gpu_memory_utilization", "load_format", "max_parallel_loading_workers", "pipeline_parallel_size", "swap_space"),
+    *("task_type", "tensor_parallel_size"),
+}
+# Of vLLM's sampling parameters: those that have no meaning here, with the values that change nothing.
+_NO_SAMPLING = {"detokenize": (True, False), "skip_special_tokens": (True,), "min_tokens": (0,), "best_of": (None, 1)}
+_PROMPTS = ("tokenized_prompt", "prompt", "messages")
+_GRAMMARS = {"json": "json_schema", "regex": "regex"}
+_VLLM_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
+
+
+@dataclass(frozen=True)
+class ProcessorConfig:
+    """As `ray.data.llm.vLLMEngineProcessorConfig`, as far as it has a meaning here.
+
+    Attributes:
+        model_source: As `batchgen run --model`.
+        engine_kwargs: Those of `batchgen.Engine`, and vLLM's names of them; what says how vLLM runs on its GPUs changes nothing.
+        concurrency: Actors.
+        batch_size: Rows that an actor is given at a time.
+        num_cpus: Cores of an actor.
+        max_concurrent_batches: Batches that an actor works at.
+        should_continue_on_error: A row that fails has its reason in `__inference_error__`; else it ends the job.
+        ray_remote_args: Further ones of the actors, such as `memory`.
+    """
+
+    model_source: str
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    concurrency: int = 1
+    batch_size: int = 32
+    num_cpus: float = 1
+    max_concurrent_batches: int = 8
+    should_continue_on_error: bool = False
+    ray_remote_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_processor(
+    config: ProcessorConfig,
+    preprocess: Callable[[Row], Row] | None = None,
+    postprocess: Callable[[Row], Row] | None = None,
+) -> Callable[[Any], Any]:
+    """A function from a `ray.data.Dataset` to another, lazy as datasets are.
+
+    Args:
+        config: What to run, and on what.
+        preprocess: Gives a row its `prompt` or `messages`, and its `sampling_params`; other columns are carried along.
+        postprocess: Makes the row that comes out of one with all columns; a row that failed goes past it. None: all columns.
+
+    Raises:
+        InputError: An engine option means nothing here.
+    """
+    engine_options(config.engine_kwargs)
+    before, after = preprocess or (lambda row: row), postprocess or (lambda row: row)
+
+    def processor(dataset: Any) -> Any:
+        import ray.data
+
+        calls = config.max_concurrent_batches
+        generated = dataset.map(lambda row: {DATA: {**row, **before(row)}}).map_batches(
+            Stage,
+            fn_constructor_kwargs={"config": config},
+            batch_size=config.batch_size,
+            compute=ray.data.ActorPoolStrategy(
+                size=config.concurrency, max_tasks_in_flight_per_actor=2 * calls, max_concurrent_calls_per_actor=calls
+            ),
+            num_cpus=config.num_cpus,
+            **config.ray_remote_args,
+        )
+        return generated.map(lambda row: finished(row[DATA], after, config.should_continue_on_error))
+
+    return processor
+
+
+def finished(row: Row, postprocess: Callable[[Row], Row], with_error: bool) -> Row:
+    """The row that comes out: a failed one as it is. with_error: whether rows have a column for it."""
+    if row.get(ERROR):
+        return row
+    return {**postprocess(row), ERROR: ""} if with_error else postprocess(row)
+
+
+class Stage:
+    """What the actors hold: batches of rows in, the same rows with the columns of vLLM's stage out."""
+
+    def __init__(self, config: ProcessorConfig) -> None:
+        self._config = config
+        self._stream: EngineStream | None = None
+        self._lock = threading.Lock()
+
+    async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """batch: `DATA`, a sequence of rows. Raises BatchgenError where a row fails that may not."""
+        rows = list(batch[DATA])
+        requests = [request_of(row) for row in rows]
+        stream = await asyncio.to_thread(self._stream_here)
+        completions = await asyncio.wrap_future(stream.submit(requests))
+        go_on = self._config.should_continue_on_error
+        return {DATA: [answered(row, completion, go_on) for row, completion in zip(rows, completions, strict=True)]}
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _stream_here(self) -> EngineStream:
+        with self._lock:
+            if self._stream is None:
+                config = self._config
+                self._stream = load_stream(config.model_source, SamplingParams(), engine_options(config.engine_kwargs))
+            return self._stream
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `batchgen.Engine` that `engine_kwargs` come to. Raises InputError for one that means nothing here."""
+    options = {}
+    for name, value in given.items():
+        own = _ENGINE_NAMES.get(name, name)
+        if own in names_of("engine") and own != "model":
+            options[own] = value
+        elif name not in _OF_VLLM_ALONE:
+            raise InputError(
+                f"engine_kwargs has {name!r}, which means nothing here: leave it out on nodes without a GPU"
+            )
+    return options
+
+
+def request_of(row: Row) -> Request:
+    """What a row asks for: `tokenized_prompt`, `prompt` or `messages`, with its `sampling_params`. What is wrong with it is its error."""
+    try:
+        sampling, row_id = sampling_of(plain(row.get("sampling_params")) or {})
+        prompt = next((plain(row[name]) for name in _PROMPTS if row.get(name) is not None), None)
+        if prompt is None:
+            raise InputError("it has neither prompt nor messages")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = [{name: value for name, value in message.items() if value is not None} for message in prompt]
+        return Request(prompt, sampling, row_id)
+    except InputError as error:
+        return Request("", error=str(error))
+
+
+def sampling_of(given: Row) -> tuple[SamplingParams, str | int]:
+    """Sampling parameters of vLLM as ours, and what draws belong to: those with a seed are the same each time, others are not.
+
+    Raises InputError.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name, neutral in _NO_SAMPLING.items():
+        if name in asked and asked.pop(name) not in neutral:
+            raise InputError(f"sampling_params has {name!r}, which means nothing here")
+    structured = {
+        name: value for name, value in (asked.pop("structured_outputs", None) or {}).items() if value is not None
+    }
+    if unknown := sorted({*structured} - {*_GRAMMARS}) + sorted({*asked} - {*SamplingParams.names()}):
+        raise InputError(f"sampling_params has {unknown[0]!r}, which means nothing here")
+    if asked.get("n", 1) != 1:
+        raise InputError("sampling_params has n above 1: rows have one answer each")
+    if isinstance(bias := asked.get("logit_bias"), Mapping):
+        asked["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
+    row_id: str | int = 0 if "seed" in asked else uuid.uuid4().hex
+    grammar = {_GRAMMARS[name]: value for name, value in structured.items()}
+    return SamplingParams(**{**_VLLM_DEFAULTS, **asked, **grammar}), row_id
+
+
+def answered(row: Row, completion: Completion, go_on: bool) -> Row:
+    """The row with the columns of vLLM's stage. go_on: whether it may have failed, which `ERROR` says then. Raises BatchgenError."""
+    if completion.error is not None and not go_on:
+        raise BatchgenError(
+            f"a row failed: {completion.error} (should_continue_on_error notes it in the row and goes on)"
+        )
+    kept = {name: value for name, value in row.items() if name != "sampling_params"}
+    sample = completion.samples[0] if completion.samples else None
+    tokens = list(sample.token_ids) if sample else []
+    added = {
+        "generated_text": sample.text if sample else "",
+        "generated_tokens": tokens,
+        "num_generated_tokens": len(tokens),
+        "num_input_tokens": completion.prompt_tokens,
+    }
+    return {**kept, **added, **({ERROR: completion.error or ""} if go_on else {})}
+
+
+def plain(value: Any) -> Any:
+    """A value as Ray hands it over, with lists where that has arrays."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in value.items()} if isinstance(value, dict) else value

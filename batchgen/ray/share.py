@@ -1,0 +1,52 @@
+"""What of its machine an actor may use: the cores and the memory that Ray has given to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from batchgen.core.cores import take_cores
+from batchgen.core.machine import available_memory_bytes
+
+
+def take_share() -> tuple[int, int] | None:
+    """Keep this actor to its share of the machine, before kernels are loaded.
+
+    It runs on cores that no other actor of this machine has, as many as Ray has given to it; where so many are not free, it has as many threads.
+
+    Returns:
+        Cores and bytes of memory; None outside of an actor.
+    """
+    try:
+        import ray
+    except ImportError:
+        return None
+    if not ray.is_initialized() or (context := ray.get_runtime_context()).get_actor_id() is None:
+        return None
+    node = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    cores, memory = share_of(context.get_assigned_resources(), node, available_memory_bytes())
+    use_cores(cores)
+    return cores, memory
+
+
+def share_of(granted: Mapping[str, float], node: Mapping[str, float], free_bytes: int) -> tuple[int, int]:
+    """What an actor may use of its machine.
+
+    Args:
+        granted: What Ray has given to it, under Ray's names.
+        node: What Ray has on the machine for all.
+        free_bytes: Of the machine's memory.
+
+    Returns:
+        Cores, at least one, and bytes of memory: those that Ray has given, or of its memory a part like that of the cores, as far as they are free.
+    """
+    cores = granted.get("CPU", 0.0) or 1.0
+    part = min(1.0, cores / max(1.0, node.get("CPU", 0.0)))
+    memory = granted.get("memory") or part * node.get("memory", free_bytes)
+    return max(1, int(cores)), int(min(memory, free_bytes))
+
+
+def use_cores(count: int) -> None:
+    """Run on so many cores of this process's own, with so many threads, unless the environment says how many."""
+    take_cores(count)
+    os.environ.setdefault("BATCHGEN_NUM_THREADS", str(count))

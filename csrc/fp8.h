@@ -1,0 +1,19 @@
+// Weights in FP8 (E4M3) as batchgen/models/fp8.py makes blocks of them: a scale, an fp32, and so many bytes, each a number of a
+// sign, four bits of exponent and three of mantissa. What is no number (127 and 255) is in no block.
+
+typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
+
+// The number in the lowest byte of each word; other bits do not count.
+inline vf from_e4m3(vi code) {
+    const Fp8Bits bits = ((Fp8Bits)code & 0x80) << 24 | ((Fp8Bits)code & 0x7f) << 20;
+    return mul(as_float((vi)bits), set1(0x1p120f));  // exponents count from 7 there, and from 127 in a float
+}
+
+template <int Values>
+struct Fp8 : GgufBlock<Values, 4 + Values, 32> {
+    static constexpr bool kFloats = true;
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+        memcpy(codes, block + 4, Values);
+        for (int i = 0; i < Values / 32; i++) memcpy(scales + i, block, 4);
+    }
+};

@@ -1,0 +1,132 @@
+"""Experts on disk that are read once it is known which ones the tokens are routed to: tokens and bytes."""
+
+import itertools
+
+import pytest
+import torch
+from tiered import CPU, generate, make_parts, make_policy
+from tiny_models import MODELS
+
+from batchgen.core.direct_io import ALIGNMENT
+from batchgen.core.errors import BatchgenError
+from batchgen.models import experts
+from batchgen.models.convert import find_or_convert
+from batchgen.models.files import resolve_model
+from batchgen.runtime.memory.weights import Weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[7, 30, 11, 200], [5], [9, 9, 40]]
+
+
+def policy_of(path, **changes):
+    layers = make_policy(path, CPU).weight_layers
+    on_disk = {group: (0, 0, sum(counts)) for group, counts in layers.items()}
+    return make_policy(path, CPU, **{"weight_layers": on_disk, "kv_seqs": {"cpu": 8}, **changes})
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "int4"])
+@pytest.mark.parametrize("model", ["qwen3_moe, 8 of 64, shares as they are", "qwen2_moe, a dense layer, windows"])
+def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, tiny_models, stores, monkeypatch):
+    """With each micro-batch, what the ones before it have not read."""
+    family, fields = MODELS[model]
+    path = tiny_models(family, **fields)[0]
+    store = find_or_convert(
+        resolve_model(str(path)), stores, "float32", "none" if weight_format == "float32" else weight_format
+    )
+    read = Weights.read_experts
+    pages, calls = set(), []  # (reading of a layer, page of its file)
+
+    def wanted(layer, tensors_of):
+        for extent in store.layers[layer].extents.values():
+            for tensor in extent.tensors:
+                for first, size in tensors_of(tensor):
+                    start = tensor.offset + first
+                    for page in range(start // ALIGNMENT, (start + size - 1) // ALIGNMENT + 1):
+                        pages.add((layer, calls[-1], page))
+
+    def read_dense(weights, layer, slot, whole=Weights.read_dense):
+        calls.append(len(calls))
+        of_reading[slot] = calls[-1]
+        wanted(layer, lambda t: [] if t.name in ("gate_up.weight", "down.weight") else [(0, t.num_bytes)])
+        whole(weights, layer, slot)
+
+    def read_experts(weights, layer, slot, experts):
+        calls.append(of_reading[slot])
+        size = store.config.num_experts
+        wanted(
+            layer,
+            lambda t: (
+                [(e * t.num_bytes // size, t.num_bytes // size) for e in experts]
+                if t.name in ("gate_up.weight", "down.weight")
+                else []
+            ),
+        )
+        read(weights, layer, slot, experts)
+
+    whole_bytes = [0]
+
+    def read_whole(weights, layer, slot, whole=Weights.read):
+        whole_bytes[0] += sum(extent.num_bytes for extent in store.layers[layer].extents.values())
+        whole(weights, layer, slot)
+
+    of_reading = {}
+    for name, function in (("read", read_whole), ("read_dense", read_dense), ("read_experts", read_experts)):
+        monkeypatch.setattr(Weights, name, function)
+    options = {"weight_format": weight_format, "num_gpu_batches": 2, "gpu_batch_size": 4, "activation_batches": (0, 2)}
+    found = {}
+    for tokens in (0, 3):
+        pages.clear()
+        whole_bytes[0] = 0
+        parts = make_parts(path, CPU, policy_of(path, **options, on_demand_tokens=tokens), stores, store=store)
+        found[tokens] = generate(parts, PROMPTS, [6, 6, 6]), parts.executor.bytes_moved["disk_read"]
+        assert found[tokens][1] == whole_bytes[0] + ALIGNMENT * len(pages)
+        assert bool(pages) == bool(tokens)
+    assert found[0][0] == found[3][0]
+    assert found[3][1] < found[0][1]
+
+
+@pytest.mark.parametrize("favourite", [0, 3])
+def test_experts_without_a_token_are_not_read(favourite, tiny_models, stores, monkeypatch):
+    path, _ = tiny_models("mixtral", num_experts_per_tok=1)
+    route, seen = experts.route, []
+
+    def to_one(config, weights, x):
+        shares, chosen = route(config, weights, x)
+        return torch.ones_like(shares), torch.full_like(chosen, favourite)
+
+    monkeypatch.setattr("batchgen.models.experts.route", to_one)
+    monkeypatch.setattr("batchgen.models.layers.route", to_one)
+    read = Weights.read_experts
+
+    def read_experts(weights, layer, slot, chosen):
+        seen.append(chosen)
+        for name in ("gate_up.weight", "down.weight"):  # the others hold nothing that could be multiplied
+            weights._disk_views(layer, slot)[name].fill_(float("nan"))
+        read(weights, layer, slot, chosen)
+
+    expected = generate(make_parts(path, CPU, policy_of(path), stores), PROMPTS, [5, 5, 5])
+    monkeypatch.setattr(Weights, "read_experts", read_experts)
+    policy = policy_of(path, on_demand_tokens=3)
+    assert generate(make_parts(path, CPU, policy, stores), PROMPTS, [5, 5, 5]) == expected
+    assert set(itertools.chain(*seen)) == {favourite}
+
+
+def test_a_file_that_has_become_shorter_is_noticed(tiny_models, tmp_path):
+    path, _ = tiny_models("mixtral")
+    parts = make_parts(path, CPU, policy_of(path, on_demand_tokens=3), tmp_path)
+    read = parts.executor.weights.read_experts
+
+    def after_truncation(layer, slot, experts):
+        file = parts.executor.weights._store.layers[layer].path
+        file.write_bytes(file.read_bytes()[:ALIGNMENT])
+        read(layer, slot, experts)
+
+    parts.executor.weights.read_experts = after_truncation
+    with pytest.raises(BatchgenError, match="is shorter than it was: convert the model again"):
+        generate(parts, PROMPTS, [5, 5, 5])
