@@ -32,6 +32,8 @@ Timed = Callable[[str, Callable[[], Any]], Any]
 
 # Contexts decoded together differ by up to this much from their mean, as in a real block.
 _CONTEXT_SPREAD_FRAC = 0.25
+# Rows that are made 8-bit codes; they are repeated, as making those of all weights takes longer than all that is timed.
+_QUANTIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def gemm_rates(
     """
     dtype_name = _name(pool.dtype)
 
-    def trial(model: ModelConfig, tokens: int) -> Trial:
+    def rates(model: ModelConfig) -> tuple:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
         up = (2 if model.gated_mlp else 1) * inner
         shapes = [(model.qkv_size, width), (width, attention), (up, width), (width, inner)]  # rows, columns
@@ -191,33 +193,36 @@ def gemm_rates(
             ]
             for layer in pieces(large, sum(sizes))
         ]
-        inputs = {n: torch.randn(tokens, n, device=pool.device).to(pool.dtype) for n in {width, attention, inner}}
 
-        def run(i: int) -> None:
-            qkv, out, up, down = layers[i % len(layers)]
-            ops.linear(inputs[width], qkv)
-            ops.linear(inputs[attention], out, residual=inputs[width])
-            ops.linear(inputs[width], up, activation=model.mlp_activation if model.gated_mlp else "relu")
-            ops.linear(inputs[inner], down, residual=inputs[width])
+        def trial(tokens: int) -> Trial:
+            inputs = {n: torch.randn(tokens, n, device=pool.device).to(pool.dtype) for n in {width, attention, inner}}
 
-        return Trial(2 * tokens * sum(sizes), run)
+            def run(i: int) -> None:
+                qkv, out, up, down = layers[i % len(layers)]
+                ops.linear(inputs[width], qkv)
+                ops.linear(inputs[attention], out, residual=inputs[width])
+                ops.linear(inputs[width], up, activation=model.mlp_activation if model.gated_mlp else "relu")
+                ops.linear(inputs[inner], down, residual=inputs[width])
 
-    points = tuple(
-        (model.hidden_size, device.rising_rates(effort.tokens, lambda tokens, m=model: trial(m, tokens), effort))
-        for model in models
-    )
-    return Rates(("width", "tokens"), points)
+            return Trial(2 * tokens * sum(sizes), run)
+
+        return device.rising_rates(effort.tokens, trial, effort)
+
+    return Rates(("width", "tokens"), tuple((model.hidden_size, rates(model)) for model in models))
 
 
 def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool) -> ops.Weight:
-    """A matrix as products take it; one in rows of a GGUF has other numbers."""
+    """A matrix as products take it; where making its codes takes long, with other numbers: what is timed is the same."""
     if weight_format in BLOCK_FORMATS:
         rows, columns = numbers.shape
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
         return ops.GgufWeight(data, weight_format, kernels.gguf_isa(rows, columns, _name(numbers.dtype)))
-    stored = int8.quantize(numbers) if weight_format == INT8 else numbers
+    stored = numbers
+    if weight_format == INT8:
+        some = int8.quantize(numbers[:_QUANTIZED_ROWS])
+        stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
     return ops.pack_weight(stored, gated=gated, isa=kernels.linear_isa(*numbers.shape, weight_format))
 
 

@@ -212,6 +212,23 @@ class TestMeasure:
         again = next(i for i in range(1, len(used)) if used[i].data_ptr() == used[0].data_ptr())
         assert sum(weight.nbytes for weight in used[:again]) > 0.9 * pool.nbytes
 
+    @pytest.mark.parametrize("weight_format", [None, "int8", "q4_1"])
+    def test_making_weights_ready_does_not_take_longer_than_timing_them(self, weight_format, monkeypatch):
+        """They are packed once for all numbers of tokens, and few of them are quantized."""
+        packed, quantized = [], []
+        weight = profile_compute._weight
+        monkeypatch.setattr(profile_compute, "_weight", lambda *a, **k: packed.append(1) or weight(*a, **k))
+        quantize = profile_compute.int8.quantize
+        monkeypatch.setattr(profile_compute.int8, "quantize", lambda x: quantized.append(x.numel()) or quantize(x))
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or 1.0)
+        model = profile_compute._llama(width=512, heads=8, kv_heads=2, head_dim=64, inner=512)
+        pool = torch.zeros((16 << 20) // 4)
+        effort = dataclasses.replace(TINY, tokens=(1, 2, 4, 8))
+        profile_compute.gemm_rates(Device("cpu"), pool, [model], effort, weight_format)
+        matrices = 4 * (pool.numel() // sum(r * c for r, c in itertools.chain(*model.layer_matrices.values())))
+        assert len(packed) == matrices
+        assert sum(quantized) <= pool.numel() / 4
+
 
 class Clock:
     """Seconds that a simulated machine has been at work."""
