@@ -254,6 +254,7 @@ def load_pipeline(
     loads = _plan_stages(request, stages)
     own, memory = loads[0]
     put_to_work(group, serve_stage, loads)
+    own = replace(own, on_step=request.on_step, on_load=request.on_load)
     executor = load_executor(own, memory, _Neighbours(group))
     try:
         group.ready()
@@ -306,8 +307,8 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
             request,
             config=request.config.stage(stage.first, stage.stop),
             policy=stage.policy,
-            on_step=request.on_step if stage.first == 0 else None,
-            on_load=request.on_load if stage.first == 0 else None,
+            on_step=None,  # what is told of Steps and loading is rank 0's
+            on_load=None,
         )
         loads.append((own, plan_load(own)))
     tiers = loads[0][1].kv_blocks

@@ -77,9 +77,9 @@ def num_layers(path):
     return sum(next(iter(memory_policy(path).weight_layers.values())))
 
 
-def in_memory(path, tmp_path, stops):
+def in_memory(path, tmp_path, stops, **options):
     stages = stages_of(path, CPU, stops, gpu_batch_size=SEQUENCES, kv_seqs={"cpu": SEQUENCES})
-    return make_pipeline(path, CPU, stages, tmp_path)
+    return make_pipeline(path, CPU, stages, tmp_path, **options)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,9 @@ def test_scores_are_those_of_one_engine(expected, stores):
 def test_every_stage_is_at_a_sweep(expected, stores):
     """No sequence is in two sweeps under way, and as many sweeps are as there are stages."""
     path, prompts, wanted = expected("llama")
-    parts = in_memory(path, stores, (1, 3))
+    kinds, loaded = set(), []
+    telling = {"on_step": lambda step, *_: kinds.add(step.kind), "on_load": lambda *done: loaded.append(done)}
+    parts = in_memory(path, stores, (1, 3), **telling)
     run, waits, most = parts.executor.run, [], []
 
     def counted(batches, *rest, **options):
@@ -200,6 +202,7 @@ def test_every_stage_is_at_a_sweep(expected, stores):
 
     parts.executor.run = counted
     assert tokens_of(parts, prompts) == wanted
+    assert kinds == {"embed", "pre", "attention", "post", "send"} and loaded == [(1, 1)], "of rank 0's stage"
     assert max(most) == 2
     assert sum(count == 2 for count in most) > len(most) / 2
 
