@@ -37,7 +37,7 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
     """
-    _follow(options["tensor_parallel"])
+    _follow(max(options["tensor_parallel"], options["pipeline"]))
     keep(lambda: _before_rows(options["output"]))
     from batchgen.job.checks import check_job
 

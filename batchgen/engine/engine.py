@@ -76,9 +76,12 @@ class SweepResult(Protocol):
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep that has been launched. wait: returns when it has run; None: it has. started_s: of time.perf_counter."""
+    """A sweep that has been launched.
 
-    result: SweepResult
+    result: None: it is known when the sweep has run. wait: returns when it has run; None: it has. started_s: of time.perf_counter.
+    """
+
+    result: SweepResult | None
     wait: Callable[[], None] | None
     started_s: float
 
@@ -87,7 +90,7 @@ class _Sweep:
 class _Call:
     """One call of `generate` or `score`.
 
-    under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
+    sweeps_in_flight: as of `EngineParts`. under_way: sweeps that were launched, whose results have not been taken. cohorts: sequences whose attention is deferred.
     drop: as `SweepRunner.drop`.
     """
 
@@ -95,6 +98,7 @@ class _Call:
     scheduler: Scheduler
     source: Prefetch
     adaptation: Adaptation | None = None
+    sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
     cohorts: Cohorts = field(default_factory=Cohorts)
     drop: Callable[[Cohorts], None] = lambda cohorts: None
@@ -107,12 +111,16 @@ class _Call:
         """The sweeps whose results are taken now.
 
         While the device is at one sweep the next is scheduled and launched, and then the results of the first are
-        taken.
+        taken. In a pipeline each stage is at another sweep; where none could be launched, the first of them has to come back.
         """
-        if launched is not None:
+        if launched is None:
+            ahead = len(self.under_way) - 1
+        else:
             self.under_way.append(launched)
-        runs_ahead = launched is not None and launched.wait is not None and not launched.result.needs_host
-        while len(self.under_way) > runs_ahead:
+            ahead = self.sweeps_in_flight - 1
+            if launched.result is not None:
+                ahead = int(launched.wait is not None and not launched.result.needs_host)
+        while len(self.under_way) > ahead:
             yield self.under_way.popleft()
 
     def close(self) -> None:
@@ -341,7 +349,8 @@ class Engine:
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:
-        limits = scheduler_limits(self.policy, self.parts.memory, self.parts.compute_tier)
+        parts = self.parts
+        limits = scheduler_limits(self.policy, parts.memory, parts.compute_tier, parts.sweeps_in_flight)
         return Scheduler(self._pools, limits, expected_output_len, self._token_slots, self._exchange_slots)
 
     def _run_all(
@@ -354,7 +363,8 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        call = _Call(handler, scheduler, source, adaptation, drop=self.parts.executor.drop)
+        drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
+        call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
@@ -418,7 +428,7 @@ class Engine:
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
-        result = handler.end_sweep()
+        result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
         for one in scheduled:
             if one.sequence.is_complete:
                 call.scheduler.finish(one.sequence)
@@ -432,7 +442,7 @@ class Engine:
             sweep.wait()
         ran = time.perf_counter()
         generated = stats.generated_tokens
-        finished = call.handler.advance(sweep.result, stats)
+        finished = call.handler.advance(sweep.result or call.handler.end_sweep(), stats)
         for sequence in finished:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started

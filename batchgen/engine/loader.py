@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.models.weight_store import WeightStore
     from batchgen.runtime.batch import PackedBatch
-    from batchgen.runtime.executor import Executor
+    from batchgen.runtime.executor import Executor, Neighbours
     from batchgen.runtime.memory.kv_cache import KVCache
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
@@ -335,29 +336,23 @@ def load_parts(
     from batchgen.runtime.sampler import sample
     from batchgen.runtime.scorer import Scorer
 
-    started = time.perf_counter()
     _refuse_in_fork()
     instruction_set(), num_threads()  # refuse a wrong BATCHGEN_ISA and BATCHGEN_NUM_THREADS
     config, policy = request.config, request.policy
-    memory = _plan_memory(request)
-    loaded_tokenizer = tokenizer()
-    eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded_tokenizer.eos_token_ids)
-    grammars = Grammars(loaded_tokenizer.to_json, config.vocab_size, eos_token_ids)
+    memory = plan_load(request)
+    words = load_words(request, tokenizer)
     sampling = request.sampling or SamplingParams()
-    grammar = grammars.compile_ahead(sampling) if sampling.constrained else None
     on_planned(memory)
-    executor, tiers = load_executor(
-        request, memory, lambda: grammar and grammar.result()
-    )  # refused before weights are read
+    executor, tiers = load_executor(request, memory, words.check)  # refused before weights are read
     with contextlib.ExitStack() as undo:
         undo.callback(executor.close)
-        split, pack = splitter(policy, memory, tiers.compute_tier), _packer(request, tiers.compute_tier)
+        split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
         if tiers.driver is not None:
             warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
         undo.pop_all()
     return EngineParts(
         config=config,
-        tokenizer=loaded_tokenizer,
+        tokenizer=words.tokenizer,
         executor=executor,
         split=split,
         pack=pack,
@@ -365,31 +360,36 @@ def load_parts(
         scorer=Scorer,
         policy=replace(policy, kv_blocks=memory.kv_blocks),
         memory=memory,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=words.eos_token_ids,
         dtype=request.dtype,
         loaded_bytes=executor.weights.num_bytes,
         kernels=request.kernels,
         compute_tier=tiers.compute_tier,
-        load_s=time.perf_counter() - started,
-        grammars=grammars,
+        load_s=words.seconds(),
+        grammars=words.grammars,
     )
 
 
 def load_executor(
-    request: LoadRequest, memory: MemoryPlan, before_weights: Callable[[], object] = lambda: None
+    request: LoadRequest,
+    memory: MemoryPlan,
+    before_weights: Callable[[], object] = lambda: None,
+    neighbours: Neighbours | None = None,
 ) -> tuple[Executor, Tiers]:
     """Load what runs sweeps: weights, and room for KV.
 
     Args:
-        request: What to load.
-        memory: How much of each tier it takes.
+        request: What to load; for a stage of a pipeline its `config` is the stage's.
+        memory: How much of each tier it takes, as of `plan_load`; a stage's may have fewer KV blocks.
         before_weights: Called when all else is there.
+        neighbours: What carries activations from the stage before, and to the one behind; None: there is one stage.
 
     Raises:
         BatchgenError: As `load_parts`.
     """
     from batchgen.runtime.devices import open_tiers
 
+    _refuse_in_fork()
     keep_freed_memory()
     with contextlib.ExitStack() as undo:
         tiers = open_tiers(request.device, request.budgets.get("gpu"))
@@ -404,12 +404,43 @@ def load_executor(
         undo.callback(weights.close)
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
-        executor = _make_executor(request, memory, tiers, weights, kv_cache)
+        executor = _make_executor(request, memory, tiers, weights, kv_cache, neighbours)
         undo.pop_all()
     return executor, tiers
 
 
-def _plan_memory(request: LoadRequest) -> MemoryPlan:
+@dataclass(frozen=True)
+class Words:
+    """What an engine knows of tokens. grammar: that of most rows, while it is compiled. started_s: of time.perf_counter."""
+
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    grammars: Grammars
+    grammar: Future | None
+    started_s: float
+
+    def check(self) -> None:
+        """Raises InputError where the grammar of most rows cannot be followed."""
+        if self.grammar is not None:
+            self.grammar.result()
+
+    def seconds(self) -> float:
+        """Since loading began."""
+        return time.perf_counter() - self.started_s
+
+
+def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Words:
+    """Load what an engine knows of tokens. Raises InputError."""
+    started_s = time.perf_counter()
+    loaded, config = tokenizer(), request.config
+    eos_token_ids = frozenset(config.eos_token_ids) | frozenset(loaded.eos_token_ids)
+    grammars = Grammars(loaded.to_json, config.vocab_size, eos_token_ids)
+    sampling = request.sampling or SamplingParams()
+    grammar = grammars.compile_ahead(sampling) if sampling.constrained else None
+    return Words(loaded, eos_token_ids, grammars, grammar, started_s)
+
+
+def plan_load(request: LoadRequest) -> MemoryPlan:
     """How much of each budget what is loaded takes. Raises InputError where it does not fit."""
     # A pool that lacks a block of what was planned would leave a sequence for another block of its own.
     held_bytes = process_bytes()
@@ -456,11 +487,12 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
     from batchgen.runtime.memory.weights import Weights
 
     policy = request.policy
+    whole = request.config if request.config.model_layers == 0 else None  # which is read again for a stage
     return Weights(
         request.config,
         WeightResidency.of_policy(policy, request.config),
         getattr(torch, request.dtype),
-        checkpoint=None if request.store else open_checkpoint(request.files, request.config, request.shard),
+        checkpoint=None if request.store else open_checkpoint(request.files, whole, request.shard),
         store=request.store,
         tiers=tiers,
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
@@ -470,7 +502,12 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
 
 
 def _make_executor(
-    request: LoadRequest, memory: MemoryPlan, tiers: Tiers, weights: Weights, kv_cache: KVCache
+    request: LoadRequest,
+    memory: MemoryPlan,
+    tiers: Tiers,
+    weights: Weights,
+    kv_cache: KVCache,
+    neighbours: Neighbours | None = None,
 ) -> Executor:
     import torch
 
@@ -490,6 +527,7 @@ def _make_executor(
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
+        neighbours=neighbours,
         serial=request.serial,
         shared_cores=request.device.kind == "emulated",
         on_step=request.on_step,
@@ -500,7 +538,7 @@ def _make_executor(
     return executor
 
 
-def _packer(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
+def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
     """`batch.pack` with the model's numbers filled in."""
     from batchgen.runtime.batch import pack
 

@@ -48,7 +48,9 @@ class EngineParts:
 
     `split` and `pack` are micro_batches.split_batches and batch.pack with the model's numbers filled in, `sample` is
     sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them no request may have one.
-    `kernels`: what each shape runs on.
+    `kernels`: what each shape runs on. `sweeps_in_flight`: the most that may be under way at once, no sequence in two of them but
+    with chunks of its prompt. With more than one, tokens are chosen where the last stage of a pipeline is (`engine.pipeline`): what
+    `executor` hands over for logits is for `sample` and `scorer` alone to know.
     """
 
     config: ModelConfig
@@ -67,6 +69,7 @@ class EngineParts:
     scorer: Callable | None = None
     grammars: Grammars | None = None
     kernels: KernelChoice = PROCESS_SET
+    sweeps_in_flight: int = 1
 
 
 @dataclass

@@ -57,7 +57,15 @@ def check_options(options: JobOptions) -> None:
                 "--plan says it all: leave out --hardware, --admission, --max-num-seqs, --num-gpu-batches,"
                 " --max-num-batched-tokens and --no-enable-prefix-caching"
             )
-    for name in ("max_num_seqs", "num_gpu_batches", "max_num_batched_tokens", "expected_output_len", "limit"):
+    for name in (
+        "max_num_seqs",
+        "num_gpu_batches",
+        "max_num_batched_tokens",
+        "expected_output_len",
+        "limit",
+        "tensor_parallel",
+        "pipeline",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
@@ -104,16 +112,18 @@ def _check_share(options: JobOptions) -> None:
 
 
 def _check_ranks(options: JobOptions) -> None:
-    if options.tensor_parallel < 1:
-        raise InputError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
-    if options.tensor_parallel == 1:
+    asked = {flag_of(name): getattr(options, name) for name in ("tensor_parallel", "pipeline")}
+    several = [flag for flag, count in asked.items() if count > 1]
+    if not several:
         return
-    for flag, given in {"--plan": options.plan is not None, "--share": options.share}.items():
+    flag = several[0]
+    others = {"--plan": options.plan is not None, "--share": options.share, "--pipeline": len(several) > 1}
+    for other, given in others.items():
         if given:
-            raise InputError(f"--tensor-parallel does not go with {flag}: leave one of them out")
-    if (place := rank_of_environment()) is not None and place.size != options.tensor_parallel:
+            raise InputError(f"{flag} does not go with {other}: leave one of them out")
+    if (place := rank_of_environment()) is not None and place.size != asked[flag]:
         raise InputError(
-            f"the launcher has started {place.size} ranks, --tensor-parallel is {options.tensor_parallel}: give both the same number"
+            f"the launcher has started {place.size} ranks, {flag} is {asked[flag]}: give both the same number"
         )
 
 

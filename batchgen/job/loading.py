@@ -11,13 +11,16 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
+from batchgen.job.pipeline import stage_job, stage_policy
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.quantization import describe
+from batchgen.planner.stages import split_layers
 from batchgen.runtime.steps.trace import TraceWriter
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
+    from batchgen.engine.parts import EngineParts
     from batchgen.job.progress import Progress
     from batchgen.job.resolved import ResolvedJob
     from batchgen.models.tokenizer import Tokenizer
@@ -55,7 +58,7 @@ def load_engine(
         policy,
         dtype=plan.dtype,
         device=job.device,
-        budgets=_budgets(job, plan),
+        budgets=_budgets(job if options.pipeline == 1 else stage_job(job), plan),
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
         task=options.task,
@@ -68,14 +71,34 @@ def load_engine(
         on_step=on_step,
         shard=job.shard,
     )
-    parts = load_on_ranks(request, tokenizer, [set(share) for share in job.shares] or None)
+    shares = [set(share) for share in job.shares] or None
+    parts = (
+        load_on_ranks(request, tokenizer, shares)
+        if options.pipeline == 1
+        else _load_stages(job, plan, request, tokenizer)
+    )
     return Engine.from_parts(
         parts,
         expected_output_len=options.expected_output_len,
-        planned_output_len=plan.workload.output_len.mean,
+        planned_output_len=plan.workload.output_len.mean if options.pipeline == 1 else None,
         on_overlong=options.on_overlong,
         sampling=options.sampling,
     )
+
+
+def _load_stages(job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> EngineParts:
+    """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
+    from batchgen.distributed.group import lead
+    from batchgen.engine.pipeline import Stage, load_pipeline
+
+    layers = split_layers(job.config, job.options.pipeline)
+    stages = [Stage(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in layers]
+    group = lead(len(stages), [set(share) for share in job.shares])
+    try:
+        return load_pipeline(request, stages, group, tokenizer)
+    except BaseException:
+        group.close(done=False)
+        raise
 
 
 def _quantization(resolved: str, weight_format: str) -> str:

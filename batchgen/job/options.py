@@ -293,6 +293,14 @@ class JobOptions:
         type=bool,
         help="Compute a prompt prefix that rows share once [default: on].",
     )
+    pipeline: int = _option(
+        RESOURCES,
+        "run",
+        default=1,
+        type=int,
+        metavar="N",
+        help="Split the layers into N stages, each a process with its part of cores and memory budgets: started on this host, or by torchrun.",
+    )
     expected_output_len: int | None = _option(
         RESOURCES,
         f"{_ROWS} lm_eval helm engine",

@@ -25,7 +25,7 @@ class ResolvedJob:
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
     the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. shares: the cores of each rank of this host.
+    model, whose shape `config` is then. shares: the cores of each rank or stage of this host.
     """
 
     options: JobOptions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,10 +172,19 @@ class SimulatedJob:
         config: ModelConfig,
         expected_output_len: int | None = None,
         rows: Iterable[tuple[int, int]] | None = None,
+        sweeps_in_flight: int = 1,
     ) -> None:
-        """rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
+        """Start with nothing in flight.
 
-        Raises InputError: the budgets of the plan do not hold what it places.
+        Args:
+            plan: What is run.
+            config: The model's.
+            expected_output_len: As the engine's, in tokens.
+            rows: (prompt tokens, generated tokens) of each; None: those of the plan's workload.
+            sweeps_in_flight: Over the stages of a pipeline, where a sweep has run when `take_answers` says so.
+
+        Raises:
+            InputError: The budgets of the plan do not hold what it places.
         """
         policy, memory = plan.policy, memory_of(plan, config)
         if not round(plan.workload.shared_prefix_len):
@@ -188,7 +198,9 @@ class SimulatedJob:
         self._cohorts: dict[int, list[Sequence]] = {}  # under way, by number
         self.num_done = 0  # rows
         self._longest = longest_sequence(policy, memory, self._compute_tier)
-        limits = scheduler_limits(policy, memory, self._compute_tier)
+        limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
+        self._sweeps_in_flight = sweeps_in_flight
+        self._under_way: deque[list[Sequence]] = deque()  # sequences that sample, of each sweep of a pipeline
         expected = expected_output_len
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
         self._split = splitter(policy, memory, self._compute_tier)
@@ -202,11 +214,13 @@ class SimulatedJob:
         """The next sweep; None when all rows are done.
 
         It is taken to have run, but for tokens that take more than one sweep (`end_sweep`). Where there are only such, its one
-        micro-batch is empty.
+        micro-batch is empty. In a pipeline it is under way; where all sequences are in sweeps under way, it has no micro-batch.
         """
         if not self.has_work:
             return None
         sweep = self._scheduler.schedule()
+        if not sweep and self._under_way:
+            return SimulatedSweep([], _phase_of(sweep, self._plan.workload))
         batches = self._split(sweep) or [[]]
         self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
@@ -229,7 +243,14 @@ class SimulatedJob:
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
         self._scheduler.commit(sweep)
-        self._sample(sampled)
+        if self._sweeps_in_flight > 1:
+            self._under_way.append(sampled)
+        else:
+            self._sample(sampled)
+
+    def take_answers(self) -> None:
+        """The first of the sweeps under way has run."""
+        self._sample(self._under_way.popleft())
 
     def end_sweep(self, cohorts: Cohorts) -> None:
         """Sequences whose token has come through all layers have their next one."""

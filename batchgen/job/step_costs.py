@@ -186,7 +186,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     """What has to be brought to the compute device."""
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
-    return residency.streams("gpu" if "gpu" in plan.budgets else "cpu", on_device)
+    of_stage = {"embeds": config.embeds, "has_head": config.has_head}
+    return residency.streams("gpu" if "gpu" in plan.budgets else "cpu", on_device, **of_stage)
 
 
 class StepCosts:
@@ -239,6 +240,11 @@ class StepCosts:
         self._dequantize_experts_s = self._dequantize_s * expert_frac(config)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
+
+    @property
+    def element_bytes(self) -> float:
+        """Of an activation."""
+        return self._inputs.element_bytes
 
     def begun(self, cohort: int, load: BatchLoad) -> None:
         """A cohort that began its token in this micro-batch, of a sweep that was not costed."""
@@ -378,10 +384,11 @@ class StepCosts:
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
         layer_s = self._matrices_s(load.tokens) if load.tokens else 0.0
+        going_on = load.logits_rows if self.config.has_head else load.tokens  # from the last layer
         return _Computing(
             pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
             post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=self._matrices_s(load.logits_rows) * (1 - self._pre_frac) if load.logits_rows else 0.0,
+            last_post_s=self._matrices_s(going_on) * (1 - self._pre_frac) if going_on else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=self._head_s(load.logits_rows),

@@ -37,6 +37,7 @@ from batchgen.models.rope import RopeConfig
 DTYPES = ("float32", "bfloat16", "float16")
 # Activations of a gate, which linear layers have as one with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
+_OF_STAGES = ("first_layer", "model_layers")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class ModelConfig:
     norm_topk: the weights of those chosen add up to 1. shared_expert_size: width of one more, which all tokens go through, with a
     weight by a gate of its own (Qwen2-MoE); 0: there is none. router_bias: of the router. sinks: a score of each head that
     takes its part of the softmax and has no value (gpt-oss). dense_layers: those with one MLP, of dense_size, in place of experts.
+    first_layer, model_layers: of a stage of a pipeline (`stage`), which of the model's layers is its first, and how many the model
+    has; 0: this is the whole model.
     """
 
     architecture: str
@@ -101,6 +104,8 @@ class ModelConfig:
     dense_size: int = 0
     router_bias: bool = False
     sinks: bool = False
+    first_layer: int = 0
+    model_layers: int = 0
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
@@ -255,8 +260,9 @@ class ModelConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` gives it back."""
-        return asdict(self)
+        """As JSON values; `from_json` gives it back. A whole model's say nothing of stages."""
+        values = asdict(self)
+        return values if self.model_layers else {k: v for k, v in values.items() if k not in _OF_STAGES}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
@@ -269,9 +275,31 @@ class ModelConfig:
 
     def first_layers(self, count: int) -> ModelConfig:
         """The model with so many of its layers, the first ones."""
-        dense = tuple(layer for layer in self.dense_layers if layer < count)
+        return self._of_layers(0, count)
+
+    def stage(self, first: int, stop: int) -> ModelConfig:
+        """A stage of a pipeline: layers [first, stop), with the embeddings if it is the first one, the head if it is the last."""
+        return replace(self._of_layers(first, stop), first_layer=first, model_layers=self.num_layers)
+
+    def _of_layers(self, first: int, stop: int) -> ModelConfig:
+        dense = tuple(layer - first for layer in self.dense_layers if first <= layer < stop)
         fields = {"dense_layers": dense, "dense_size": self.dense_size if dense else 0}
-        return replace(self, num_layers=count, windows=self.windows[:count], **fields)
+        return replace(self, num_layers=stop - first, windows=self.windows[first:stop], **fields)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens come in here, and not the activations of a stage before."""
+        return self.first_layer == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits come out here, and not the activations for a stage behind."""
+        return self.model_layers in (0, self.first_layer + self.num_layers)
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether the embeddings are used here: to embed tokens, or as the output matrix."""
+        return self.embeds or (self.has_head and self.tied_embeddings)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary positions of a layer."""
@@ -438,6 +466,8 @@ class ModelConfig:
     @property
     def embedding_params(self) -> int:
         """Token and position embeddings, and the projection that leads in."""
+        if not self.has_embeddings:
+            return 0
         positions = 0 if self.rope else (self.max_position + self.position_offset) * self.hidden_size
         return self.vocab_size * self.embed_size + positions + self._projection_params
 
@@ -446,6 +476,8 @@ class ModelConfig:
         """Final norm, the projection that leads out, sinks, and the output matrix unless it is the embedding."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
         sinks = self.sinks * self.num_layers * self.num_heads
+        if not self.has_head:
+            return sinks
         return self.final_norm * self._norm_params + self._projection_params + sinks + output
 
     @property

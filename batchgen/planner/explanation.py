@@ -18,6 +18,8 @@ LANE_NAMES = {
     "d2h": "GPU to host",
     "disk_read": "disk read",
     "disk_write": "disk write",
+    "receive": "receiving",
+    "send": "sending",
     "disk": "disk",
     "dram": "host memory",
 }

@@ -183,6 +183,7 @@ def plan_memory(
             parts[tier][what] = parts[tier].get(what, 0) + num_bytes
 
     rows = planned_logit_rows(config, int(FORMAT_BYTES[dtype]), batch_tokens, policy.gpu_batch_size, task)
+    rows = rows if config.has_head else 0
     _add_weights(config, policy, dtype, device, task, add)
     _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
     _add_staging(config, policy, device, staging_blocks, add)
@@ -216,7 +217,7 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
     head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
     add(head_tier, "weights", head)
-    if device == "gpu" and head_tier != "gpu":
+    if device == "gpu" and head_tier != "gpu" and config.has_head:
         chunks = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * config.embed_size * size
         add("gpu", "weights in transit", chunks)
         if task != "score":  # to choose tokens, all of the vocabulary has to be there

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,6 +59,16 @@ Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
+class Neighbours(Protocol):
+    """The stages before and behind one of a pipeline; each call waits until it is done."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """Fills `hidden`, in the host's memory, with the next activations of the stage before."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Hands activations in the host's memory to the stage behind."""
+
+
 @dataclass(frozen=True)
 class SweepOptions:
     """How an `Executor` runs sweeps.
@@ -67,7 +78,7 @@ class SweepOptions:
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
     process's. reduce: as of `layers.post_attention`, on CPU tensors. makes_logits: False: of a rank that is not asked for them.
-    For the rest see `Lanes`.
+    neighbours: of a stage of a pipeline. For the rest see `Lanes`.
     """
 
     max_positions: int
@@ -81,6 +92,7 @@ class SweepOptions:
     attention_isa: str = ""
     reduce: layers.Reduce | None = None
     makes_logits: bool = True
+    neighbours: Neighbours | None = None
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
@@ -104,7 +116,8 @@ class Executor:
         self.lanes = self._make_lanes()
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
-        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier, kv_cache.on_device))
+        of_stage = {"embeds": config.embeds, "has_head": config.has_head}
+        self._sweeps = Sweeps(weights.residency.streams(self._compute_tier, kv_cache.on_device, **of_stage))
         self.activations = Activations(
             config,
             weights.dtype,
@@ -130,6 +143,11 @@ class Executor:
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
         ahead = tiers.driver is not None and not options.serial and weights.embeds_on_device
         self._tokens = TokenTable(self._device) if ahead else None
+
+    @property
+    def compute_tier(self) -> str:
+        """The tier that is the compute device's own memory."""
+        return self._compute_tier
 
     def _make_lanes(self) -> Lanes | StreamLanes:
         options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": _prepare_thread}
@@ -441,6 +459,21 @@ class Executor:
             hidden = self.links[0].bring(hidden)
         b.hidden = hidden
 
+    def _receive(self, step: Step, b: _Batch) -> None:
+        shape = b.packed.num_tokens, self.config.hidden_size
+        waits = self.links and b.on_host
+        hidden = (
+            self.activations.waiting(step.batch, shape[0]) if waits else torch.empty(shape, dtype=self.weights.dtype)
+        )
+        self._options.neighbours.receive(hidden)
+        b.hidden = self.links[0].bring(hidden) if self.links and not waits else hidden
+
+    def _send(self, step: Step, b: _Batch) -> None:
+        hidden, b.hidden = b.hidden, None
+        if self.links:
+            hidden = self.links[1].copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
+        self._options.neighbours.send(hidden)
+
     def _load_hidden(self, step: Step, b: _Batch) -> None:
         b.hidden = self.links[0].copy(self.activations.fetched(len(b.hidden)), b.hidden)
 
@@ -552,8 +585,12 @@ class Executor:
             return None
         if len(found) > 1:
             found = [torch.cat(found)]
+        is_last = step.layer == self.config.num_layers - 1
+        sends = is_last and not self.config.has_head
+        if sends and b.on_host:  # whose memory is the next batch's before it is sent
+            hidden = hidden.clone()
         # Of the last layer, only tokens whose logits are asked for go on.
-        if step.layer == self.config.num_layers - 1 and b.logits_indices is not None:
+        if is_last and not sends and b.logits_indices is not None:
             found, hidden = [attended[b.logits_indices] for attended in found], hidden[b.logits_indices]
         found += [c.attended for c in b.joined]
         return with_cohorts(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)

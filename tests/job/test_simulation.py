@@ -158,6 +158,8 @@ def tick_by_tick(steps, seconds, between_s, shared_cores):
             }  # fmt: skip
             if shared_cores:
                 both = ("cpu_attention", "compute")
+                # What ends as it begins comes first: CPU attention that waits for it asks for the cores in the same second.
+                heads = {lane: s for lane, s in heads.items() if lane not in both} or heads
                 asking = {lane: asking.get(lane, now) for lane in both if lane in heads}
                 first = None if any(lane in running for lane in both) else min(asking, key=asking.get, default=None)
                 heads = {lane: s for lane, s in heads.items() if lane not in both or lane == first}

@@ -47,10 +47,16 @@ class WeightResidency:
         experts = tuple(self.expert_layers[j] for j in layers) if self.expert_layers else ()
         return replace(self, layers=tuple(self.layers[j] for j in layers), expert_layers=experts)
 
-    def streams(self, compute_tier: str, kv_on_device: Sequence[bool] = ()) -> Streams:
+    def streams(
+        self, compute_tier: str, kv_on_device: Sequence[bool] = (), *, embeds: bool = True, has_head: bool = True
+    ) -> Streams:
         """What is brought to the compute device in every sweep.
 
-        compute_tier: the device's own memory. kv_on_device: as of `Streams`.
+        Args:
+            compute_tier: The device's own memory.
+            kv_on_device: As of `Streams`.
+            embeds: As of `ModelConfig`: whether this is the first stage of a pipeline.
+            has_head: Whether it is the last.
         """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
@@ -61,10 +67,12 @@ class WeightResidency:
             weights=tuple(bool(tiers) for tiers in away),
             disk_weights=tuple("disk" in tiers for tiers in away),
             dequantized=self.weight_format == INT4,
-            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" else 0,
+            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" and has_head else 0,
             kv_on_device=tuple(kv_on_device),
             on_demand=tuple(map(self._has_experts_on_disk, range(len(self.layers)))) if on_demand_tokens else (),
             on_demand_tokens=on_demand_tokens,
+            receives=not embeds,
+            sends=not has_head,
         )
 
     def _has_experts_on_disk(self, layer: int) -> bool:

@@ -37,6 +37,7 @@ Tensors = dict[str, ops.Weight]
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 OUTPUT_MATRIX = "lm_head.weight"
+_SINKS = "sinks.weight"
 
 
 class Weights:
@@ -203,14 +204,14 @@ class Weights:
         kept = {group: tier for group, tier in tiers.items() if tier != "disk"}
         groups: dict[str, Tensors] = {}
         if self._store is not None:
-            file = self._store.layers[layer]
+            file = self._store.layers[self.config.first_layer + layer]
             groups = {group: read_extent(file, file.extents[group]) for group in kept}
         elif kept:
-            stored_format = self.residency.weight_format
+            stored_format, of_model = self.residency.weight_format, self.config.first_layer + layer
             if stored_format in PACKED_FORMATS:
-                tensors = self._checkpoint.load_packed_layer(layer, self.dtype, stored_format)
+                tensors = self._checkpoint.load_packed_layer(of_model, self.dtype, stored_format)
             else:
-                tensors = self._checkpoint.load_layer(layer, self.dtype)
+                tensors = self._checkpoint.load_layer(of_model, self.dtype)
             names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
             groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
         resident: Tensors = {}
@@ -265,7 +266,7 @@ class Weights:
             end = 0
             before = None
             if "disk" in tiers.values():
-                file = self._store.layers[j]
+                file = self._store.layers[self.config.first_layer + j]
                 self._files[j] = self._open(file)
                 for group in file.extents:
                     if tiers[group] == "disk":
@@ -298,33 +299,37 @@ class Weights:
 
     def _load_ends(self, device: torch.device) -> tuple[Tensors, Tensors]:
         """Embeddings and head; the head's slots where it comes over in chunks."""
-        if self._store is not None:
-            ends = [
-                {} if not file.extents else read_extent(file, next(iter(file.extents.values())))
-                for file in (self._store.embeddings, self._store.head)
-            ]
-        else:
-            ends = [self._checkpoint.load_embeddings(self.dtype), self._checkpoint.load_head(self.dtype)]
-        embeddings, head = ends
+        config = self.config
+        embeddings = self._load_embeddings() if config.has_embeddings else {}
+        head = self._load_head() if config.has_head or config.sinks else {}
+        if not config.has_head:
+            head = {name: tensor for name, tensor in head.items() if name == _SINKS}
         self._embeddings_tier = self.residency.head if self.config.tied_embeddings else self.residency.embeddings
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
         self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
-        if self.config.sinks:
-            sinks = (
-                head["sinks.weight"].to(torch.float32, copy=True).view(self.config.num_layers, self.config.num_heads)
-            )
+        if config.sinks:
+            of_model = head[_SINKS].to(torch.float32, copy=True).view(-1, config.num_heads)
+            sinks = of_model[config.first_layer :][: config.num_layers]
             self._sinks = {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
         for name, tensor in head.items():  # what is small, where it is used
             tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
             head[name] = self.arenas[tier].memory.keep(tensor)
         self._head_slots: list[Tensor] = []
         self._chunk_rows = -(-self.config.vocab_size // VOCABULARY_CHUNKS)
-        if self._h2d is not None and self.residency.head != "gpu":
+        if self._h2d is not None and self.residency.head != "gpu" and config.has_head:
             shape = (self._chunk_rows, self.config.embed_size)
             self._head_slots = [
                 self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]
         return embeddings, head
+
+    def _load_embeddings(self) -> Tensors:
+        if self._store is None:
+            return self._checkpoint.load_embeddings(self.dtype)
+        return _whole(self._store.embeddings)
+
+    def _load_head(self) -> Tensors:
+        return self._checkpoint.load_head(self.dtype) if self._store is None else _whole(self._store.head)
 
     def _output_matrix(self) -> ops.Weight:
         return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
@@ -416,6 +421,11 @@ class Weights:
     def _verify(self, stretch: Stretch, part: Tensor) -> None:
         for extent in stretch.extents:
             verify(stretch.file, extent, part[stretch.place_of(extent.offset) - stretch.start :])
+
+
+def _whole(file: StoreFile) -> Tensors:
+    """All tensors of a file with one group, or none."""
+    return {} if not file.extents else read_extent(file, next(iter(file.extents.values())))
 
 
 def _is_matrix(weight: ops.Weight) -> bool:

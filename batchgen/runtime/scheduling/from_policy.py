@@ -25,7 +25,9 @@ def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | Ext
     }
 
 
-def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> SchedulerLimits:
+def scheduler_limits(
+    policy: Policy, memory: MemoryPlan, compute_tier: str, sweeps_in_flight: int = 1
+) -> SchedulerLimits:
     """Quotas and limits. Where the CPU computes, nothing is deferred: it attends to all of its own KV."""
     class_seqs = dict(policy.kv_seqs)
     if compute_tier == "cpu" and "deferred" in class_seqs:
@@ -38,6 +40,7 @@ def scheduler_limits(policy: Policy, memory: MemoryPlan, compute_tier: str) -> S
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
         deferred_rows=policy.deferred_rows,
+        sweeps_in_flight=sweeps_in_flight,
     )
 
 

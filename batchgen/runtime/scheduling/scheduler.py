@@ -37,7 +37,8 @@ class SchedulerLimits:
     class_seqs: the most sequences of each KV class in flight, none where it is missing; None: no limit per class.
     max_chunk_tokens: the most tokens of one prompt in one sweep. compute_tier: the compute device's own tier.
     deferred_rows: sequences that may enter class "deferred" in all; None: no limit. Those that enter it near the end of a job would
-    be in flight long after all others.
+    be in flight long after all others. sweeps_in_flight: sweeps that may be under way at once, each in another stage of a pipeline;
+    each has its part of the sequences.
     """
 
     max_num_seqs: int
@@ -47,6 +48,7 @@ class SchedulerLimits:
     max_chunk_tokens: int | None = None
     compute_tier: str = "cpu"
     deferred_rows: int | None = None
+    sweeps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
@@ -172,25 +174,33 @@ class Scheduler:
         """The next sweep. Allocates its blocks; empty only if there is no work, or all are on their way (`_on_its_way`)."""
         sweep: list[ScheduledSequence] = []
         # Decodes always ride along; prefills share what the token budget leaves.
+        most = self._most_in_sweep()
         i = 0
-        while i < len(self.running):  # preemption takes from behind, where the younger ones are
+        while i < len(self.running) and len(sweep) < most:  # preemption takes from behind, where the younger ones are
             sequence = self.running[i]
             if sequence.num_remaining == 1 and not _on_its_way(sequence):
                 if not self._grow(sequence, 1):
                     continue  # it was preempted itself; the next one has moved up
                 sweep.append(ScheduledSequence(sequence, 1))
             i += 1
-        budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep))
+        budget = self._prefill(sweep, self.limits.max_num_batched_tokens - len(sweep), most)
         while not sweep and self.running and not any(map(_on_its_way, self.running)):
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
             self._preempt(self.running[-1])
-            budget = self._prefill(sweep, self.limits.max_num_batched_tokens)
-        self._admit(sweep, budget)
+            budget = self._prefill(sweep, self.limits.max_num_batched_tokens, most)
+        self._admit(sweep, budget, most)
         return sweep
 
-    def _prefill(self, sweep: list[ScheduledSequence], budget: int) -> int:
+    def _most_in_sweep(self) -> int:
+        """Sequences that the next sweep may have: with several sweeps under way its part of those there are."""
+        there_are = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
+        return -(-max(there_are, len(self.running)) // self.limits.sweeps_in_flight)
+
+    def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
         """More of the prompts that are under way, as far as there are blocks; returns what is left of the budget."""
         for sequence in self.running:
+            if len(sweep) >= most:
+                break
             pool = self._pool(sequence)
             blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
             headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
@@ -257,21 +267,21 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
 
-    def _admit(self, sweep: list[ScheduledSequence], budget: int) -> None:
+    def _admit(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         if self.limits.admission == "static":
             if not self.running:
                 self._filling = True
             if not self._filling:
                 return
         held: list[Sequence] = []
-        self._admit_waiting(sweep, budget, held)
+        self._admit_waiting(sweep, budget, most, held)
         self.waiting.extendleft(reversed(held))
 
-    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, held: list[Sequence]) -> None:
+    def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]) -> None:
         """Puts those into `held` that are passed over: what they share with another one is still being computed."""
         in_class = Counter(s.kv_class for s in self.running)
         projections: dict[str, Projection | None] = {}
-        while self.waiting and budget > 0:
+        while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
@@ -451,6 +461,7 @@ class Scheduler:
 def _on_its_way(sequence: Sequence) -> bool:
     """Whether its last token goes through the layers, or is one that the host does not know yet.
 
-    Only of class "deferred": such a token lasts for sweeps anyway, and is not begun for a sequence that may have ended.
+    The first: of class "deferred", and in a pipeline. The second: of class "deferred" only, whose tokens last for sweeps anyway; none
+    is begun for a sequence that may have ended.
     """
-    return sequence.kv_class == "deferred" and (sequence.num_remaining == 0 or sequence.tokens[-1] == PENDING)
+    return sequence.num_remaining == 0 or (sequence.kv_class == "deferred" and sequence.tokens[-1] == PENDING)

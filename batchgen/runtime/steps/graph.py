@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from batchgen.runtime.steps.cohorts import Cohort, Cohorts
 
-LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write")
+LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send")
 # Every kind of Step, and its lane.
 KINDS = {
     "embed": "compute", "read_weight": "disk_read", "load_weight": "h2d", "expand_weight": "compute", "load_hidden": "h2d",
@@ -25,6 +25,7 @@ KINDS = {
     "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
     "read_dense": "disk_read", "route": "compute", "read_experts": "disk_read",
     "post": "compute", "store_hidden": "d2h", "load_head": "h2d", "head": "compute",
+    "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "layers": "compute",  # all of them, as one CUDA graph
 }  # fmt: skip
 # Buffers for what is on its way: one in use, one being filled.
@@ -66,6 +67,8 @@ class Streams:
     KV that is staged in the others is on the device; empty: in none.
     on_demand: for each layer whether it has experts on disk that can be read once it is known which ones the tokens are routed to;
     empty: none has. on_demand_tokens: they are, in sweeps of at most so many tokens.
+    receives, sends: of a stage of a pipeline, activations come from the stage before instead of being embedded, or go to the one
+    behind instead of to the head.
     """
 
     accelerated: bool
@@ -76,6 +79,8 @@ class Streams:
     kv_on_device: tuple[bool, ...] = ()
     on_demand: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
+    receives: bool = False
+    sends: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -149,6 +154,7 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have ended
         # too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[str, int]] = [{} for _ in range(streams.num_layers)]
+        self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         self._num_cohorts = 0
         self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
 
@@ -172,7 +178,7 @@ class Sweeps:
         cohorts = Cohorts() if cohorts is None else cohorts
         cohorts.ended = []
         moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
-        if moves or cohorts.waiting:
+        if moves or cohorts.waiting or self.streams.receives or self.streams.sends:
             return self._make_steps(batches, _Deferral(cohorts, has_ended, not any(b.stays for b in batches)))
         return self._repeat_steps(batches[0])
 
@@ -192,7 +198,10 @@ class Sweeps:
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            step = self._step("embed", 0, k)
+            received = self.streams.receives  # to where the last sweep's activations may have waited in host memory
+            step = self._step(
+                "receive" if received else "embed", 0, k, after=self._posted.get(k, ()) if received else ()
+            )
             hidden.append(step.id)
             yield step
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
@@ -338,9 +347,15 @@ class Sweeps:
                 yield store
                 flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
+        if j == self.streams.num_layers - 1:
+            self._posted[k] = (post.id,)
+            if self.streams.sends:
+                yield self._step("send", j, k, after=(post.id,))
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""
+        if self.streams.sends:
+            return
         chunks = self.streams.vocabulary_chunks
         for p in range(max(1, chunks)):
             yield from self._load_head(flow, p + WEIGHT_SLOTS)

@@ -508,3 +508,23 @@ def test_in_memory_all_is_computation_in_one_lane():
     assert {s.lane for s in steps} == {"compute"}
     per_layer = ["pre", "attention", "post"] * 2
     assert [s.kind for s in steps] == ["embed", "embed", *per_layer, *per_layer, "head"]
+
+
+def test_a_stage_receives_and_sends():
+    """Each micro-batch as soon as it is there, and as soon as it is done; nothing is embedded, and there are no logits."""
+    made = Sweeps(Streams(False, (False, False), (False, False), receives=True, sends=True))
+    first, second = (list(made.steps([BatchFlow(), BatchFlow()])) for _ in range(2))
+    layer = ["pre", "attention", "post"]
+    assert [s.kind for s in first] == ["receive", "receive", *layer, *layer, *layer, "send", *layer, "send"]
+    by_id = {s.id: s for s in (*first, *second)}
+    for step in (*first, *second):
+        waited = [by_id[i] for i in step.after]
+        assert all(earlier.batch == step.batch for earlier in waited)
+        if step.kind == "pre" and step.layer == 0:
+            assert [s.kind for s in waited] == ["receive"] and waited[0].sweep == step.sweep
+        if step.kind == "send":
+            assert [(s.kind, s.layer, s.sweep) for s in waited] == [("post", 1, step.sweep)]
+        if step.kind == "receive":  # what was received before may still be where this one goes
+            assert [(s.kind, s.layer, s.sweep) for s in waited] == [("post", 1, 0)] * step.sweep
+    alone = Sweeps(Streams(False, (False,), (False,), sends=True)).steps([BatchFlow()])
+    assert [s.kind for s in alone] == ["embed", *layer, "send"]

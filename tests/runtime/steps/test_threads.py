@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from timing import undisturbed
@@ -17,6 +18,8 @@ from batchgen.runtime.steps.threads import Lanes
 STREAMS = Streams(True, (True, True, False), (True, False, False), vocabulary_chunks=3)
 DISK = BatchFlow(history=True, stored=True, disk_read=True, disk_write=True)
 SWEEP = [DISK, BatchFlow(history=True, stored=True, delegated=True, hidden_on_host=True)]
+
+OF_STAGE = replace(STREAMS, receives=True, sends=True)  # with Steps in every lane
 
 
 def make_steps(num_sweeps=2, streams=STREAMS, batches=SWEEP):
@@ -196,7 +199,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("shared_cores", [False, True])
 @pytest.mark.parametrize("lane", LANES)
 def test_what_a_step_raises_comes_out_of_execute_or_drain(lane, shared_cores):
-    steps = make_steps()
+    steps = make_steps(streams=OF_STAGE)
     error = Broken(lane)
     ran_after = []
     failed = threading.Event()
@@ -389,7 +392,7 @@ def test_waiting_for_the_cores_is_waiting_for_cpu_attention():
 
 def test_serial_stands_never_still():
     lanes = Lanes(lambda s: time.sleep(0.001), serial=True, shared_cores=True)
-    lanes.execute(make_steps(1))
+    lanes.execute(make_steps(1, OF_STAGE))
     assert set(lanes.stalled_s.values()) == {0.0}
     assert all(seconds > 0 for seconds in lanes.busy_s.values())
     lanes.close()

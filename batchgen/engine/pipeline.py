@@ -1,0 +1,412 @@
+"""A model over the stages of a pipeline (FlexGen section 4.4): each stage has some of the layers, in a process of its own.
+
+Rank 0 is the first stage. It schedules and packs as an engine alone does, says what each sweep has, and computes its own layers.
+Activations go from stage to stage. The last stage chooses tokens, or scores, and sends them back. Each stage is at another sweep, of
+other sequences; so KV slots, which rank 0 gives out, are the same in all stages, and every stage runs the sweeps in one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.request import SamplingParams
+from batchgen.distributed.serve import put_to_work
+from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
+from batchgen.engine.parts import EngineParts
+from batchgen.runtime.batch import PackedBatch
+from batchgen.runtime.executor import Executor, OnLogits
+from batchgen.runtime.sampler import SampledToken, sample
+from batchgen.runtime.scheduling.from_policy import splitter
+from batchgen.runtime.scheduling.sequence import LogitsRow, ScoredPosition
+from batchgen.runtime.scheduling.sequence import Sequence as InFlight
+from batchgen.runtime.scorer import Scorer
+from batchgen.runtime.steps.cohorts import Cohorts
+
+if TYPE_CHECKING:
+    from batchgen.models.tokenizer import Tokenizer
+
+Answers = list[SampledToken] | list[ScoredPosition]  # of the rows of logits of a sweep, in order
+
+
+class StageGroup(Protocol):
+    """The processes of a pipeline, one a stage, as of `batchgen.distributed.group`."""
+
+    rank: int
+    size: int
+
+    def tell(self, message: Any) -> None:
+        """As rank 0, say something to all others; does not wait for them."""
+
+    def told(self) -> Any:
+        """What rank 0 says next. Raises EOFError where all is done."""
+
+    def ready(self) -> None:
+        """Say, or as rank 0 wait until all others have said, that what was asked for is done."""
+
+    def send(self, tensor: Tensor, rank: int) -> None: ...
+
+    def receive(self, tensor: Tensor, rank: int) -> None: ...
+
+    def close(self, *, done: bool = True) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers [first, stop) of the model, and how they are run.
+
+    policy: of these layers. What concerns rows is the same in all stages: block, micro-batches, KV classes, admission.
+    """
+
+    first: int
+    stop: int
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What rank 0 says of each sweep. vocabulary_chunks: as of `Executor.run`; a sweep that is scored takes them."""
+
+    batches: list[PackedBatch]
+    vocabulary_chunks: bool
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Stands for a `Constraint` in the last stage."""
+
+    words: np.ndarray
+
+    def mask(self) -> np.ndarray:
+        return self.words
+
+
+@dataclass(frozen=True, eq=False)
+class _SentSequence:
+    """What the sampler and the scorer ask of a `Sequence`, in the last stage. tokens: where they change logits, else none."""
+
+    row_id: str | int
+    sample_index: int
+    sampling: SamplingParams
+    num_prompt: int
+    num_generated: int
+    tokens: list[int]
+    targets: tuple[tuple[int, ...], ...]
+    scored_from: int
+    constraint: _Mask | None
+
+    @classmethod
+    def of(cls, sequence: InFlight) -> _SentSequence:
+        return cls(
+            sequence.row_id,
+            sequence.sample_index,
+            sequence.sampling,
+            sequence.num_prompt,
+            sequence.num_generated,
+            list(sequence.tokens) if sequence.sampling.changes_logits else [],
+            sequence.targets,
+            sequence.scored_from,
+            sequence.constraint and _Mask(sequence.constraint.mask()),
+        )
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """As `sampler.Sampled`, of tokens that came from the last stage."""
+
+    found: list[SampledToken]
+    token_ids = None  # no device of this process has them
+
+    def tokens(self) -> list[SampledToken]:
+        return self.found
+
+
+class _Scores:
+    """As `scorer.Scorer`, of scores that came from the last stage."""
+
+    needs_host = False
+
+    def __init__(self) -> None:
+        self._found: list[tuple[LogitsRow, ScoredPosition]] = []
+
+    def take(self, rows: Sequence[LogitsRow], scores: list[ScoredPosition], start: int) -> None:
+        self._found.extend(zip(rows, scores, strict=True))
+
+    def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
+        return iter(self._found)
+
+
+class _Neighbours:
+    """As of `executor.Neighbours`: the ranks before and behind."""
+
+    def __init__(self, group: StageGroup) -> None:
+        self._group = group
+
+    def receive(self, hidden: Tensor) -> None:
+        self._group.receive(hidden, self._group.rank - 1)
+
+    def send(self, hidden: Tensor) -> None:
+        self._group.send(hidden.contiguous(), self._group.rank + 1)
+
+
+class PipelineRunner:
+    """Runs sweeps over all stages, as `engine.parts.SweepRunner`; what it counts is rank 0's own."""
+
+    def __init__(self, executor: Executor, group: StageGroup) -> None:
+        self._executor, self._group = executor, group
+        self._num_launched = self._num_answered = 0
+        self._answers: dict[int, Answers] = {}  # by sweep: those that nobody has asked for yet
+        self._broken = False
+
+    @property
+    def lanes(self) -> Any:
+        """Those of rank 0's stage."""
+        return self._executor.lanes
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        return self._executor.bytes_moved
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        return self._executor.busy_s
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        return self._executor.stalled_s
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        return self._executor.peak_bytes
+
+    def run(
+        self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts
+    ) -> Callable[[], None]:
+        """As of `SweepRunner`; what is returned hands the answers of the last stage to `on_logits` once they are there."""
+        number = self._num_launched
+        rows = [row for batch in batches for row in batch.logits_rows]
+        with self._noting():
+            self._group.tell(_Sweep([_sent(batch) for batch in batches], vocabulary_chunks))
+            self._num_launched += 1
+            self._executor.run(batches, _nothing)
+
+        def wait() -> None:
+            with self._noting():
+                while number >= self._num_answered:
+                    self._answers[self._num_answered] = _receive(self._group, self._group.size - 1)
+                    self._num_answered += 1
+            answers = self._answers.pop(number)
+            if rows:
+                on_logits(rows, answers, 0)
+
+        return wait
+
+    def drop(self, cohorts: Cohorts) -> None:
+        """Nothing is deferred in a pipeline."""
+
+    def close(self) -> None:
+        """End all stages."""
+        self._group.close(done=not self._broken)
+        self._executor.close()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """After a failure the other stages may be at any place: they are not waited for."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+
+def load_pipeline(
+    request: LoadRequest, stages: Sequence[Stage], group: StageGroup, tokenizer: Callable[[], Tokenizer]
+) -> EngineParts:
+    """Load a model over the stages of a pipeline, as rank 0.
+
+    Args:
+        request: What to load: of the whole model, but for the policy, which is that of `stages`. Budgets are of each stage.
+        stages: As many as the group has ranks.
+        group: Of processes the others of which are in `serve_stage`, or will be. It ends with the engine.
+        tokenizer: As of `load_parts`.
+
+    Raises:
+        InputError: Something does not fit or is not supported.
+        BatchgenError: Memory or disk failed, or another stage.
+    """
+    check_stages(request, stages, group.size)
+    words = load_words(request, tokenizer)
+    loads = _plan_stages(request, stages)
+    own, memory = loads[0]
+    put_to_work(group, serve_stage, loads)
+    own = replace(own, on_step=request.on_step, on_load=request.on_load)
+    executor, _ = load_executor(own, memory, neighbours=_Neighbours(group))
+    try:
+        group.ready()
+    except BaseException:
+        executor.close()
+        raise
+    policy = replace(stages[0].policy, kv_blocks=memory.kv_blocks)
+    tier = executor.compute_tier
+    return EngineParts(
+        config=request.config,
+        tokenizer=words.tokenizer,
+        executor=PipelineRunner(executor, group),
+        split=splitter(policy, memory, tier),
+        pack=pack_for(replace(request, policy=policy), tier),  # of all layers: stages differ in windows
+        sample=lambda answers, sequences: _Chosen(answers),
+        scorer=_Scores,
+        policy=policy,
+        memory=memory,
+        eos_token_ids=words.eos_token_ids,
+        dtype=request.dtype,
+        loaded_bytes=executor.weights.num_bytes,
+        kernels=request.kernels,
+        compute_tier=tier,
+        load_s=words.seconds(),
+        grammars=words.grammars,
+        sweeps_in_flight=len(stages),
+    )
+
+
+def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> None:
+    """Check that stages can be run. Raises InputError."""
+    if request.device.kind == "cuda":
+        raise InputError("a pipeline does not run on CUDA: leave out --pipeline, or give --device cpu")
+    if size != len(stages):
+        raise InputError(f"{len(stages)} stages need as many processes, not {size}")
+    if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
+        raise InputError("a pipeline has no sequences whose attention is deferred: plan it with --pipeline")
+    if any(stage.policy.kv_layers for stage in stages):
+        raise InputError('a pipeline keeps KV of class "streamed" in host memory: plan it with --pipeline')
+    assert [s.first for s in stages] + [request.config.num_layers] == [0] + [s.stop for s in stages], (
+        "layers are missing"
+    )
+
+
+def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[LoadRequest, MemoryPlan]]:
+    """What each stage loads, and its memory. KV pools have the blocks that the stage with the least room has."""
+    loads = []
+    for stage in stages:
+        own = replace(
+            request,
+            config=request.config.stage(stage.first, stage.stop),
+            policy=stage.policy,
+            on_step=None,  # what is told of Steps and loading is rank 0's
+            on_load=None,
+        )
+        loads.append((own, plan_load(own)))
+    tiers = loads[0][1].kv_blocks
+    blocks = {tier: min(memory.kv_blocks[tier] for _, memory in loads) for tier in tiers}
+    return [(own, replace(memory, kv_blocks=blocks)) for own, memory in loads]
+
+
+def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> None:
+    """Be one of the other stages, until rank 0 says that all is done.
+
+    Args:
+        group: Of the pipeline.
+        loads: What rank 0 has said: what each rank loads.
+
+    Raises:
+        BatchgenError: This stage has failed, or another one.
+    """
+    request, memory = loads[group.rank]
+    executor, _ = load_executor(request, memory, neighbours=_Neighbours(group))
+    with contextlib.closing(executor):
+        group.ready()
+        with contextlib.closing(_Answering(group)) as answering:
+            while True:
+                try:
+                    sweep: _Sweep = group.told()
+                except EOFError:
+                    return
+                chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
+                executor.run(sweep.batches, chooser.take, vocabulary_chunks=sweep.vocabulary_chunks)
+                if request.config.has_head:
+                    answering.send(chooser.answers())
+
+
+class _Sampling:
+    """Chooses tokens in the last stage."""
+
+    def __init__(self) -> None:
+        self._tokens: list[SampledToken] = []
+
+    def take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
+        self._tokens += sample(logits, [row.sequence for row in rows]).tokens()
+
+    def answers(self) -> Answers:
+        return self._tokens
+
+
+class _Scoring:
+    """Scores in the last stage."""
+
+    def __init__(self) -> None:
+        self._scorer = Scorer()
+        self.take = self._scorer.take
+
+    def answers(self) -> Answers:
+        return [score for _, score in self._scorer.results()]
+
+
+class _Answering:
+    """A thread that sends answers to rank 0, which may be at its next sweep."""
+
+    def __init__(self, group: StageGroup) -> None:
+        self._group = group
+        self._queue: queue.SimpleQueue[Answers | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="batchgen-answers", daemon=True)
+        self._thread.start()
+
+    def send(self, answers: Answers) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put(answers)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (answers := self._queue.get()) is not None:
+                content = torch.frombuffer(bytearray(pickle.dumps(answers)), dtype=torch.uint8)
+                self._group.send(torch.tensor([len(content)]), 0)
+                self._group.send(content, 0)
+        except BatchgenError as error:
+            self._failure = error
+
+
+def _receive(group: StageGroup, rank: int) -> Answers:
+    length = torch.zeros(1, dtype=torch.int64)
+    group.receive(length, rank)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    group.receive(content, rank)
+    return pickle.loads(content.numpy().tobytes())
+
+
+def _sent(batch: PackedBatch) -> PackedBatch:
+    """A batch for other processes, with no more of its sequences than choosing takes."""
+    sent = {row.sequence: _SentSequence.of(row.sequence) for row in batch.logits_rows}
+    return replace(batch, logits_rows=[LogitsRow(sent[row.sequence], row.position) for row in batch.logits_rows])
+
+
+def _nothing(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
+    raise AssertionError("logits are made in the last stage")

@@ -1,0 +1,175 @@
+"""`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from planner_cases import cpu_box, opt
+from processes import batchgen, start_in_process
+
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
+from batchgen.core.workload import Lengths, Workload
+from batchgen.job.checks import check_options
+from batchgen.job.options import JobOptions
+from batchgen.job.pipeline import stage_job, stage_policy
+from batchgen.job.pipeline_time import simulate_pipeline
+from batchgen.job.planning import PlanRequest, plan_job, problem_of
+from batchgen.job.resolved import resolve_job
+from batchgen.job.simulation import simulate_job
+from batchgen.models.files import resolve_model
+from batchgen.planner.stages import split_layers
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def job(tiny_models, tmp_path_factory):
+    """(output, more options) -> arguments."""
+    folder = tmp_path_factory.mktemp("job")
+    pq.write_table(pa.table({"prompt": [f"Row {i}." for i in range(ROWS)]}), folder / "in.parquet")
+
+    def arguments(output, *more):
+        return [
+            "run", "-m", tiny_models("llama")[0], "-i", folder / "in.parquet", "-o", output, "--max-tokens", 4, "--dtype", "float32",
+            "--max-num-seqs", 4, "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", folder, *more,
+        ]  # fmt: skip
+
+    return arguments
+
+
+def killing(sweep: int, arguments: list[str]) -> None:
+    """The command, in this process; the other stage is killed when a sweep begins."""
+    from batchgen.cli.commands import run_cli
+    from batchgen.engine.pipeline import PipelineRunner
+
+    run, begun = PipelineRunner.run, []
+
+    def run_and_kill(self, *args, **options):
+        begun.append(None)
+        if len(begun) == sweep:
+            for process in self._group._processes._running.values():
+                process.kill()
+                process.wait()
+        return run(self, *args, **options)
+
+    PipelineRunner.run = run_and_kill
+    import sys
+
+    sys.argv = ["batchgen", *arguments]
+    sys.exit(run_cli())
+
+
+WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range(4, 65, 4))), 64)
+
+
+def stages_of(plan, config, count):
+    return [(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in split_layers(config, count)]
+
+
+def planned(hardware, config, workload, count, **options):
+    """The plan of a stage, as `plan_pipeline` has it."""
+    layers = max(stop - first for first, stop in split_layers(config, count))
+    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
+    problem = problem_of(hardware, config.first_layers(layers), workload, request)
+    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=("cpu", "disk")))
+    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
+
+
+def test_two_stages_take_little_more_than_half_of_the_time():
+    """In memory, with blocks of which half is a full batch too: what is missing of two is the bubble, and the output matrix."""
+    hardware, config = cpu_box(), opt(2048, 24, 32)
+    seen = []
+    one = simulate_job(planned(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
+    plan = planned(hardware, config, WORKLOAD, 2, max_num_seqs=128)
+    two = simulate_pipeline(plan, config, hardware, stages_of(plan, config, 2), lambda *step: seen.append(step))
+    assert 0.5 * one < two < 0.65 * one
+    ends = {(step.sweep, step.batch): end for stage, step, _, end in seen if (stage, step.kind) == (0, "send")}
+    for stage, step, _, end in seen:
+        if step.kind == "receive":
+            assert stage == 1 and end >= ends[step.sweep, step.batch]
+    assert {step.kind for stage, step, *_ in seen if stage == 0} == {"embed", "pre", "attention", "post", "send"}
+    assert {step.kind for stage, step, *_ in seen if stage == 1} == {"receive", "pre", "attention", "post", "head"}
+
+
+def test_one_row_is_in_one_stage_at_a_time():
+    """A single row gains nothing: its tokens come one after the other through all layers."""
+    hardware, config = cpu_box(), opt(2048, 24, 32)
+    workload = Workload.uniform(1, 100, 40)
+    one = simulate_job(planned(hardware, config, workload, 1), config, hardware).total_s
+    for count in (2, 4):
+        plan = planned(hardware, config, workload, count)
+        assert simulate_pipeline(plan, config, hardware, stages_of(plan, config, count)) >= one
+
+
+def test_a_stage_is_as_evenly_mixed_as_the_largest():
+    plan = planned(cpu_box(), opt(2048, 24, 32), WORKLOAD, 2)
+    policy = replace(plan.policy, weight_layers=dict.fromkeys(plan.policy.weight_layers, (0, 6, 6)))
+    assert stage_policy(policy, 8).weight_layers == dict.fromkeys(policy.weight_layers, (0, 4, 4))
+    assert stage_policy(policy, 12) == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline": 0}, "--pipeline must be at least 1, not 0"),
+        (
+            {"pipeline": 2, "plan": "plan.json"},
+            "--plan is for one process: leave it out, and --pipeline plans the stages",
+        ),
+    ],
+)
+def test_options_that_contradict_are_refused(options, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        check_options(JobOptions("demo", "in.jsonl", "out.jsonl", **options))
+
+
+@pytest.mark.parametrize(("device", "count", "message"), [
+    ("cpu", 4, "--pipeline 4 is more than the model's 3 layers: give fewer stages"),
+    ("cuda", 2, "--pipeline does not run on CUDA yet: leave it out, or give --device cpu"),
+])  # fmt: skip
+def test_what_cannot_be_staged_is_refused(device, count, message, tiny_models):
+    options = JobOptions(str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=count, cpu_memory="4GiB")
+    job = resolve_job(options, resolve_model(options.model))
+    with pytest.raises(InputError, match=f"^{message}$"):
+        stage_job(replace(job, device=Device(device)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=512MiB"])
+def test_stages_share_the_budgets_of_their_host(device, tiny_models, monkeypatch, tmp_path):
+    options = JobOptions(
+        str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=2, cpu_memory="4GiB", device=device,
+        disk_memory="1GiB", offload_dir=tmp_path,
+    )  # fmt: skip
+    job = resolve_job(options, resolve_model(options.model))
+    stage = stage_job(job)
+    assert stage.budgets == job.budgets | {"cpu": 2 << 30, "disk": job.budgets["disk"] // 2}
+    assert stage.config.num_layers == 2
+    for name, value in {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))  # the other stage is on another host
+    assert stage_job(job).budgets == job.budgets
+
+
+def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
+    one, output, log = tmp_path / "one.jsonl", tmp_path / "out.jsonl", tmp_path / "log"
+    assert batchgen(job(one), log) == 0, log.read_text()
+    arguments = [str(a) for a in job(output, "--pipeline", 2)]
+    process = start_in_process(killing, [14, arguments], log)
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 1, said
+    assert "batchgen: rank 1 of 2 was killed by SIGKILL" in said and "the same command goes on from there" in said
+    parts = Path(f"{output}.batchgen") / "parts"
+    kept = sum(pq.read_metadata(path).num_rows for path in parts.glob("part-*.parquet"))
+    assert 0 < kept < ROWS
+    assert batchgen(job(output, "--pipeline", 2), log) == 0, log.read_text()
+    assert output.read_text() == one.read_text()
