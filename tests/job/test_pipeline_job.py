@@ -115,9 +115,11 @@ def test_a_stage_is_as_evenly_mixed_as_the_largest():
     ("options", "message"),
     [
         ({"pipeline": 0}, "--pipeline must be at least 1, not 0"),
+        ({"pipeline": 2, "plan": "plan.json"}, "--pipeline does not go with --plan: leave one of them out"),
+        ({"pipeline": 2, "share": True}, "--pipeline does not go with --share: leave one of them out"),
         (
-            {"pipeline": 2, "plan": "plan.json"},
-            "--plan is for one process: leave it out, and --pipeline plans the stages",
+            {"pipeline": 2, "tensor_parallel": 2},
+            "--tensor-parallel does not go with --pipeline: leave one of them out",
         ),
     ],
 )
