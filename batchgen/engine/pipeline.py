@@ -25,6 +25,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
 from batchgen.engine.parts import EngineParts
+from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.executor import Executor, OnLogits
 from batchgen.runtime.sampler import SampledToken, sample
@@ -164,11 +165,14 @@ class _Neighbours:
         self._group.send(hidden.contiguous(), self._group.rank + 1)
 
 
-class PipelineRunner:
-    """Runs sweeps over all stages, as `engine.parts.SweepRunner`; what it counts is rank 0's own."""
+class PipelineRunner(RankZeroCounts):
+    """Runs sweeps over all stages, as `engine.parts.SweepRunner`."""
+
+    _executor: Executor
 
     def __init__(self, executor: Executor, group: StageGroup) -> None:
-        self._executor, self._group = executor, group
+        super().__init__(executor)
+        self._group = group
         self._num_launched = self._num_answered = 0
         self._answers: dict[int, Answers] = {}  # by sweep: those that nobody has asked for yet
         self._broken = False
@@ -177,22 +181,6 @@ class PipelineRunner:
     def lanes(self) -> Any:
         """Those of rank 0's stage."""
         return self._executor.lanes
-
-    @property
-    def bytes_moved(self) -> dict[str, int]:
-        return self._executor.bytes_moved
-
-    @property
-    def busy_s(self) -> dict[str, float]:
-        return self._executor.busy_s
-
-    @property
-    def stalled_s(self) -> dict[str, float]:
-        return self._executor.stalled_s
-
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        return self._executor.peak_bytes
 
     def run(
         self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts

@@ -17,6 +17,7 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts, needs_store
 from batchgen.engine.parts import EngineParts, SweepRunner
+from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import ModelFiles, stored_quantization
 from batchgen.models.shard import Shard, shard_of
@@ -158,11 +159,12 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> Non
         executor.close()
 
 
-class LeadingRunner:
+class LeadingRunner(RankZeroCounts):
     """Rank 0's executor, which has the others run the same sweeps. As `parts.SweepRunner`."""
 
     def __init__(self, executor: SweepRunner, ranks: Ranks) -> None:
-        self._executor, self._ranks = executor, ranks
+        super().__init__(executor)
+        self._ranks = ranks
         self._in_sweep = False
 
     def run(
@@ -181,23 +183,6 @@ class LeadingRunner:
         """Ends the other ranks, too; at once, where a sweep was not run to its end."""
         self._executor.close()
         self._ranks.close(done=not self._in_sweep)
-
-    @property
-    def bytes_moved(self) -> dict[str, int]:
-        """Of rank 0, as the other counts."""
-        return self._executor.bytes_moved
-
-    @property
-    def busy_s(self) -> dict[str, float]:
-        return self._executor.busy_s
-
-    @property
-    def stalled_s(self) -> dict[str, float]:
-        return self._executor.stalled_s
-
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        return self._executor.peak_bytes
 
 
 def _no_logits(rows: Sequence, logits: Tensor, start: int) -> None:
