@@ -94,10 +94,10 @@ def test_the_same_call_finds_its_result_and_another_does_not(model, table, cache
     fewer = batchgen.run_dataset(model, table.select(range(4)), prompt_column="q", **OPTIONS)
     assert len({d.cache_files[0]["filename"] for d in (first, other, fewer)}) == 3 and len(fewer) == 4
 
-    def load_parts(*args, **kwargs):
+    def load(*args, **kwargs):
         raise AssertionError("the model was loaded again")
 
-    monkeypatch.setattr("batchgen.job.loading.load_parts", load_parts)
+    monkeypatch.setattr("batchgen.job.loading.load_on_ranks", load)
     again = batchgen.run_dataset(model, table, prompt_column="q", **OPTIONS | {"cpu_memory": "3GiB"})
     assert again.to_list() == first.to_list() and again._fingerprint == first._fingerprint
     with pytest.raises(AssertionError, match="loaded again"):

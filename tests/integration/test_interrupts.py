@@ -91,7 +91,7 @@ PHASES = {
     "workload": ("batchgen.job.run:measure_workload", 0, 0),
     "profile": ("batchgen.job.planning:find_hardware", 0, 0),
     "solver": ("batchgen.planner.linear:Programme.solve", 0, 0),
-    "weights": ("batchgen.job.loading:load_parts", 0, 0),
+    "weights": ("batchgen.job.loading:load_on_ranks", 0, 0),
     "first sweep": ("batchgen.engine.engine:Engine._run", 0, 0),
     "sweeps": ("batchgen.engine.engine:Engine._run", 14, None),
     "a row's result": ("batchgen.job.run:_row_result", 21, 21),
@@ -135,7 +135,7 @@ def test_what_earlier_runs_finished_is_not_denied(job, tmp_path):
     for name, after in (
         ("batchgen.job.run:_row_result", 9),
         ("batchgen.job.run:open_source", 0),
-        ("batchgen.job.loading:load_parts", 0),
+        ("batchgen.job.loading:load_on_ranks", 0),
     ):
         process = start_in_process(patched, [name, str(sign), after, [str(a) for a in job(output)]], log)
         wait_for(sign, process.is_alive)
