@@ -114,7 +114,8 @@ void run_linear_panels(const Kernels& kernels, Linear args, const LinearCut& cut
     int64_t piece = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
     piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
     // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
-    if (is_gated(args.activation)) piece += piece % 2;
+    // Of blocks in panels a few rows are multiplied with two panels at a time: one alone would be multiplied twice.
+    if (is_gated(args.activation) || (args.packed && args.packing != GgufType::F32)) piece += piece % 2;
     piece = std::min(piece, cut.most_panels);
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block, piece);
     // Where the kernels want it, x is put in order first, some groups of rows at a time.

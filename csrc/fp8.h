@@ -3,10 +3,14 @@
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
 
-// The number in the lowest byte of each word; other bits do not count.
+// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a float. Those of
+// exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
 inline vf from_e4m3(vi code) {
-    const Fp8Bits bits = ((Fp8Bits)code & 0x80) << 24 | ((Fp8Bits)code & 0x7f) << 20;
-    return mul(as_float((vi)bits), set1(0x1p120f));  // exponents count from 7 there, and from 127 in a float
+    const Fp8Bits sign = ((Fp8Bits)code & 0x80) << 24, rest = (Fp8Bits)code & 0x7f;
+    const Fp8Bits normal = (rest << 20) + (120u << 23);
+    const Fp8Bits small = (Fp8Bits)as_int(sub(as_float((vi)((rest << 20) + (121u << 23))), set1(0x1p-6f)));
+    const Fp8Bits is_small = (Fp8Bits)(rest < 8);
+    return as_float((vi)((is_small & small) | (~is_small & normal) | sign));
 }
 
 template <int Values>

@@ -44,11 +44,11 @@ def take_cores(count: int, folder: Path | None = None) -> tuple[int, ...]:
             os.close(lock)
         return ()
     _held.extend(taken.values())
-    keep_to(taken)
+    _keep_process_to(taken)
     return tuple(taken)
 
 
-def keep_to(cores: Iterable[int]) -> None:
+def _keep_process_to(cores: Iterable[int]) -> None:
     """Have all threads of this process, and those that they begin, run on these cores alone."""
     wanted = set(cores)
     for thread in [*os.listdir("/proc/self/task"), "0"] if os.path.isdir("/proc/self/task") else ["0"]:

@@ -187,7 +187,7 @@ class Prediction:
         lane_price_s: seconds 10 % more of a lane's rate would save; both to first order, at this block size.
         stages: of the time after startup_s, in their order; earlier versions wrote none.
         disk_written_bytes: what for -> bytes that the whole job writes to the disk beside its output.
-        search_gap: by how much the placement may take longer, by the cost model, than the fastest of its block size: as a fraction,
+        search_gap: by how much the placement may take longer, by the cost model, than the fastest of these blocks, micro-batches, sweeps and KV classes: a fraction,
             which is proven; earlier versions wrote none.
         break_even_tokens: of a sweep, from which on products take as long as bringing the weights that are elsewhere; 0: always, or
             never.

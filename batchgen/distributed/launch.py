@@ -60,7 +60,10 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
     if not 0 <= rank < size:
         raise InputError(f"RANK {rank} is not one of the {size} that WORLD_SIZE says: 0 to {size - 1}")
     by_torchrun = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    of_host = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    try:
+        of_host = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    except ValueError as error:
+        raise InputError(f"LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers: {error}") from error
     return Rank(rank, size, environment["MASTER_ADDR"], port, rank == 0 and not by_torchrun, of_host)
 
 
@@ -102,6 +105,12 @@ def keep_to(cores: set[int]) -> set[int]:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     return before
+
+
+def ranks_of_host(size: int) -> int:
+    """How many of so many ranks are on this host: all, unless a launcher says otherwise. Raises InputError."""
+    place = rank_of_environment() if size > 1 else None
+    return place.of_host[1] if place else size
 
 
 @contextlib.contextmanager

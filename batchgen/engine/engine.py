@@ -14,6 +14,7 @@ from batchgen.core.dtypes import EXPANDED
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.generation import Generation
 from batchgen.engine.loader import (
     LoadRequest,
@@ -146,9 +147,9 @@ class Engine:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
         dtype: "auto" (bfloat16 for models stored in 16 bits or less where the CPU is fast at it, else as stored), "float32",
             "bfloat16" or "float16". On a GPU "auto" is 16 bits: float16 before compute capability 8.0.
-        quantization: Of the layers' matrices: "none" (as they are found; a GGUF's expanded to `dtype` where that takes at most half of
-            the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
-            multiplied as integers with tokens quantized to 8 bits). A checkpoint of compressed-tensors is "int8" by itself.
+        quantization: Of the layers' matrices: "none" (as they are found; packed ones expanded to `dtype` where that takes at most half
+            of the memory), "bf16" (expanded always), "int4" (4 bits; packed once, in the cache directory), or "int8" (8 bits,
+            multiplied as integers with tokens quantized to 8 bits). One of compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: "auto" (KV as the model computes), "int8" or "int4".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Budget for the whole process, bytes or text such as "14GiB"; None: what is free, less a margin.
@@ -203,7 +204,9 @@ class Engine:
         if tensor_parallel != 1:
             shard = first_shard(files, config, tensor_parallel, where, quantization)
             config, quantization = shard.config, EXPANDED
-        budgets = resolve_budgets(where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=tensor_parallel)
+        budgets = resolve_budgets(
+            where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
+        )
         quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
         policy = in_memory_policy(
             config,

@@ -99,10 +99,10 @@ def resolve_context(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def resolve_budget(cpu_memory: int | str | None, processes: int = 1) -> int:
-    """Resolve the CPU memory budget of the whole process, in bytes; None: its part of what is free, less a margin."""
+    """Resolve the CPU memory budget of one of the processes, in bytes. cpu_memory: of all; None: what is free, less a margin."""
     if cpu_memory is None:
         return int((available_memory_bytes() + resident_bytes()) * (1 - _MARGIN_FRAC)) // processes
-    return size_bytes(cpu_memory)
+    return size_bytes(cpu_memory) // processes
 
 
 def process_bytes() -> int:
@@ -129,11 +129,11 @@ def resolve_budgets(
 
     Args:
         device: What computes.
-        cpu_memory: For the whole process, in bytes or as text ("14GiB"); None: what is free, less a margin.
-        gpu_memory: Of the accelerator; None: all of it.
+        cpu_memory: For all of the job's processes on this host, in bytes or as text ("14GiB"); None: what is free, less a margin.
+        gpu_memory: Of the accelerator, of which each process has its own; None: all of it.
         disk_memory: Of the offload directory; None: what is free there, less a margin.
         offload_dir: None: nothing goes to disk.
-        processes: That run the job, each with its part of what is free; sizes that are given are of each.
+        processes: That run the job on this host, each with its part of host memory and disk.
 
     Returns:
         Bytes of each tier; no "gpu" without an accelerator, 0 for "disk" without a directory.
@@ -144,7 +144,7 @@ def resolve_budgets(
     budgets = {"cpu": resolve_budget(cpu_memory, processes), "disk": 0}
     if offload_dir is not None:
         free = int(shutil.disk_usage(make_offload_dir(offload_dir)).free * (1 - _MARGIN_FRAC)) // processes
-        budgets["disk"] = free if disk_memory is None else min(free, size_bytes(disk_memory))
+        budgets["disk"] = free if disk_memory is None else min(free, size_bytes(disk_memory) // processes)
     if device.kind == "cuda":
         from batchgen.runtime.cuda import usable_memory
 

@@ -14,7 +14,7 @@ from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.pipeline import stage_job, stage_policy
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
-from batchgen.models.quantization import describe
+from batchgen.models.quantization import FP8, describe
 from batchgen.planner.stages import split_layers
 from batchgen.runtime.steps.trace import TraceWriter
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from batchgen.job.resolved import ResolvedJob
     from batchgen.models.tokenizer import Tokenizer
     from batchgen.runtime.steps.threads import OnStep
+
+_NOT_USED = ", as weights only: scales of activations are not used"
 
 
 def load_engine(
@@ -51,7 +53,10 @@ def load_engine(
                 files, job.offload_dir, plan.dtype, quantization, notify=progress.say, on_layer=on_layer
             )
     scheme = stated_scheme(files)
-    progress.say(f"loading {files.name}" + (f" ({describe(scheme)})" if scheme else ""))
+    progress.say(
+        f"loading {files.name}"
+        + (f" ({describe(scheme)}{_NOT_USED if scheme.layout == FP8 else ''})" if scheme else "")
+    )
     request = LoadRequest(
         files,
         job.config,

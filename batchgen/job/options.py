@@ -259,7 +259,7 @@ class JobOptions:
         default=1,
         type=int,
         metavar="N",
-        help="Processes that share every layer, each with its part of weights, KV and cores; memory budgets are of each.",
+        help="Processes that share every layer, each with its part of weights, KV and cores, and of memory budgets.",
     )
     admission: str = _option(
         RESOURCES, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=("auto", "continuous", "static")
@@ -422,7 +422,7 @@ class PlanOptions:
         RUN,
         "plan",
         metavar="NxNAME",
-        help="What the job would take on several devices, by each way of using them: '2x t4', each a machine as of --hardware; 2: of the one planned for.",
+        help="What the job would take on one of several devices, and with a worker on each: '2x t4', each a machine as of --hardware; 2: of the one planned for.",
     )
     compare: bool = _option(
         RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."

@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, Policy, spread_layers
-from batchgen.distributed.launch import rank_of_environment
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.job.pipeline_time import simulate_pipeline
 from batchgen.job.planning import Case, plan_problem, problem_of
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.planner.stages import split_layers
-
-
-def _of_host(stages: int) -> tuple[int, int]:
-    """This process's number among the stages of its host, and how many these are."""
-    place = rank_of_environment()
-    return place.of_host if place else (0, stages)
 
 
 def stage_job(job: ResolvedJob) -> ResolvedJob:
@@ -34,7 +28,7 @@ def stage_job(job: ResolvedJob) -> ResolvedJob:
         raise InputError(
             f"--pipeline {count} is more than the model's {job.config.num_layers} layers: give fewer stages"
         )
-    here = _of_host(count)[1]
+    here = ranks_of_host(count)
     # Budgets leave one emulated memory out of the host's: the other stages have theirs there too.
     emulated = job.budgets.get("gpu", 0) if job.cpu_memory is None else 0
     layers = max(stop - first for first, stop in split_layers(job.config, count))
@@ -59,7 +53,8 @@ def plan_pipeline(case: Case, job: ResolvedJob, estimated: EstimatedWorkload) ->
     """
     problem = problem_of(case.hardware, case.job.config, estimated.workload, case.request)
     classes = tuple(name for name in problem.allowed.kv_classes if name != "deferred")
-    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=classes))
+    allowed = replace(problem.allowed, kv_classes=classes)
+    problem = replace(problem, allowed=allowed, sharing=ranks_of_host(job.options.pipeline))
     plan = plan_problem(case, problem, estimated)
     stages = [
         (first, stop, stage_policy(plan.policy, stop - first))

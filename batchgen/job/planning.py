@@ -29,6 +29,7 @@ from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import (
     TYPICAL_PROCESS_BYTES,
     existing_store,
@@ -344,6 +345,8 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         max_num_batched_tokens=request.max_num_batched_tokens,
         max_block_latency_s=request.max_block_latency_s,
         process_bytes=request.process_bytes,
+        sharing=ranks_of_host(request.ranks),
+        offers_int4=request.ranks == 1,
     )
 
 

@@ -11,6 +11,7 @@ from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import EXPANDED
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import size_bytes
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.tensor_parallel import first_shard
 from batchgen.job.options import JobOptions
@@ -50,7 +51,7 @@ class ResolvedJob:
             gpu_memory=self.gpu_memory,
             disk_memory=self.disk_memory,
             offload_dir=self.offload_dir,
-            processes=self.options.tensor_parallel,
+            processes=ranks_of_host(self.options.tensor_parallel),
         )
 
 

@@ -61,7 +61,7 @@ def describe(scheme: Scheme) -> str:
     """For people: "GPTQ, 4 bits, groups of 128"."""
     if scheme.layout == FP8:
         block = f", blocks of {scheme.block[0]} x {scheme.block[1]}" if scheme.block else ""
-        return f"FP8{block}, as weights only: scales of activations are not used"
+        return f"FP8{block}"
     if scheme.layout in GROUP_LAYOUTS:
         name = {PACK_QUANTIZED: "compressed-tensors W4A16", GPTQ: "GPTQ of 4 bits", AWQ: "AWQ of 4 bits"}[scheme.layout]
         size = f"groups of {scheme.group_size}" if scheme.group_size else "a scale for each row"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from batchgen.core.dtypes import weight_row_bytes
+from batchgen.core.dtypes import block_format, weight_row_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import dequantize_weights_s, elementwise_s, experts_touched, linear_s
 from batchgen.planner.flow import Phase
@@ -18,7 +18,8 @@ def expert_bytes(config: ModelConfig, weight_format: str) -> dict[str, int]:
     if not config.num_experts:
         return {}
     shapes = {group: config.product_shapes[group] for group in ("up", "down")}
-    return {group: rows * weight_row_bytes(columns, weight_format) for group, (rows, columns) in shapes.items()}
+    stored = block_format(weight_format)
+    return {group: rows * weight_row_bytes(columns, stored) for group, (rows, columns) in shapes.items()}
 
 
 def on_demand_tokens(s: CostInputs, weight_layers: Mapping[str, tuple[float, float, float]]) -> int:

@@ -241,7 +241,8 @@ def total_lines(explained: Explanation) -> list[str]:
         lines.append(f"energy: {explained.energy_kwh:,.3g} kWh, {wh / millions:,.3g} Wh for a million tokens")
     if explained.search_gap is not None:
         lines.append(
-            f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than the fastest of its block size"
+            f"by the cost model the placement takes at most {explained.search_gap:.2%} longer than"
+            " the best for these blocks, micro-batches, sweeps and KV classes"
         )
     return lines
 

@@ -33,7 +33,7 @@ def fitting(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs]
 
 def _kind(s: CostInputs) -> Hashable:
     """What else memory depends on."""
-    return s.weight_format, s.kv_format, s.num_gpu_batches
+    return s.weight_format, s.kv_format, s.num_gpu_batches, s.deferral
 
 
 def _size(s: CostInputs) -> Size:

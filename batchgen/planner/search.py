@@ -52,6 +52,8 @@ class Problem:
         block_size, num_gpu_batches, max_num_batched_tokens: fixed by the user, or None.
         max_block_latency_s: longest time from a block's first prompt to its last token.
         longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
+        sharing: processes that share what the user gives of host memory and disk; `budgets` are of one of them.
+        offers_int4: whether the user could ask for it.
     """
 
     hardware: HardwareProfile
@@ -72,6 +74,8 @@ class Problem:
     kv_block_size: int = DEFAULT_KV_BLOCK_SIZE
     process_bytes: int = 0
     longest_tokens: int | None = None
+    sharing: int = 1
+    offers_int4: bool = True
 
 
 @dataclass(frozen=True)
@@ -450,12 +454,15 @@ def explain_infeasible(problem: Problem) -> str:
     if not least and not any(True for _ in search_space(smallest)):
         return _no_rates(problem)
     weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
-    what = f"the model's weights take {format_bytes(weights)}"
+    whose = "the model's" if problem.sharing == 1 else "one process's"
+    what = f"{whose} weights take {format_bytes(weights)}"
     if problem.process_bytes:
         what += f", the process {format_bytes(problem.process_bytes)}"
     if not least:
         return f"no plan fits: {what}; no single budget can make up for it, raise several"
-    needed = {tier: (problem.budgets[tier] + short) * 1.001 for tier, short in least.items()}
+    shared = {tier: 1 if tier == "gpu" else problem.sharing for tier in least}
+    least = {tier: short * shared[tier] for tier, short in least.items()}
+    needed = {tier: (problem.budgets[tier] * shared[tier] + short) * 1.001 for tier, short in least.items()}
     sizes = machine_bytes(problem.hardware)
     by_shortfall = sorted(least, key=lambda tier: least[tier])
     changes = [
@@ -465,7 +472,7 @@ def explain_infeasible(problem: Problem) -> str:
     ]
     # Where only one tier is allowed the caller does not offer formats either.
     least_bytes = min(FORMAT_BYTES[name] for name in problem.weight_formats)
-    open_choice = len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
+    open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
     hint = "; --quantization int4 would need less" if open_choice else ""
     if changes:
         return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.request import SamplingParams
 from batchgen.engine.engine import Engine
@@ -38,6 +39,8 @@ def load_stream(
     Raises:
         BatchgenError: The model cannot be loaded.
     """
+    if options.get("tensor_parallel", 1) != 1:
+        raise InputError("an actor is one process: leave out tensor_parallel, and give more actors")
     cores, memory = take_share() or (num_threads(), None)
     options = dict(options) if memory is None else {"cpu_memory": memory, **options}
     given = plans.get(machine_kind(options.get("device", "auto"), cores)) if plans else None
