@@ -204,6 +204,12 @@ def figures():  # a line or two for each of the files
     error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]
     yield "plan_times", f"median error {error['median']:.0%}, worst {error['worst']:.0%}"
     yield "plan_times", f"median {planning_s['median']:.1f} s, worst {planning_s['worst']:.1f} s"
+    stages = read("pipeline")
+    predicted = [found["predicted_over_measured"] for found in stages["stages"].values()]
+    yield (
+        "pipeline",
+        f"{stages['speedup']:.2f} times as fast, same output; predicted {times(predicted, (2, 2))} the measured time",
+    )
     gains = [cell["gains"] for cell in read("paper_gains")["cells"]]
     neo, apex = (max(found[way] for found in gains if way in found) for way in ("NEO", "APEX"))
     yield "paper_gains", f"NEO up to {neo:.0%}, APEX up to {apex:.0%}"
