@@ -37,12 +37,15 @@ def run(**options: Any) -> None:
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130 interrupted.
     """
-    _follow(max(options["tensor_parallel"], options["pipeline"]))
+    ranks = max(options["tensor_parallel"], options["pipeline"])
+    _follow(ranks)
     keep(lambda: _before_rows(options["output"]))
+    from batchgen.distributed.group import dismissing
     from batchgen.job.checks import check_job
 
-    job = _job(options)
-    check_job(job)  # a mistake is told before what takes seconds to import
+    with dismissing(ranks):
+        job = _job(options)
+        check_job(job)  # a mistake is told before what takes seconds to import
     if sys.stderr.isatty():  # somebody looks at a screen on which nothing would be for seconds
         from batchgen.job.progress import Progress
 
@@ -88,10 +91,13 @@ def bench(**options: Any) -> None:
     With --load-format dummy a model's config.json is enough: it is run with random weights of that shape.
     """
     _follow(options["tensor_parallel"])
+    from batchgen.distributed.group import dismissing
     from batchgen.job.bench import run_bench, summary
 
-    own = _taken(options, BenchOptions)
-    report = run_bench(BenchOptions(_job(options), **own))
+    with dismissing(options["tensor_parallel"]):
+        own = _taken(options, BenchOptions)
+        job = _job(options)
+    report = run_bench(BenchOptions(job, **own))
     if options["report"] != "-":
         for line in summary(report):
             click.echo(line)
@@ -139,6 +145,9 @@ def _follow(ranks: int) -> None:
     from batchgen.distributed.launch import rank_of_environment
 
     place = rank_of_environment() if ranks > 1 else None
+    if place is not None and place.size == ranks:
+        # What torch's C++ says of a connection that has ended, batchgen says in a line.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if place is not None and place.size == ranks and place.rank > 0:
         from batchgen.distributed.serve import serve
 

@@ -24,6 +24,7 @@ _LENGTH = struct.Struct("<Q")
 _READY, _FAILED = "ready", "failed"
 _MOST_HELLO_BYTES = 4096  # whoever it is that calls
 _END = b""  # instead of a message: all is done
+_HELLO_S = 5.0  # for a rank that is connected to say who it is
 _POLL_S = 0.1  # how often rank 0 looks whether a process that it started has ended before it came
 _TOLD_AGAIN = "the same command goes on from there"
 
@@ -70,7 +71,7 @@ class Hub:
 
     def _accept(self, deadline_s: float) -> None:
         connection, _ = self._server.accept()
-        connection.settimeout(max(_POLL_S, deadline_s - time.monotonic()))
+        connection.settimeout(max(_POLL_S, min(_HELLO_S, deadline_s - time.monotonic())))
         try:
             hello = json.loads(_read_frame(connection, _MOST_HELLO_BYTES))
             rank, secret = int(hello["rank"]), str(hello["secret"])
@@ -86,7 +87,7 @@ class Hub:
         return None
 
     def _listen(self, rank: int) -> None:
-        """Notes what a rank says, until it ends."""
+        """Notes what a rank says, until it ends; then all of them end, so that nobody waits for one that waits for it."""
         fate = "ended"
         with suppress(OSError, EOFError, ValueError):
             while True:
@@ -100,6 +101,10 @@ class Hub:
         with self._changed:
             self._ended.setdefault(rank, f"rank {rank} of {self._size} {fate}")
             self._changed.notify_all()
+        if not self._closing:
+            for connection in list(self._connections.values()):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def tell(self, message: Any) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""

@@ -185,8 +185,43 @@ def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = 
         store.set(_WHERE, f"{place.host} {hub.port} {secret}")
         hub.wait_for_ranks(timeout_s, processes.gone if processes else dict)
         group = Group(place, store, on_loopback=processes is not None, hub=hub, processes=processes)
+        group.ready()  # none of them needs the store from here on, which ends with this process
         group.undo = undo.pop_all()
     return group
+
+
+@contextlib.contextmanager
+def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
+    """Under a launcher, the group that this process leads, before it knows whether it needs the others: they wait for it already.
+
+    They end with the block, however it ends. None where there is one rank, or where this process starts the others itself, which
+    it does once there is work for them.
+
+    Args:
+        size, shares: As of `lead`.
+
+    Raises:
+        BatchgenError: As `lead`.
+    """
+    if size <= 1 or rank_of_environment() is None:
+        yield None
+        return
+    group = lead(size, shares)
+    try:
+        yield group
+    finally:
+        group.close(done=True)  # nothing happens where what failed has closed it
+
+
+@contextlib.contextmanager
+def dismissing(size: int) -> Iterator[None]:
+    """What is refused inside ends the ranks that a launcher has started too, which wait for this one. size: of the group."""
+    try:
+        yield
+    except BatchgenError:
+        with contextlib.suppress(BatchgenError), early_group(size, []):
+            pass
+        raise
 
 
 def follow(
@@ -212,7 +247,9 @@ def follow(
             f" rank {place.rank} reaches it"
         ) from error
     line = Line(place.rank, host, int(port), secret, timeout_s, on_lost)
-    return Group(place, store, on_loopback=on_loopback, line=line)
+    group = Group(place, store, on_loopback=on_loopback, line=line)
+    group.ready()
+    return group
 
 
 def _store_of(place: Rank, timeout: timedelta) -> Store:

@@ -19,6 +19,8 @@ from batchgen.core.errors import InputError
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 _NODES = Path("/sys/devices/system/node")
+# Not -m, which would let files of the current directory stand for modules of Python's.
+_COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from batchgen.distributed.serve import main; main()"
 _END_S = 5.0  # for a process that was told to end
 
 
@@ -156,8 +158,9 @@ class Processes:
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
+            arguments = [json.dumps(sorted(cores[rank])), *(path or os.getcwd() for path in sys.path)]
             self._running[rank] = subprocess.Popen(
-                [sys.executable, "-m", "batchgen.distributed", json.dumps(sorted(cores[rank]))],
+                [sys.executable, "-c", _COMMAND, *arguments],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError
 from batchgen.distributed.group import Group, OthersLost, follow
-from batchgen.distributed.launch import Rank, keep_to, shares_here
+from batchgen.distributed.launch import Rank, keep_to, rank_of_environment, shares_here
 
 # What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
 Work = tuple[Callable[..., None], tuple[Any, ...]]
@@ -49,6 +50,13 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
     finally:
         group.close()
     return 0
+
+
+def main() -> None:
+    """The program of a rank that rank 0 has started. Its first argument is a JSON list of cores."""
+    place = rank_of_environment()
+    assert place is not None, "rank 0 has set it"
+    sys.exit(serve(place, cores=set(json.loads(sys.argv[1]))))
 
 
 def put_to_work(group: Group, function: Callable[..., None], *arguments: Any) -> None:

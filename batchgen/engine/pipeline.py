@@ -56,6 +56,9 @@ class StageGroup(Protocol):
     def ready(self) -> None:
         """Say, or as rank 0 wait until all others have said, that what was asked for is done."""
 
+    def fail(self, error: BaseException) -> None:
+        """As another rank, tell rank 0 why this one ends."""
+
     def send(self, tensor: Tensor, rank: int) -> None: ...
 
     def receive(self, tensor: Tensor, rank: int) -> None: ...
@@ -176,11 +179,6 @@ class PipelineRunner(RankZeroCounts):
         self._num_launched = self._num_answered = 0
         self._answers: dict[int, Answers] = {}  # by sweep: those that nobody has asked for yet
         self._broken = False
-
-    @property
-    def lanes(self) -> Any:
-        """Those of rank 0's stage."""
-        return self._executor.lanes
 
     def run(
         self, batches: Sequence[PackedBatch], on_logits: OnLogits, *, vocabulary_chunks: bool, cohorts: Cohorts
@@ -378,8 +376,11 @@ class _Answering:
                 content = torch.frombuffer(bytearray(pickle.dumps(answers)), dtype=torch.uint8)
                 self._group.send(torch.tensor([len(content)]), 0)
                 self._group.send(content, 0)
-        except BatchgenError as error:
+        except BatchgenError as error:  # a rank has ended, which rank 0 finds out itself
             self._failure = error
+        except Exception as error:
+            self._failure = error
+            self._group.fail(error)  # it waits for answers
 
 
 def _receive(group: StageGroup, rank: int) -> Answers:

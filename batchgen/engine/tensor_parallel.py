@@ -85,7 +85,10 @@ def check_policy(policy: Policy) -> None:
 
 
 def load_on_ranks(
-    request: LoadRequest, tokenizer: Callable[[], Tokenizer], shares: list[set[int]] | None = None
+    request: LoadRequest,
+    tokenizer: Callable[[], Tokenizer],
+    shares: list[set[int]] | None = None,
+    group: Ranks | None = None,
 ) -> EngineParts:
     """Load a model in this process, or its shard and the others in as many as there are, which are started.
 
@@ -93,6 +96,7 @@ def load_on_ranks(
         request: As of `load_parts`.
         tokenizer: As of `load_parts`.
         shares: As of `distributed.group.lead`.
+        group: Of ranks that wait already; None: they are started.
 
     Raises:
         BatchgenError: As `load_parts_on_ranks`.
@@ -102,7 +106,7 @@ def load_on_ranks(
     from batchgen.distributed.group import lead
 
     check_policy(request.policy)
-    return load_parts_on_ranks(request, tokenizer, lead(request.shard.size, shares))
+    return load_parts_on_ranks(request, tokenizer, group or lead(request.shard.size, shares))
 
 
 def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer], ranks: Ranks) -> EngineParts:

@@ -13,6 +13,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.request import Request
 from batchgen.core.units import format_seconds
 from batchgen.core.workload import uniform_workload
+from batchgen.distributed.group import early_group
 from batchgen.distributed.launch import own_share
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
@@ -43,9 +44,10 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         BatchgenError: It cannot be run, or a row failed.
     """
     started_s = time.monotonic()
-    check_options(options.job)
-    check_files(options.job)
-    with own_share(options.job.tensor_parallel) as shares, Progress(options.job.progress) as progress:
+    size = options.job.tensor_parallel
+    with own_share(size) as shares, early_group(size, shares) as group, Progress(options.job.progress) as progress:
+        check_options(options.job)
+        check_files(options.job)
         job = resolve_job(_measured(options), _model(options, progress))
         job = replace(job, shares=tuple(map(frozenset, shares)))
         workload = uniform_workload(
@@ -56,7 +58,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         for line in headline(plan):
             progress.say(line)
         with tracing(job) as on_step:
-            engine = load_engine(job, plan, lambda: tokenizer, progress, on_step)
+            engine = load_engine(job, plan, lambda: tokenizer, progress, on_step, group)
             with engine:
                 requests = list(_requests(options, job.config.vocab_size))
                 loaded_s = time.monotonic()

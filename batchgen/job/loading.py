@@ -20,6 +20,7 @@ from batchgen.runtime.steps.trace import TraceWriter
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
+    from batchgen.distributed.group import Group
     from batchgen.engine.parts import EngineParts
     from batchgen.job.progress import Progress
     from batchgen.job.resolved import ResolvedJob
@@ -30,7 +31,12 @@ _NOT_USED = ", as weights only: scales of activations are not used"
 
 
 def load_engine(
-    job: ResolvedJob, plan: Plan, tokenizer: Callable[[], Tokenizer], progress: Progress, on_step: OnStep | None
+    job: ResolvedJob,
+    plan: Plan,
+    tokenizer: Callable[[], Tokenizer],
+    progress: Progress,
+    on_step: OnStep | None,
+    group: Group | None = None,
 ) -> Engine:
     """Load the model as the plan says, from a weight store where it needs one.
 
@@ -40,6 +46,7 @@ def load_engine(
         tokenizer: Gives the tokenizer; called before weights are read.
         progress: Told what is loaded.
         on_step: Called for every Step of the run; see `tracing`.
+        group: As of `distributed.group.early_group`.
 
     Raises:
         BatchgenError: The model is broken, or memory or disk do not suffice.
@@ -78,9 +85,9 @@ def load_engine(
     )
     shares = [set(share) for share in job.shares] or None
     parts = (
-        load_on_ranks(request, tokenizer, shares)
+        load_on_ranks(request, tokenizer, shares, group)
         if options.pipeline == 1
-        else _load_stages(job, plan, request, tokenizer)
+        else _load_stages(job, plan, request, tokenizer, group)
     )
     return Engine.from_parts(
         parts,
@@ -91,14 +98,16 @@ def load_engine(
     )
 
 
-def _load_stages(job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> EngineParts:
+def _load_stages(
+    job: ResolvedJob, plan: Plan, request: LoadRequest, tokenizer: Callable[[], Tokenizer], group: Group | None
+) -> EngineParts:
     """Load the stages of a pipeline: this process's, and those of others that are started here or were by a launcher."""
     from batchgen.distributed.group import lead
     from batchgen.engine.pipeline import Stage, load_pipeline
 
     layers = split_layers(job.config, job.options.pipeline)
     stages = [Stage(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in layers]
-    group = lead(len(stages), [set(share) for share in job.shares])
+    group = group or lead(len(stages), [set(share) for share in job.shares])
     try:
         return load_pipeline(request, stages, group, tokenizer)
     except BaseException:

@@ -19,6 +19,7 @@ from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.core.workload import Workload
+from batchgen.distributed.group import early_group
 from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
@@ -51,6 +52,7 @@ from batchgen.planner.explain import headline, kernel_headline
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
+    from batchgen.distributed.group import Group
     from batchgen.models.tokenizer import Tokenizer
 
 
@@ -89,7 +91,7 @@ class _Job:
     """A run that has begun.
 
     tokenizer: waits until it is loaded. started_s, deadline_s: of time.monotonic. repeats: its rows'. destination: where the
-    output is to go from its file.
+    output is to go from its file. group: of ranks that a launcher has started.
     """
 
     resolved: ResolvedJob
@@ -101,6 +103,7 @@ class _Job:
     repeats: Repeats
     destination: Destination | None = None
     page: RunPage | None = None
+    group: Group | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -146,6 +149,13 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         KeyboardInterrupt: It was interrupted; finished rows are on disk.
     """
     started_s = time.monotonic()
+    ranks = max(options.tensor_parallel, options.pipeline)
+    with own_share(ranks) as shares, early_group(ranks, shares) as group:
+        return _run_job(options, started_s, shares, group)
+
+
+def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], group: Group | None) -> dict[str, Any]:
+    """`run_job`, with what its ranks have. shares, group: as of `early_group`."""
     check_job(options)
     destination = Destination.of(options)
     if destination is not None:
@@ -153,7 +163,6 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress)
     with (
-        own_share(max(options.tensor_parallel, options.pipeline)) as shares,
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-load") as background,
         progress,
     ):
@@ -170,7 +179,9 @@ def run_job(options: JobOptions) -> dict[str, Any]:
         if source.needs_chat_template:
             tokenizer.result().require_chat_template()
         page, repeats = RunPage() if options.report_html else None, Repeats(options.sampling)
-        job = _Job(resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page)
+        job = _Job(
+            resolved, source, tokenizer.result, progress, started_s, deadline_s, repeats, destination, page, group
+        )
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
         fingerprint = _fingerprint(job)
@@ -209,7 +220,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         for line in (*headline(plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
-            engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step)
+            engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
             with engine:
                 stopped = _run_rows(job, state, engine, plan)
     if job.page is not None and isinstance(state, Run):

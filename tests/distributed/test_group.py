@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import ranks
 import torch
 
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.distributed import control
+from batchgen.distributed.control import Hub, Line
 from batchgen.distributed.group import follow, lead
 from batchgen.distributed.launch import Rank, core_shares, rank_of_environment
 from batchgen.distributed.serve import put_to_work
@@ -147,3 +151,42 @@ def test_a_launcher_of_one_process_is_none():
 )
 def test_ranks_share_the_cores(size, cores, nodes, shares):
     assert core_shares(size, cores, nodes) == shares
+
+
+def hub_and_lines(hub, lost):
+    """Both others of a group of three, and the events that say that they have lost rank 0."""
+    return [Line(rank, "127.0.0.1", hub.port, "secret", 60, lost[rank].set) for rank in (1, 2)]
+
+
+def test_when_one_rank_ends_the_others_end_and_the_first_is_named():
+    hub = Hub(3, "127.0.0.1", "secret")
+    lost = {rank: threading.Event() for rank in (1, 2)}
+    lines = hub_and_lines(hub, lost)
+    hub.wait_for_ranks(60, dict)
+    lines[0].fail(InputError("no memory"))
+    assert lost[2].wait(60)
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 3 failed: no memory; "):
+        hub.raise_ended(60)
+    hub.close(done=False)
+
+
+def test_somebody_who_says_nothing_does_not_keep_ranks_from_coming(monkeypatch):
+    monkeypatch.setattr(control, "_HELLO_S", 0.1)
+    hub = Hub(3, "127.0.0.1", "secret")
+    with socket.create_connection(("127.0.0.1", hub.port)):
+        lines = hub_and_lines(hub, {rank: threading.Event() for rank in (1, 2)})
+        hub.wait_for_ranks(20, dict)
+    hub.close(done=True)
+    for line in lines:
+        with pytest.raises(EOFError):
+            line.told()
+
+
+def test_files_beside_the_data_do_not_stand_for_modules(monkeypatch, tmp_path):
+    (tmp_path / "queue.py").write_text("raise AssertionError('it was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    group = lead(2)
+    put_to_work(group, ranks.say_ready)
+    group.ready()
+    group.close()

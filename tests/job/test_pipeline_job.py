@@ -1,5 +1,8 @@
 """`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
 
+import os
+import queue
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from planner_cases import cpu_box, opt
 from processes import batchgen, start_in_process
+from ranks import free_port
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.workload import Lengths, Workload
+from batchgen.engine.pipeline import _Answering
 from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import stage_job, stage_policy
@@ -56,8 +61,6 @@ def killing(sweep: int, arguments: list[str]) -> None:
         return run(self, *args, **options)
 
     PipelineRunner.run = run_and_kill
-    import sys
-
     sys.argv = ["batchgen", *arguments]
     sys.exit(run_cli())
 
@@ -175,3 +178,47 @@ def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
     assert 0 < kept < ROWS
     assert batchgen(job(output, "--pipeline", 2), log) == 0, log.read_text()
     assert output.read_text() == one.read_text()
+
+
+def launched(rank, port, arguments):
+    """As a program: the command, as a launcher starts a rank of two."""
+    from batchgen import cli
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["batchgen", *arguments]
+    cli.main()
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
+def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_models, tmp_path):
+    """The output is complete; then the job is refused."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    output, logs = tmp_path / "out.jsonl", [tmp_path / "log.0", tmp_path / "log.1"]
+    arguments = [
+        "run", "-m", tiny_models("llama")[0], "-i", tmp_path / "in.jsonl", "-o", output, "--max-tokens", 1, "--dtype", "float32",
+        "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", tmp_path,
+    ]  # fmt: skip
+    assert batchgen(arguments, logs[0]) == 0, logs[0].read_text()
+    for more, code, said in ([], 0, ""), (["--report", tmp_path / "none" / "report"], 2, "--report"):
+        port = free_port()
+        words = [str(a) for a in [*arguments, flag, 2, *more]]
+        processes = [start_in_process(launched, [rank, port, words], logs[rank]) for rank in (0, 1)]
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [code, 0], [log.read_text() for log in logs]
+        assert said in logs[0].read_text() and not logs[1].read_text()
+
+
+def test_an_answer_that_cannot_be_sent_is_told():
+    """Whatever the error is: rank 0 waits for the answer."""
+
+    class Broken:
+        def send(self, tensor, rank):
+            raise ValueError("no room")
+
+        def fail(self, error):
+            told.put(str(error))
+
+    told = queue.SimpleQueue()
+    _Answering(Broken()).send([])
+    assert told.get(timeout=60) == "no room"
