@@ -3,8 +3,8 @@
 
 typedef uint32_t Fp8Bits __attribute__((vector_size(4 * W)));
 
-// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a float. Those of
-// exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
+// The number in the lowest byte of each word; other bits do not count. Exponents count from 7 there, and from 127 in a float.
+// Those of exponent 0 have no leading one; it is subtracted, as floats without one are slow on some CPUs.
 inline vf from_e4m3(vi code) {
     const Fp8Bits sign = ((Fp8Bits)code & 0x80) << 24, rest = (Fp8Bits)code & 0x7f;
     const Fp8Bits normal = (rest << 20) + (120u << 23);
