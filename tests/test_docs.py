@@ -251,6 +251,12 @@ def figures():  # a line or two for each of the files
         decode,
         ", ".join(f"{100 * min(found):.0f} to {max(found):.0%}" for found in shares.values()).replace("%", " %"),
     )
+    found = read("as_found-amd-epyc-26-2-avx512-bf16")["models"]["demo-Q4_1"]["as_found_over_expanded"]
+    rates = [f"{found[f'decoded_tokens_per_s_of_{n}']:.2f}" for n in (1, 4, 16)]
+    yield (
+        "as_found-amd-epyc-26-2-avx512-bf16",
+        f"{rates[0]}, {rates[1]} and {rates[2]} times as fast; {found['model_bytes']:.2f} of the memory; {found['load_s']:.2f} times",
+    )
     starts = read("loading-amd-epyc-26-2-avx512-bf16")["demo_start"]
     ready = [starts[f"{dtype}, {how}"]["ready_s"] for how in ("kernels", "numpy") for dtype in ("float32", "bfloat16")]
     yield "loading-amd-epyc-26-2-avx512-bf16", "{:.2f} and {:.2f} s ({:.2f} and {:.2f} s".format(*ready)
