@@ -217,13 +217,17 @@ def run_best(engine: str, job: Job, args: argparse.Namespace, sizes: list[int]) 
     raise SystemExit(f"{engine} does not fit with any of {sizes} sequences")
 
 
-def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, Any]:
-    """The least time for batchgen's run: its reads at the disk's rate or the job's FLOPs at the rate of matrix products,
-    the best of the numbers of tokens that its sweeps had."""
+def sweep_tokens(job: Job, run: dict[str, Any]) -> set[int]:
+    """Tokens of the sweeps that batchgen's run had: of decoding, and the most."""
     policy = run["report"]["policy"]
-    counts = sorted({min(policy["max_num_seqs"], job.rows),
-                     min(policy["max_num_batched_tokens"], job.rows * job.prompt_tokens)})  # fmt: skip
-    rates = gemm_rates(job.config, counts)
+    most = min(policy["max_num_batched_tokens"], job.rows * job.prompt_tokens)
+    return {min(policy["max_num_seqs"], job.rows), most}
+
+
+def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float, counts: set[int]) -> dict[str, Any]:
+    """The least time for batchgen's run: its reads at the disk's rate or the job's FLOPs at the rate of matrix products,
+    the best of these numbers of rows."""
+    rates = gemm_rates(job.config, sorted(counts))
     disk_s = run["report"]["bytes_moved"]["disk_read"] / disk_bytes_per_s
     compute_s = job.flops / max(rates.values())
     return {
@@ -341,7 +345,7 @@ def main() -> None:
             if engine == "batchgen":
                 disk = disk_read_rate(sorted(job.model.glob("*.safetensors")))
                 run = run_batchgen(job, args)
-                run["bound"] = bound(job, run, disk)
+                run["bound"] = bound(job, run, disk, sweep_tokens(job, run))
             else:
                 run = run_best(engine, job, args, [trial["size"] for trial in probes[engine]])
             runs.append({"engine": engine, "round": turn + 1} | run)

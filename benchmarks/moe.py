@@ -22,7 +22,7 @@ import random_mixture
 import random_model
 from cpu_kind import machine, slug
 from peers.environments import python_of
-from peers.machine_rates import disk_read_rate, gemm_rates
+from peers.machine_rates import disk_read_rate
 
 from batchgen.core.machine import available_cores
 from batchgen.core.units import format_bytes, parse_bytes
@@ -52,20 +52,9 @@ class Job(base.Job):
 
 def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, Any]:
     """The least time for batchgen's run. Products: the best rate of sweeps of its block, or of the part of it that an expert gets."""
-    policy, config = run["report"]["policy"], job.config
-    most = min(policy["max_num_batched_tokens"], job.rows * job.prompt_tokens)
-    counts = {min(policy["max_num_seqs"], job.rows), most}
+    counts, config = base.sweep_tokens(job, run), job.config
     counts |= {max(1, count * config.experts_per_token // config.num_experts) for count in counts}
-    rates = gemm_rates(config, sorted(counts))
-    disk_s = run["report"]["bytes_moved"]["disk_read"] / disk_bytes_per_s
-    compute_s = job.flops / max(rates.values())
-    return {
-        "disk_read_bytes_per_s": disk_bytes_per_s,
-        "gemm_flops_per_s": rates,
-        "disk_s": disk_s,
-        "compute_s": compute_s,
-        "bound_s": max(disk_s, compute_s),
-        "share_of_bound": max(disk_s, compute_s) / run["generation_s"],
+    return base.bound(job, run, disk_bytes_per_s, counts) | {
         "predicted_over_measured": run["report"]["predicted_wall_s"] / run["report"]["wall_s"],
     }
 

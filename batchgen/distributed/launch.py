@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.core.errors import InputError
+from batchgen.core.python_command import python_command
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 _NODES = Path("/sys/devices/system/node")
-# Not -m, which would let files of the current directory stand for modules of Python's.
-_COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from batchgen.distributed.serve import main; main()"
 _END_S = 5.0  # for a process that was told to end
 
 
@@ -158,9 +157,8 @@ class Processes:
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
-            arguments = [json.dumps(sorted(cores[rank])), *(path or os.getcwd() for path in sys.path)]
             self._running[rank] = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, *arguments],
+                python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank]))),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,

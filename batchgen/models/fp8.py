@@ -19,7 +19,7 @@ from batchgen.core.dtypes import FP8_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import reading
 from batchgen.models.headers import TensorInfo
-from batchgen.models.quantization import Scheme
+from batchgen.models.quantization import Scheme, fitting_blocks
 from batchgen.models.reading import check_stored, read_numbers, read_rows
 from batchgen.ops import cpp as kernels
 
@@ -50,11 +50,7 @@ class Fp8Numbers:
         scales = scales.view(-(-rows // block_rows), -1)
         of_row, of_column = torch.arange(rows) // block_rows, torch.arange(n) // block_columns
         step = max(1, reading.CHUNK_VALUES // n)
-        sizes = {k: size for k, (size, _) in FP8_FORMATS.items()}
-        kind = next(
-            (k for k, size in sizes.items() if n % size == 0 and (block_columns % size == 0 or block_columns == n)),
-            None,
-        )
+        kind = next(iter(fitting_blocks(FP8_FORMATS, n, block_columns)), None)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             values, each = read_rows(*self.numbers, start, stop), scales[of_row[start:stop]]

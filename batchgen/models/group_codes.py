@@ -28,7 +28,7 @@ from batchgen.core.dtypes import GROUP_FORMATS, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import reading
 from batchgen.models.headers import TensorInfo
-from batchgen.models.quantization import AWQ, GPTQ, PACK_QUANTIZED, Scheme
+from batchgen.models.quantization import AWQ, GPTQ, PACK_QUANTIZED, Scheme, fitting_blocks
 from batchgen.models.reading import check_stored, read_numbers, read_rows
 from batchgen.ops import cpp as kernels
 
@@ -64,7 +64,7 @@ class GroupCodes:
         size = self.scheme.group_size or n
         if self.scales[1].dtype == "F32" or n % size or not torch.equal(group_of, torch.arange(n) // size):
             return None
-        return next((name for name, (values, _) in GROUP_FORMATS.items() if size % values == 0), None)
+        return next(iter(fitting_blocks(GROUP_FORMATS, n, size)), None)
 
     def fill(self, out: Tensor) -> None:
         """Fill `out` with numbers, [rows, columns] of any float dtype, or with rows of blocks, uint8 [rows, bytes of a row].

@@ -83,10 +83,21 @@ def packed_format(scheme: Scheme, tensors: Mapping[str, TensorInfo], columns: It
     shared, rows = scheme.block[1] if scheme.block else scheme.group_size, set(columns)
     if scheme.layout != FP8 and any(n % (shared or n) for n in rows):  # a last group that is shorter
         return None
-    fitting = [size for size, _ in formats.values() if (shared or size) % size == 0 and not any(n % size for n in rows)]
+    fitting = [name for name in formats if all(name in fitting_blocks(formats, n, shared) for n in rows)]
     if not fitting or any(_is_in_the_way(scheme, name, info) for name, info in tensors.items()):
         return None
-    return next(name for name, (size, _) in formats.items() if size == max(fitting))
+    return fitting[-1]  # of the largest blocks
+
+
+def fitting_blocks(formats: Mapping[str, tuple[int, int]], n: int, shared: int | None) -> list[str]:
+    """Those of these formats, smallest blocks first, of which whole blocks make up a row of n columns, each with one scale.
+
+    Args:
+        formats: `GROUP_FORMATS` or `FP8_FORMATS`.
+        n: Columns.
+        shared: Columns in a row that have one scale; None: all.
+    """
+    return [name for name, (size, _) in formats.items() if n % size == 0 and (shared or n) % size == 0]
 
 
 def _is_in_the_way(scheme: Scheme, name: str, info: TensorInfo) -> bool:

@@ -18,11 +18,11 @@ from typing import Any
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_memory_bytes, keep_within, resident_bytes
+from batchgen.core.python_command import python_command
 from batchgen.profiler.cache import Wanted, load_or_measure, recall
 
 # The least that anything can be measured in, beside the process itself.
 _LEAST_BYTES = 64 << 20
-_COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from batchgen.profiler.apart import main; main()"
 
 
 def recall_or_measure(
@@ -56,7 +56,7 @@ def recall_or_measure(
     if memory_bytes is not None:
         allowed = min(allowed, max(0, memory_bytes - resident_bytes()))
     task = (wanted, cache_dir, offload_dir, refresh, allowed)
-    return _answer([sys.executable, "-c", _COMMAND, *(path or os.getcwd() for path in sys.path)], task, notify)
+    return _answer(python_command(__name__), task, notify)
 
 
 def _answer(command: list[str], task: Any, notify: Callable[[str], None]) -> HardwareProfile:

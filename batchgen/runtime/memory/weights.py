@@ -301,9 +301,7 @@ class Weights:
         """Embeddings and head; the head's slots where it comes over in chunks."""
         config = self.config
         embeddings = self._load_embeddings() if config.has_embeddings else {}
-        head = self._load_head() if config.has_head or config.sinks else {}
-        if not config.has_head:
-            head = {name: tensor for name, tensor in head.items() if name == _SINKS}
+        head = self._load_head() if config.has_head else self._load_sinks() if config.sinks else {}
         self._embeddings_tier = self.residency.head if self.config.tied_embeddings else self.residency.embeddings
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
         self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
@@ -330,6 +328,12 @@ class Weights:
 
     def _load_head(self) -> Tensors:
         return self._checkpoint.load_head(self.dtype) if self._store is None else _whole(self._store.head)
+
+    def _load_sinks(self) -> Tensors:
+        """Of a stage of a pipeline that does not make logits."""
+        if self._store is not None:
+            return {_SINKS: _whole(self._store.head)[_SINKS]}
+        return {_SINKS: self._checkpoint.load_sinks(self.dtype)}
 
     def _output_matrix(self) -> ops.Weight:
         return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
