@@ -249,7 +249,7 @@ def _runner(
 
     from batchgen.models.checkpoint import dummy_checkpoint
     from batchgen.runtime.batch import pack
-    from batchgen.runtime.executor import in_memory
+    from batchgen.runtime.in_memory import in_memory
 
     torch_dtype = getattr(torch, dtype)
     longest = max(s.new + s.cached for s in sweeps) + 1

@@ -58,7 +58,7 @@ def _engine(device: str, layers: int) -> Engine:
 
     from batchgen.models.checkpoint import dummy_checkpoint
     from batchgen.runtime.batch import pack
-    from batchgen.runtime.executor import in_memory
+    from batchgen.runtime.in_memory import in_memory
     from batchgen.runtime.sampler import sample
 
     config = ModelConfig.from_hf(_llama(layers, 32, 64))

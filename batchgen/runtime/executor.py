@@ -9,51 +9,39 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.device import Device
-from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
-from batchgen.core.request import SamplingParams
 from batchgen.models import layers
-from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.experts import Routes
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
-from batchgen.runtime.batch import PackedBatch, Segment, empty_batch, pack
+from batchgen.runtime.batch import PackedBatch, Segment, empty_batch
+from batchgen.runtime.batch_state import BatchPart, BatchState, Plans
 from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
-from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.memory.activations import Activations
-from batchgen.runtime.memory.kv_cache import KVCache, Moves, kv_shape
-from batchgen.runtime.memory.residency import WeightResidency
+from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.sampler import sample
-from batchgen.runtime.scheduling.block_manager import BlockManager
-from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
 from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.streams import Driver, StreamLanes
 from batchgen.runtime.steps.threads import Lanes, OnStep
 from batchgen.runtime.token_table import TokenTable
-from batchgen.runtime.warm_up import dummy_sweeps
 
 CPU = torch.device("cpu")
 _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
-Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
 # (whose, fp32 logits [rows, columns], the token of the first column) as soon as they are there; returns the tokens chosen,
 # int64 [rows], if any are.
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
@@ -135,7 +123,7 @@ class Executor:
             self._ropes[rope] = cos.to(self._device), sin.to(self._device)
         captured = options.captured_tokens
         self._graphs = self._make_graphs(tiers.driver, captured) if captured and tiers.driver else None
-        self._batch_of: dict[int, _Batch] = {}  # Step -> what it works on
+        self._batch_of: dict[int, BatchState] = {}  # Step -> what it works on
         self._cohorts: dict[int, CohortRows] = {}  # under way, by number
         self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
         self._on_logits: OnLogits = lambda rows, logits, start: None
@@ -212,7 +200,7 @@ class Executor:
             for batches in sweeps:
                 to_run = batches
                 while to_run:
-                    prepared: list[_Batch] = []
+                    prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(self._prepare_all(to_run)))  # noqa: B023
                     self.lanes.execute(self._warm_up_steps(made, prepared, chosen, cohorts))
                     self.lanes.drain()
@@ -232,7 +220,7 @@ class Executor:
         return sorted({*kinds.values(), self.config.num_layers - 1})
 
     def _warm_up_steps(
-        self, made: Sweeps, batches: Sequence[_Batch], layers: Sequence[int], cohorts: Cohorts
+        self, made: Sweeps, batches: Sequence[BatchState], layers: Sequence[int], cohorts: Cohorts
     ) -> Iterator[Step]:
         """As `_bound_to`, of a model of these layers; with numbers that no later Step has."""
         for step in made.steps([b.packed.flow(b.on_host) for b in batches], cohorts, lambda step_id: True):
@@ -258,7 +246,7 @@ class Executor:
 
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
-        prepared: list[_Batch] = []
+        prepared: list[BatchState] = []
 
         def prepare() -> None:
             buffers = self._graphs.buffers(batches[0]) if self._graphs and len(batches) == 1 else None
@@ -310,11 +298,11 @@ class Executor:
         self.weights.close()
         self._tiers.close()
 
-    def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[_Batch]:
+    def _prepare_all(self, batches: Sequence[PackedBatch]) -> list[BatchState]:
         first_on_host = len(batches) - self._options.batches_on_host
         return [self._prepare(batch, k >= first_on_host) for k, batch in enumerate(batches)]
 
-    def _prepare(self, packed: PackedBatch, on_host: bool) -> _Batch:
+    def _prepare(self, packed: PackedBatch, on_host: bool) -> BatchState:
         """What all layers need of a batch, as tensors."""
         parts, begins = {}, None
         for segment in packed.segments:
@@ -325,7 +313,7 @@ class Executor:
                 continue
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
             tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
-            parts[segment.residency] = _Part(tokens, slots, rows, plans)
+            parts[segment.residency] = BatchPart(tokens, slots, rows, plans)
         in_place = None
         if packed.in_place:
             plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
@@ -335,7 +323,7 @@ class Executor:
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
-        return _Batch(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
+        return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
 
     def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
@@ -374,22 +362,22 @@ class Executor:
             self._device,
         )
 
-    def _in_buffers(self, packed: PackedBatch, buffers: StaticBuffers) -> _Batch:
+    def _in_buffers(self, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
-        return _Batch(packed, *positions, None, {}, None, False, buffers=buffers)
+        return BatchState(packed, *positions, None, {}, None, False, buffers=buffers)
 
-    def _layers(self, step: Step, b: _Batch) -> None:
+    def _layers(self, step: Step, b: BatchState) -> None:
         b.hidden = self._graphs.run(b.buffers, b.hidden)
 
     def _launch_layers(self, buffers: StaticBuffers) -> None:
         """All layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
-        part = _Part(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
-        b = _Batch(None, None, buffers.positions, None, {"resident": part}, None, False, hidden=buffers.hidden)
+        part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, None, buffers.plans)
+        b = BatchState(None, None, buffers.positions, None, {"resident": part}, None, False, hidden=buffers.hidden)
         for layer in range(self.config.num_layers):
             for kind, perform in (("pre", self._pre), ("attention", self._attention), ("post", self._post)):
                 perform(Step(-1, kind, "compute", -1, layer, 0, None, None, ()), b)
 
-    def _bound_to(self, batches: Sequence[_Batch], cohorts: Cohorts) -> Iterator[Step]:
+    def _bound_to(self, batches: Sequence[BatchState], cohorts: Cohorts) -> Iterator[Step]:
         """The sweep's Steps, each with its batch noted: those that store may run when the next sweep has begun."""
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
@@ -403,7 +391,7 @@ class Executor:
             self._bind(step, batches)
             yield step
 
-    def _bind(self, step: Step, batches: Sequence[_Batch]) -> None:
+    def _bind(self, step: Step, batches: Sequence[BatchState]) -> None:
         batch = self._batch_of[step.id] = batches[step.batch]
         if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
             self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
@@ -413,38 +401,38 @@ class Executor:
 
     # Each kind of Step by its name. Weights.
 
-    def _read_weight(self, step: Step, b: _Batch) -> None:
+    def _read_weight(self, step: Step, b: BatchState) -> None:
         self.weights.read(step.layer, step.weight_slot)
 
-    def _read_dense(self, step: Step, b: _Batch) -> None:
+    def _read_dense(self, step: Step, b: BatchState) -> None:
         self.weights.read_dense(step.layer, step.weight_slot)
 
-    def _read_experts(self, step: Step, b: _Batch) -> None:
+    def _read_experts(self, step: Step, b: BatchState) -> None:
         self.weights.read_experts(step.layer, step.weight_slot, b.experts)
 
-    def _load_weight(self, step: Step, b: _Batch) -> None:
+    def _load_weight(self, step: Step, b: BatchState) -> None:
         self.weights.load(step.layer, step.weight_slot)
 
-    def _expand_weight(self, step: Step, b: _Batch) -> None:
+    def _expand_weight(self, step: Step, b: BatchState) -> None:
         self.weights.dequantize(step.layer, step.weight_slot)
 
     # KV of staged sequences.
 
-    def _read_cache(self, step: Step, b: _Batch) -> None:
+    def _read_cache(self, step: Step, b: BatchState) -> None:
         self.kv_cache.read(step.layer, step.kv_slot, b.moves)
 
-    def _load_cache(self, step: Step, b: _Batch) -> None:
+    def _load_cache(self, step: Step, b: BatchState) -> None:
         self.kv_cache.load(step.layer, step.kv_slot, b.moves)
 
-    def _store_cache(self, step: Step, b: _Batch) -> None:
+    def _store_cache(self, step: Step, b: BatchState) -> None:
         self.kv_cache.store(step.layer, step.kv_slot, b.moves)
 
-    def _write_cache(self, step: Step, b: _Batch) -> None:
+    def _write_cache(self, step: Step, b: BatchState) -> None:
         self.kv_cache.write(step.layer, step.kv_slot, b.moves)
 
     # Activations.
 
-    def _embed(self, step: Step, b: _Batch) -> None:
+    def _embed(self, step: Step, b: BatchState) -> None:
         on_device = self.weights.embeds_on_device
         token_ids, positions = torch.from_numpy(b.packed.token_ids), b.host_positions
         if on_device:
@@ -459,7 +447,7 @@ class Executor:
             hidden = self.links[0].bring(hidden)
         b.hidden = hidden
 
-    def _receive(self, step: Step, b: _Batch) -> None:
+    def _receive(self, step: Step, b: BatchState) -> None:
         shape = b.packed.num_tokens, self.config.hidden_size
         waits = self.links and b.on_host
         hidden = (
@@ -468,21 +456,21 @@ class Executor:
         self._options.neighbours.receive(hidden)
         b.hidden = self.links[0].bring(hidden) if self.links and not waits else hidden
 
-    def _send(self, step: Step, b: _Batch) -> None:
+    def _send(self, step: Step, b: BatchState) -> None:
         hidden, b.hidden = b.hidden, None
         if self.links:
             hidden = self.links[1].copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
         self._options.neighbours.send(hidden)
 
-    def _load_hidden(self, step: Step, b: _Batch) -> None:
+    def _load_hidden(self, step: Step, b: BatchState) -> None:
         b.hidden = self.links[0].copy(self.activations.fetched(len(b.hidden)), b.hidden)
 
-    def _store_hidden(self, step: Step, b: _Batch) -> None:
+    def _store_hidden(self, step: Step, b: BatchState) -> None:
         b.hidden = self.links[1].copy(self.activations.waiting(step.batch, len(b.hidden)), b.hidden)
 
     # Computing.
 
-    def _pre(self, step: Step, b: _Batch) -> None:
+    def _pre(self, step: Step, b: BatchState) -> None:
         tensors = self.weights.layer(step.layer, step.weight_slot)
         hidden = with_cohorts(b.hidden, [c.hidden for c in b.joined])
         b.qkv = hidden.new_empty(hidden.shape[0], self.config.qkv_size)
@@ -495,7 +483,7 @@ class Executor:
         if leaving:
             self._leave(step, b, hidden, leaving)
 
-    def _leave(self, step: Step, b: _Batch, hidden: Tensor, leaving: Sequence[CohortRows]) -> None:
+    def _leave(self, step: Step, b: BatchState, hidden: Tensor, leaving: Sequence[CohortRows]) -> None:
         """Cohorts, the last rows of what has been computed, take with them what they need from here on."""
         qkv, start = b.qkv, len(hidden) - sum(len(c.rows) for c in leaving)
         b.hidden, b.qkv = b.hidden[:start], qkv[:start]
@@ -511,7 +499,7 @@ class Executor:
             k, v = ops.quantize(k, bits), ops.quantize(v, bits)
         return q, k, v
 
-    def _attention(self, step: Step, b: _Batch) -> None:
+    def _attention(self, step: Step, b: BatchState) -> None:
         window = self.config.windows[step.layer]
         for residency, part in b.parts.items():
             if residency == "delegated":
@@ -536,7 +524,7 @@ class Executor:
         rope = self._ropes[self.config.rope_of(step.layer)]
         return layers.rotary_options(self.config, tensors, rope, positions)
 
-    def _send_qkv(self, step: Step, b: _Batch) -> None:
+    def _send_qkv(self, step: Step, b: BatchState) -> None:
         """Queries of delegated sequences to the CPU, their new KV to the host's pool."""
         # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the copies.
         part, d2h = b.parts["delegated"], self.links[1]
@@ -549,35 +537,35 @@ class Executor:
         d2h.copy(sent, q.contiguous())
         b.for_cpu[step.layer], b.from_cpu[step.layer] = (sent, attended), attended
 
-    def _cpu_attention(self, step: Step, b: _Batch) -> None:
+    def _cpu_attention(self, step: Step, b: BatchState) -> None:
         kv = self.kv_cache.pools["cpu"][step.layer]
         plan = b.parts["delegated"].plans[self.config.windows[step.layer]]
         q, out = b.for_cpu.pop(step.layer)
         ops.paged_attention(q, kv, plan, out=out, **self._softmax(step, CPU))
 
-    def _load_attention(self, step: Step, b: _Batch) -> None:
+    def _load_attention(self, step: Step, b: BatchState) -> None:
         attended = b.from_cpu.pop(step.layer).flatten(1)
         target = torch.empty(attended.shape, dtype=attended.dtype, device=self._device)
         b.attended["delegated"] = self.links[0].copy(target, attended)
 
     # Sequences whose attention is deferred: they are in no batch meanwhile.
 
-    def _send_deferred(self, step: Step, b: _Batch) -> None:
+    def _send_deferred(self, step: Step, b: BatchState) -> None:
         pool = self.kv_cache.pools["cpu"][step.layer]
         self._cohort_of.pop(step.id).send(self.links[1], pool, self.activations.deferred[0])
 
-    def _attend_deferred(self, step: Step, b: _Batch) -> None:
+    def _attend_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
         self._cohort_of.pop(step.id).attend(
             pool, window, self.activations.deferred, self.config.num_heads, **self._softmax(step, CPU)
         )
 
-    def _join_deferred(self, step: Step, b: _Batch) -> None:
+    def _join_deferred(self, step: Step, b: BatchState) -> None:
         cohort = self._cohort_of.pop(step.id)
         cohort.join(self.links[0], self.activations.deferred[1])
         b.joined.append(cohort)
 
-    def _to_go_on(self, step: Step, b: _Batch) -> tuple[Tensor, Tensor] | None:
+    def _to_go_on(self, step: Step, b: BatchState) -> tuple[Tensor, Tensor] | None:
         """(hidden, attention's result) of the tokens that the rest of a layer is for, cohorts last; None: there are none."""
         b.qkv = None  # memory for the other batches
         found, hidden = [b.attended.pop(residency) for residency in b.parts], b.hidden
@@ -595,7 +583,7 @@ class Executor:
         found += [c.attended for c in b.joined]
         return with_cohorts(hidden, [c.hidden for c in b.joined]), found[0] if len(found) == 1 else torch.cat(found)
 
-    def _route(self, step: Step, b: _Batch) -> None:
+    def _route(self, step: Step, b: BatchState) -> None:
         """What of `_post` comes before the experts, so that it is known which ones to read."""
         b.routes, going_on = [], self._to_go_on(step, b)
         if going_on is None:
@@ -605,7 +593,7 @@ class Executor:
         for part, attended in self._chunks(b.hidden, attention):
             b.routes.append(layers.route_tokens(self.config, tensors, part, attended))
 
-    def _through_experts(self, step: Step, b: _Batch) -> None:
+    def _through_experts(self, step: Step, b: BatchState) -> None:
         """The rest of `_post`, once the experts are read."""
         self.weights.dequantize_experts(step.layer, step.weight_slot, b.experts)
         tensors = self.weights.layer(step.layer, step.weight_slot)
@@ -613,7 +601,7 @@ class Executor:
             layers.add_experts(self.config, tensors, part, routes)
         b.routes = None
 
-    def _post(self, step: Step, b: _Batch) -> None:
+    def _post(self, step: Step, b: BatchState) -> None:
         if b.routes is not None:
             self._through_experts(step, b)
             return
@@ -640,10 +628,10 @@ class Executor:
             return (tensors,)
         return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 
-    def _load_head(self, step: Step, b: _Batch) -> None:
+    def _load_head(self, step: Step, b: BatchState) -> None:
         self.weights.load_head(step.layer, step.weight_slot)
 
-    def _head(self, step: Step, b: _Batch) -> None:
+    def _head(self, step: Step, b: BatchState) -> None:
         """Logits, or those of one chunk of the vocabulary."""
         if not self._options.makes_logits:
             b.hidden = None
@@ -708,96 +696,3 @@ def _kernels_alone() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A segment of a batch, ready for attention."""
-
-    tokens: slice
-    slots: Tensor
-    rows: tuple[Tensor, Tensor] | None  # of K and of V, where they go to host memory by themselves
-    plans: Plans
-
-
-@dataclass
-class _Batch:
-    """What a micro-batch has come to on its way through the layers.
-
-    hidden: on the compute device, or between layers in host memory. for_cpu, from_cpu: by layer, in host memory,
-    queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
-    behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
-    begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. in_place: its staged part, in
-    layers in which that is not staged. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
-    """
-
-    packed: PackedBatch | None
-    host_positions: Tensor | None
-    positions: Tensor
-    logits_indices: Tensor | None
-    parts: Mapping[str, _Part]
-    moves: Moves | None
-    on_host: bool
-    hidden: Tensor | None = None
-    qkv: Tensor | None = None
-    for_cpu: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    from_cpu: dict[int, Tensor] = field(default_factory=dict)
-    attended: dict[str, Tensor] = field(default_factory=dict)
-    logits: Tensor | None = None
-    buffers: StaticBuffers | None = None
-    begins: CohortRows | None = None
-    joined: list[CohortRows] = field(default_factory=list)
-    in_place: _Part | None = None
-    routes: list[Routes] | None = None
-
-    @property
-    def experts(self) -> list[int]:
-        """Those that any of its tokens goes through."""
-        return sorted({expert for _, chosen in self.routes for expert in chosen.flatten().tolist()})
-
-    def positions_of(self, tokens: slice) -> Tensor:
-        return self.positions if tokens.stop - tokens.start == len(self.positions) else self.positions[tokens]
-
-
-def in_memory(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    num_blocks: int,
-    block_size: int,
-    device: torch.device = CPU,
-    captured_tokens: int = 0,
-    kernels: KernelChoice = PROCESS_SET,
-) -> Executor:
-    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
-
-    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on.
-    """
-    tiers = open_tiers(Device(device.type))
-    name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
-    residency = WeightResidency.in_memory(config, name, tier)
-    weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
-    kv_cache = KVCache(config, kv_shape(config, block_size, name), {tier: num_blocks}, tiers=tiers)
-    if tiers.driver:
-        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
-    options = SweepOptions(config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa)
-    executor = Executor(config, weights, kv_cache, tiers, options)
-    if tiers.driver:
-        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
-        limits = SchedulerLimits(rows, tokens, class_seqs={tier: rows}, compute_tier=tier)
-        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
-        shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
-        sweeps = dummy_sweeps(
-            Scheduler({tier: BlockManager(num_blocks, block_size)}, limits),
-            lambda sweep: [sweep],
-            partial(pack, **shape, compute_tier=tier),
-            max_num_seqs=rows,
-            max_num_batched_tokens=tokens,
-            longest=min(config.max_position, tokens),
-            vocab_size=config.vocab_size,
-            sampling=SamplingParams(),
-            sampled_token=executor.sampled_token,
-        )
-        executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
-    return executor

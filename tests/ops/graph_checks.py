@@ -19,7 +19,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
-from batchgen.runtime.executor import in_memory
+from batchgen.runtime.in_memory import in_memory
 from batchgen.runtime.sampler import sample
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 
-from batchgen.core.dtypes import INT8
+from batchgen.core.dtypes import FORMAT_BYTES, INT8, KEPT_FORMATS, block_format
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.cost import experts_touched, linear_s
-from batchgen.planner.experts import break_even_tokens, on_demand_tokens
+from batchgen.planner.experts import break_even_tokens, expert_bytes, on_demand_tokens
 from batchgen.planner.inputs import BATCHGEN, CostInputs
 
 SIZES = {
@@ -42,6 +42,16 @@ def test_few_tokens_touch_some_experts_and_many_all(num_experts, k, percents):
     assert experts_touched(model, 1) == pytest.approx(k)
     found = [100 * experts_touched(model, tokens) / num_experts for tokens in (8, 32, 64)]
     assert found == pytest.approx(percents, abs=0.6)
+
+
+@pytest.mark.parametrize("weight_format", ["float16", "int4", INT8, *KEPT_FORMATS])
+def test_an_expert_has_its_bytes_in_every_format(weight_format):
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512}
+    sizes = SIZES | {"hidden_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 512}
+    model = ModelConfig.from_hf({"architectures": ["Qwen3MoeForCausalLM"], **sizes, **fields})
+    values = 3 * 512 * 512  # gate, up, down
+    found = sum(expert_bytes(model, weight_format).values())
+    assert values * FORMAT_BYTES[block_format(weight_format)] == pytest.approx(found, rel=0.1)
 
 
 def test_products_of_experts_have_the_rate_of_their_tokens():

@@ -17,7 +17,7 @@ from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
 from batchgen.engine.engine import Engine
 from batchgen.models.checkpoint import dummy_checkpoint
-from batchgen.runtime import cuda, executor, graphs
+from batchgen.runtime import cuda, executor, graphs, in_memory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,6 +202,6 @@ def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatc
 def test_an_engine_made_of_dummy_weights_warms_up(card):
     config = llama_8b()
     config = replace(config, num_layers=1, windows=(None,), max_position=64, vocab_size=100, hidden_size=256)
-    made = executor.in_memory(config, dummy_checkpoint(config), torch.float16, 8, 16, CARD, captured_tokens=4)
+    made = in_memory.in_memory(config, dummy_checkpoint(config), torch.float16, 8, 16, CARD, captured_tokens=4)
     assert {"_attend", "_norm", "_rotary_store"} <= {name for name, *_ in card.launched}
     made.close()

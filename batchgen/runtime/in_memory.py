@@ -1,0 +1,67 @@
+"""An executor without tiers: all weights and KV in the memory of the device that computes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from batchgen.core.device import Device
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.request import SamplingParams
+from batchgen.models.checkpoint import Checkpoint
+from batchgen.models.config import ModelConfig
+from batchgen.runtime.batch import pack
+from batchgen.runtime.devices import open_tiers
+from batchgen.runtime.executor import CPU, Executor, SweepOptions
+from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.residency import WeightResidency
+from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.sampler import sample
+from batchgen.runtime.scheduling.block_manager import BlockManager
+from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.warm_up import dummy_sweeps
+
+
+def in_memory(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device = CPU,
+    captured_tokens: int = 0,
+    kernels: KernelChoice = PROCESS_SET,
+) -> Executor:
+    """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
+
+    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on.
+    """
+    tiers = open_tiers(Device(device.type))
+    name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
+    residency = WeightResidency.in_memory(config, name, tier)
+    weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
+    kv_cache = KVCache(config, kv_shape(config, block_size, name), {tier: num_blocks}, tiers=tiers)
+    if tiers.driver:
+        torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
+    attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
+    options = SweepOptions(config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa)
+    executor = Executor(config, weights, kv_cache, tiers, options)
+    if tiers.driver:
+        rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size
+        limits = SchedulerLimits(rows, tokens, class_seqs={tier: rows}, compute_tier=tier)
+        key_bytes = config.num_kv_heads * config.head_dim * dtype.itemsize
+        shape = {"block_size": block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
+        sweeps = dummy_sweeps(
+            Scheduler({tier: BlockManager(num_blocks, block_size)}, limits),
+            lambda sweep: [sweep],
+            partial(pack, **shape, compute_tier=tier),
+            max_num_seqs=rows,
+            max_num_batched_tokens=tokens,
+            longest=min(config.max_position, tokens),
+            vocab_size=config.vocab_size,
+            sampling=SamplingParams(),
+            sampled_token=executor.sampled_token,
+        )
+        executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [row.sequence for row in rows]).token_ids)
+    return executor
