@@ -80,7 +80,7 @@ def unpacking() -> dict[str, dict[str, float]]:
         packed = rng.integers(0, 120, (ROWS, COLUMNS // values * block_bytes), dtype=np.uint8)
         tensor = torch.from_numpy(packed)
         figures[packing] = {
-            name: out.nbytes / seconds(lambda o=out, p=packing, t=tensor: cpp.unpack_gguf(p, t, o)) / 1e9
+            name: out.nbytes / seconds(lambda o=out, p=packing, t=tensor: cpp.unpack_blocks(p, t, o)) / 1e9
             for name, out in outs.items()
         }
         few = packed[:NUMPY_ROWS]

@@ -115,7 +115,7 @@ void run_linear_panels(const Kernels& kernels, Linear args, const LinearCut& cut
     piece = std::max<int64_t>(1, std::min(piece, blocks * panels / (4 * num_threads())));
     // A gated panel makes half a panel of results: two of them, or threads would write to the same lines of memory.
     // Of blocks in panels a few rows are multiplied with two panels at a time: one alone would be multiplied twice.
-    if (is_gated(args.activation) || (args.packed && args.packing != GgufType::F32)) piece += piece % 2;
+    if (is_gated(args.activation) || (args.packed && args.packing != BlockType::F32)) piece += piece % 2;
     piece = std::min(piece, cut.most_panels);
     const int64_t pieces = (panels + piece - 1) / piece, bytes = kernels.linear_scratch(args, block, piece);
     // Where the kernels want it, x is put in order first, some groups of rows at a time.
@@ -139,7 +139,7 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
     constexpr int64_t kMostUnpacked = 4 << 20;  // bytes of panels that are unpacked for all rows
     const int64_t panels = num_panels(kernels, args);
     // Within the kernels a panel would be unpacked again for each block of rows.
-    if (args.packing == GgufType::F32 || args.rows <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
+    if (args.packing == BlockType::F32 || args.rows <= cut.rows) return run_linear_panels(kernels, args, cut, 0, panels);
     const int64_t bytes = kernels.panel_bytes(args), some = std::max<int64_t>(2, kMostUnpacked / bytes / 2 * 2);
     auto* unpacked = static_cast<uint8_t*>(scratch(std::min(some, panels) * bytes, 2));
     for (int64_t first = 0; first < panels; first += some) {
@@ -147,7 +147,7 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
         void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
         run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
         Linear packed = args;
-        packed.w = whole, packed.packed = true, packed.packing = GgufType::F32;
+        packed.w = whole, packed.packed = true, packed.packing = BlockType::F32;
         run_linear_panels(kernels, packed, cut, first, stop);
     }
 }
@@ -258,7 +258,7 @@ PYBIND11_MODULE(_kernels, m) {
                         Address out, const std::string& isa) {
         Linear args{};
         args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
-        args.packing = GgufType(packing), args.activation = Activation(activation);
+        args.packing = BlockType(packing), args.activation = Activation(activation);
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
         over_rows(num_panels(kernels, args), depth * kernels.panel,
@@ -272,7 +272,7 @@ PYBIND11_MODULE(_kernels, m) {
         args.x_stride = x_stride, args.w_stride = w_stride, args.residual_stride = residual_stride;
         args.out_stride = out_stride, args.rows = rows, args.columns = columns, args.depth = depth;
         args.type = Type(type), args.out_type = Type(out_type), args.activation = Activation(activation);
-        args.packed = packed, args.codes = codes, args.packing = GgufType(packing);
+        args.packed = packed, args.codes = codes, args.packing = BlockType(packing);
         const Kernels& kernels = kernels_of(isa);
         py::gil_scoped_release release;
         run_linear(kernels, args);
@@ -327,12 +327,12 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.dequantize(args, row, stop); });
     });
 
-    m.def("unpack_gguf", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int packing, int64_t interleaved,
-                            int type, Address out) {
-        const Gguf args{at<uint8_t>(packed), at(out), columns, row_bytes, interleaved, GgufType(packing), Type(type)};
+    m.def("unpack_blocks", [](Address packed, int64_t row_bytes, int64_t rows, int64_t columns, int packing,
+                              int64_t interleaved, int type, Address out) {
+        const Blocks args{at<uint8_t>(packed), at(out), columns, row_bytes, interleaved, BlockType(packing), Type(type)};
         const Kernels& kernels = active_kernels();
         py::gil_scoped_release release;
-        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.unpack_gguf(args, row, stop); });
+        over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.unpack_blocks(args, row, stop); });
     });
 
     m.def("argmax",

@@ -14,7 +14,7 @@ inline vf from_e4m3(vi code) {
 }
 
 template <int Values>
-struct Fp8 : GgufBlock<Values, 4 + Values, 32> {
+struct Fp8 : BlockShape<Values, 4 + Values, 32> {
     static constexpr bool kFloats = true;
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         memcpy(codes, block + 4, Values);

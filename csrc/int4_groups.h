@@ -4,7 +4,7 @@
 // and so is code * scale - zero point * scale: a scale has 16 bits, so that nothing is rounded.
 
 template <int Values>
-struct Int4Group : GgufBlock<Values, 4 + Values / 2, 32> {
+struct Int4Group : BlockShape<Values, 4 + Values / 2, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         uint32_t head;
         memcpy(&head, block, 4);

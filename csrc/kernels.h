@@ -84,7 +84,7 @@ struct Merge {
 // ---- linear --------------------------------------------------------------------------------------------------------
 
 // As files number them; from 1000 on, what is in no GGUF (int4_groups.h, fp8.h).
-enum class GgufType : int {
+enum class BlockType : int {
     F32 = 0,
     F16 = 1,
     Q4_0 = 2,
@@ -113,8 +113,8 @@ enum class GgufType : int {
 // With `codes` w has rows of 8-bit codes as batchgen/ops/int8.py describes them, x is made such rows on the way, and sums are
 // made of integers.
 //
-// With a `packing` but F32 w has rows as they lie in a GGUF (gguf.h), or with `packed` panels of those (gguf_panels.h), which
-// become numbers of x's type as they are needed.
+// With a `packing` but F32 w has rows as they lie in a GGUF (blocks.h), or with `packed` panels of those (block_panels.h),
+// which become numbers of x's type as they are needed.
 struct Linear {
     const void* x;         // [rows, depth]
     const void* packed_x;  // the same as `pack_rows` makes it, where a LinearCut asks for it
@@ -128,7 +128,7 @@ struct Linear {
     Type type, out_type;  // of x, w, bias and residual; of out
     Activation activation;
     bool packed, codes;
-    GgufType packing;  // F32: w is of x's type
+    BlockType packing;  // F32: w is of x's type
 };
 
 // How a linear layer is best cut into calls.
@@ -186,12 +186,12 @@ struct Quant {
 };
 
 // Rows of a GGUF's tensor to be unpacked.
-struct Gguf {
+struct Blocks {
     const uint8_t* packed;  // [rows, row_bytes]
     void* out;              // [rows, columns]
     int64_t columns, row_bytes;
     int64_t interleaved;  // so many rows at a time are those of two halves in turn, and are put apart; 0: none are
-    GgufType packing;
+    BlockType packing;
     Type type;
 };
 
@@ -227,7 +227,7 @@ struct Kernels {
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);
-    void (*unpack_gguf)(const Gguf&, int64_t row, int64_t stop);
+    void (*unpack_blocks)(const Blocks&, int64_t row, int64_t stop);
     void (*argmax)(const Argmax&, int64_t row, int64_t stop);
     void (*softmax_weights)(const float* logits, int64_t columns, float temperature, float* out);
     // c [rows, 16] += a [rows, 64 bytes] b [16, 64 bytes] in tile registers, or null where there are none.

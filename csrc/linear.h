@@ -87,8 +87,8 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
     transpose(r);
 }
 
-#include "linear_gguf.h"
-#include "gguf_panels.h"
+#include "linear_blocks.h"
+#include "block_panels.h"
 #include "linear_panels.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
@@ -98,7 +98,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
-        if (args.packing != GgufType::F32) {
+        if (args.packing != BlockType::F32) {
             if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
             return unpack_panel<M, T>(args, panel, start, stop, out);
         }
@@ -159,7 +159,7 @@ inline void arrange_panels(const Linear& args, int64_t panel, int64_t stop, void
         if constexpr (!kCoded<M>)
             with_panels(args.packing, [&]<class Format>(const int8_t* table) {
                 for (; panel < stop; panel++)
-                    arrange_panel<M, Format>(args, panel, table, (uint8_t*)out + panel * gguf_panel_bytes(args));
+                    arrange_panel<M, Format>(args, panel, table, (uint8_t*)out + panel * block_panel_bytes(args));
             });
     });
 }
@@ -275,11 +275,11 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     LinearScratch<M> s(depth, rows, carve);
     const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
     if constexpr (direct<M, T>() && !kCoded<M>) {
-        if (args.packed && args.packing != GgufType::F32 && rows <= kRowsOfPacked)
+        if (args.packed && args.packing != BlockType::F32 && rows <= kRowsOfPacked)
             return few_rows<M, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }
     // Numbers of packed ones stay in the nearest cache.
-    const int64_t block = args.packed && args.packing != GgufType::F32 ? kTaken / M::kPair : kDepthBlock;
+    const int64_t block = args.packed && args.packing != BlockType::F32 ? kTaken / M::kPair : kDepthBlock;
     for (; panel < panel_stop; panel++) {
         const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
         for (int64_t d = 0; d < depth; d += block) {

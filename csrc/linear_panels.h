@@ -1,4 +1,4 @@
-// Products with rows of a GGUF that are in panels (gguf_panels.h).
+// Products with rows of a GGUF that are in panels (block_panels.h).
 //
 // In registers a code becomes its number by one multiplication and one addition, rounded once, as in `unpack_row`; a number may
 // only be +0 where it is -0 there, which changes no sum. So sums are those of the unpacked weights, bit for bit.
@@ -188,8 +188,8 @@ __attribute__((noinline)) void numbers_of_kind(const PanelFormat<M>& format, con
     }
 }
 
-inline const uint8_t* gguf_panel(const Linear& args, int64_t panel) {
-    return (const uint8_t*)args.w + panel * gguf_panel_bytes(args);
+inline const uint8_t* block_panel(const Linear& args, int64_t panel) {
+    return (const uint8_t*)args.w + panel * block_panel_bytes(args);
 }
 
 // Depths [start, stop), in units of 32 bits and whole quads, of a panel: out [stop - start, kPanel]. next: the panel after it.
@@ -197,8 +197,8 @@ template <class M, class T>
 inline void numbers_of_panel(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
                              typename M::Operand* out) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        numbers_of_kind<M, T, typename Format::Kind>(panel_format<M, Format>(table), gguf_panel(args, panel),
-                                                     gguf_panel(args, next), args.depth, start * M::kPair,
+        numbers_of_kind<M, T, typename Format::Kind>(panel_format<M, Format>(table), block_panel(args, panel),
+                                                     block_panel(args, next), args.depth, start * M::kPair,
                                                      smaller(stop * M::kPair, args.depth), out);
     });
 }
@@ -256,8 +256,8 @@ __attribute__((noinline)) void product_of_kind(const PanelFormat<M>& format, con
 template <class M, class T>
 inline void product_of_few(const Linear& args, int rows, const int64_t (&panels)[2], const int64_t (&next)[2], FewRows x,
                            float* c) {
-    const uint8_t* at[] = {gguf_panel(args, panels[0]), gguf_panel(args, panels[1])};
-    const uint8_t* after[] = {gguf_panel(args, next[0]), gguf_panel(args, next[1])};
+    const uint8_t* at[] = {block_panel(args, panels[0]), block_panel(args, panels[1])};
+    const uint8_t* after[] = {block_panel(args, next[0]), block_panel(args, next[1])};
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
         with_count<kRowsOfPacked>(rows, [&]<int MR>() {
             product_of_kind<M, T, typename Format::Kind, MR>(panel_format<M, Format>(table), at, after, args.depth, x, c);

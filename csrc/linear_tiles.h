@@ -149,7 +149,7 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
             else if (begin < end) memcpy(s.b, packed(p, from + whole), (end - begin) * kPanel * 4);
             memset(s.b + (end - begin) * kPanel, 0, (stop * kStep - end) * kPanel * 4);
             const uint8_t* ahead = nullptr;
-            if (args.packing != GgufType::F32) ahead = nullptr;  // the panel after it lies nowhere
+            if (args.packing != BlockType::F32) ahead = nullptr;  // the panel after it lies nowhere
             else if (p + 1 < panel_stop) ahead = (const uint8_t*)packed(p + 1, from);
             else ahead = (const uint8_t*)(stop < cut.steps ? packed(panel, stop) : packed(next_panel, 0));
             if (whole) tile_panel<M>(tiles, rows, a, operand(packed(p, from)), whole, c, from, ahead);

@@ -26,7 +26,7 @@ namespace {
 #include "numeric.h"
 #include "tile.h"
 #include "tile_registers.h"
-#include "gguf.h"
+#include "blocks.h"
 #include "linear.h"
 #include "norm.h"
 #include "quant.h"
@@ -63,7 +63,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         rotary_store,
         quantize,
         dequantize,
-        unpack_gguf,
+        unpack_blocks,
         argmax,
         softmax_weights,
 #ifdef BATCHGEN_TILES

@@ -57,7 +57,7 @@ class KernelChoice:
         found = self.linear.get(linear_key(columns, depth, dtype))
         return found.isa if found else self.default
 
-    def gguf_isa(self, columns: int, depth: int, dtype: str) -> str:
+    def blocks_isa(self, columns: int, depth: int, dtype: str) -> str:
         """What multiplies a weight that is rows of a GGUF: what the unpacked one runs on, but not TORCH, which cannot read it."""
         found = self.linear_isa(columns, depth, dtype)
         return self.default if found == TORCH else found

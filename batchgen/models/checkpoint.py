@@ -541,7 +541,7 @@ def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, 
         packed = buffer[: len(piece)]
         read_into(name, info, start, memoryview(packed.view(-1).numpy()))
         if info.dtype in kernels.GGUF_TYPES:
-            kernels.unpack_gguf(info.dtype, packed, piece, permuted_head_dim or 0)
+            kernels.unpack_blocks(info.dtype, packed, piece, permuted_head_dim or 0)
         else:
             _unpack_by_gguf(info, packed, permuted_head_dim, piece)
         start += packed.nbytes

@@ -62,7 +62,7 @@ class Fp8Numbers:
             elif kind:  # the kernels' threads are faster
                 blocks = torch.empty(len(values), weight_row_bytes(n, kind), dtype=torch.uint8)
                 _to_blocks(values, each, of_column, blocks)
-                kernels.unpack_gguf(kind.upper(), blocks, out[start:stop])
+                kernels.unpack_blocks(kind.upper(), blocks, out[start:stop])
             else:
                 out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(each[:, of_column])
 

@@ -154,6 +154,6 @@ def _fill_from_blocks(source: Source, read: Read, start: int, expert: Tensor, co
         if expert.dtype == torch.uint8:
             made = packed
         else:
-            made = kernels.unpack_gguf("MXFP4", packed, torch.empty(count, columns, dtype=expert.dtype))
+            made = kernels.unpack_blocks("MXFP4", packed, torch.empty(count, columns, dtype=expert.dtype))
         made = made.view(*_turns(source, count), -1)
         target[first // target.shape[1] :][: len(made)] = made

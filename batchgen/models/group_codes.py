@@ -83,7 +83,7 @@ class GroupCodes:
             elif kind:  # the kernels' threads are faster
                 blocks = torch.empty(len(codes), weight_row_bytes(n, kind), dtype=torch.uint8)
                 _to_blocks(codes, scales[some], zeros[some], blocks)
-                kernels.unpack_gguf(kind.upper(), blocks, out[some])
+                kernels.unpack_blocks(kind.upper(), blocks, out[some])
             else:
                 values = codes.float().sub_(zeros[some].float()[:, group_of])
                 out[some] = values.mul_(scales[some][:, group_of])

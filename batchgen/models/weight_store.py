@@ -141,7 +141,7 @@ def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str
                 elif tensor.dtype == INT8:
                     int8.dequantize(values.view(torch.int8), tensor.shape[-1], out=piece)
                 elif tensor.dtype in BLOCK_FORMATS:
-                    cpp.unpack_gguf(tensor.dtype.upper(), values, piece)
+                    cpp.unpack_blocks(tensor.dtype.upper(), values, piece)
                 else:
                     piece.copy_(values.view(getattr(torch, tensor.dtype)))
             tensors[tensor.name] = target

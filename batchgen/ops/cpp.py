@@ -25,7 +25,7 @@ from batchgen.ops.sampling import Draws
 AttentionPlan = _kernels.AttentionPlan
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
-# Those that `unpack_gguf` knows: as files number them, and from 1000 on blocks that are in no GGUF.
+# Those that `unpack_blocks` knows: as files number them, and from 1000 on blocks that are in no GGUF.
 GGUF_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
@@ -166,7 +166,7 @@ class BoundWeight:
 
 
 @dataclass(frozen=True)
-class GgufWeight:
+class BlockWeight:
     """A linear layer's weight [columns, depth] as rows of blocks, those of a GGUF or others, which products unpack as they need them."""
 
     data: Tensor  # uint8 [columns, bytes of a row], contiguous
@@ -215,7 +215,7 @@ def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
     return PackedWeight(out, columns, depth, weight.dtype, gated, isa)
 
 
-def pack_gguf(weight: GgufWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
+def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
     """Pack rows of blocks for `linear`, in as many bytes but for rounding up.
 
     Args:
@@ -236,7 +236,7 @@ def pack_gguf(weight: GgufWeight, dtype: torch.dtype, *, gated: bool = False) ->
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight | BoundWeight | GgufWeight,
+    weight: Tensor | PackedWeight | BoundWeight | BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
@@ -253,7 +253,7 @@ def linear(
     packed, coded, in_gguf = (
         isinstance(weight, PackedWeight),
         weight.dtype == torch.int8,
-        isinstance(weight, GgufWeight),
+        isinstance(weight, BlockWeight),
     )
     plain = isinstance(weight, Tensor)
     weight_format = weight.weight_format if packed or in_gguf else ""
@@ -390,7 +390,7 @@ def dequantize(packed: Tensor, n: int, out: Tensor) -> Tensor:
     return out
 
 
-def unpack_gguf(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
+def unpack_blocks(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0) -> Tensor:
     """Dequantize rows of a GGUF's tensor, or of other blocks.
 
     Args:
@@ -403,7 +403,7 @@ def unpack_gguf(packing: str, packed: Tensor, out: Tensor, interleaved: int = 0)
     rows, columns = out.shape
     assert packed.is_contiguous() and out.is_contiguous() and len(packed) == rows
     assert interleaved == 0 or (interleaved % 2 == 0 and rows % interleaved == 0)
-    _kernels.unpack_gguf(
+    _kernels.unpack_blocks(
         packed.data_ptr(),
         packed.shape[1],
         rows,
@@ -454,11 +454,11 @@ def _kind(dtype: torch.dtype) -> tuple[int, bool]:
     return (0, True) if dtype == torch.int8 else (TYPES[dtype], False)
 
 
-def _depth(weight: Tensor | PackedWeight | BoundWeight | GgufWeight) -> int:
+def _depth(weight: Tensor | PackedWeight | BoundWeight | BlockWeight) -> int:
     """Values of a row; of 8 bits, codes before its scale."""
     if isinstance(weight, PackedWeight):
         return weight.depth
-    if isinstance(weight, GgufWeight):
+    if isinstance(weight, BlockWeight):
         return weight.shape[1]
     return weight.shape[1] - 4 if weight.dtype == torch.int8 else weight.shape[1]
 

@@ -22,13 +22,13 @@ from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.cpp import BoundWeight, GgufWeight, PackedWeight, pack_gguf  # noqa: F401 pack_gguf is of this module, too
+from batchgen.ops.cpp import BlockWeight, BoundWeight, PackedWeight
 from batchgen.ops.sampling import Draws
 
 if TYPE_CHECKING:
     from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
 
-Weight = Tensor | PackedWeight | BoundWeight | GgufWeight
+Weight = Tensor | PackedWeight | BoundWeight | BlockWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 # Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
@@ -142,6 +142,11 @@ def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight
     if weight.device.type != "cpu" or isa == TORCH or kernels.packed_grows(weight.dtype, isa):
         return bind_weight(weight, isa)
     return kernels.pack(weight, gated=gated, isa=isa)
+
+
+def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
+    """As `pack_weight`, rows of blocks: in panels of as many bytes, to be multiplied with inputs of dtype."""
+    return kernels.pack_blocks(weight, dtype, gated=gated)
 
 
 def bind_weight(weight: Tensor, isa: str) -> Weight:

@@ -218,8 +218,8 @@ def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        found = ops.GgufWeight(data, weight_format, kernels.gguf_isa(rows, columns, _name(numbers.dtype)))
-        return ops.pack_gguf(found, numbers.dtype, gated=gated)
+        found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(rows, columns, _name(numbers.dtype)))
+        return ops.pack_blocks(found, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])

@@ -54,17 +54,7 @@ inline vf as_float(vi a) { return vreinterpretq_f32_u32(a); }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
 // What the low four bits of each lane stand for, of 16 numbers.
-struct Table {
-    float numbers[16];
-    explicit Table(const int8_t* values) {
-        for (int i = 0; i < 16; i++) numbers[i] = values[i];
-    }
-    vf operator()(vi a) const {
-        vf found = zero();
-        for (int i = 0; i < W; i++) found[i] = numbers[a[i] & 15];
-        return found;
-    }
-};
+#include "table.h"
 inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
 inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

@@ -143,17 +143,7 @@ inline vi load_bytes(const uint8_t* p) {
 }
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
-struct Table {
-    float numbers[16];
-    explicit Table(const int8_t* values) {
-        for (int i = 0; i < 16; i++) numbers[i] = values[i];
-    }
-    vf operator()(vi a) const {
-        vf found = zero();
-        for (int i = 0; i < W; i++) found[i] = numbers[a[i] & 15];
-        return found;
-    }
-};
+#include "table.h"
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

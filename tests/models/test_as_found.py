@@ -75,7 +75,7 @@ def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family
             if is_quantized(name, tuple(numbers.shape)):
                 assert found[name].nbytes == numbers.numel() * FORMAT_BYTES[weight_format]
                 assert torch.equal(
-                    cpp.unpack_gguf(weight_format.upper(), found[name], torch.empty_like(numbers)), numbers
+                    cpp.unpack_blocks(weight_format.upper(), found[name], torch.empty_like(numbers)), numbers
                 )
             else:
                 assert torch.equal(found[name], numbers)
@@ -107,7 +107,7 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
                 rows = found[name]
                 if name in ("gate_up.weight", "down.weight"):
                     assert rows.nbytes == numbers.numel() * 17 / 32
-                    rows = cpp.unpack_gguf("MXFP4", rows, torch.empty_like(numbers))
+                    rows = cpp.unpack_blocks("MXFP4", rows, torch.empty_like(numbers))
                 assert torch.equal(rows, numbers) and torch.equal(from_store[name], numbers), name
     groups = group_bytes(store.config, "bfloat16", MXFP4_EXPERTS)
     assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[0].extents.values() for t in e.tensors)

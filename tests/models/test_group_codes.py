@@ -99,7 +99,7 @@ def assert_same_model(files, plain, kept, tmp_path):
             for name, rows in packed.items():
                 if is_quantized(name, tuple(numbers[name].shape)):
                     assert rows.nbytes == numbers[name].numel() * FORMAT_BYTES[kept]
-                    rows = cpp.unpack_gguf(kept.upper(), rows, torch.empty_like(numbers[name]))
+                    rows = cpp.unpack_blocks(kept.upper(), rows, torch.empty_like(numbers[name]))
                 assert torch.equal(rows, numbers[name]), name
     if kept:
         groups = group_bytes(store.config, "float32", kept)
@@ -151,7 +151,7 @@ def test_blocks_hold_what_is_written_of_them(weight_format, isa):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             out = torch.empty(70, 3 * size, dtype=dtype)
             packed = torch.from_numpy(blocks.reshape(70, -1))
-            assert torch.equal(cpp.unpack_gguf(weight_format.upper(), packed, out), wanted.to(dtype))
+            assert torch.equal(cpp.unpack_blocks(weight_format.upper(), packed, out), wanted.to(dtype))
 
 
 @pytest.mark.parametrize("weight_format", FP8_FORMATS)
@@ -169,7 +169,7 @@ def test_blocks_of_fp8_hold_what_is_written_of_them(weight_format, isa):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             out = torch.empty(70, 256, dtype=dtype)
             packed = torch.from_numpy(blocks.reshape(70, -1))
-            assert torch.equal(cpp.unpack_gguf(weight_format.upper(), packed, out), wanted.to(dtype))
+            assert torch.equal(cpp.unpack_blocks(weight_format.upper(), packed, out), wanted.to(dtype))
 
 
 NOT_READ = {

@@ -27,7 +27,7 @@ def expected(kind: str, packed: np.ndarray) -> torch.Tensor:
 def unpacked(kind: str, packed: np.ndarray, dtype: torch.dtype, interleaved: int = 0) -> torch.Tensor:
     values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     out = torch.full((len(packed), packed.shape[1] // block_bytes * values), 7.0, dtype=dtype)
-    return kernels.unpack_gguf(kind, torch.from_numpy(packed), out, interleaved)
+    return kernels.unpack_blocks(kind, torch.from_numpy(packed), out, interleaved)
 
 
 def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -80,5 +80,5 @@ def test_plain_rows_may_have_any_length(columns):
     for kind, stored in (("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)):
         packed = values.to(stored).view(torch.uint8)
         for dtype in DTYPES:
-            out = kernels.unpack_gguf(kind, packed, torch.empty(5, columns, dtype=dtype))
+            out = kernels.unpack_blocks(kind, packed, torch.empty(5, columns, dtype=dtype))
             assert torch.equal(out, values.to(stored).to(dtype))

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def both_ways(weight, dtype, gated):
     """The weight as it lies, as when it passes through memory, and as it stays there."""
-    panels = kernels.pack_gguf(weight, dtype, gated=gated)
+    panels = kernels.pack_blocks(weight, dtype, gated=gated)
     assert panels.shape == weight.shape and panels.dtype == dtype
     return weight, panels
 
@@ -27,9 +27,9 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
     generator = torch.Generator().manual_seed(0)
     for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):
         packed = torch.from_numpy(random_rows(kind, 40, depth, seed=depth))
-        weight = kernels.GgufWeight(packed, weight_format, isa)
+        weight = kernels.BlockWeight(packed, weight_format, isa)
         assert weight.shape == (40, depth)
-        numbers = kernels.unpack_gguf(kind, packed, torch.empty(40, depth, dtype=dtype))
+        numbers = kernels.unpack_blocks(kind, packed, torch.empty(40, depth, dtype=dtype))
         assert numbers.isfinite().all() and numbers.float().std() > 0.01
         x = torch.randn(25, depth, generator=generator).to(dtype)
         for rows, columns, activation in (
@@ -48,7 +48,7 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
                 "activation": activation,
             }
             expected = kernels.linear(x[:rows], kernels.BoundWeight(numbers[:columns], isa), **options)
-            for some in both_ways(kernels.GgufWeight(packed[:columns], weight_format, isa), dtype, gated):
+            for some in both_ways(kernels.BlockWeight(packed[:columns], weight_format, isa), dtype, gated):
                 assert torch.equal(kernels.linear(x[:rows], some, **options), expected)
 
 
@@ -58,12 +58,12 @@ def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
     """More rows than are multiplied at once, of more panels than are unpacked at once."""
     depth, columns, rows = 2112, 1100, 520
     packed = torch.from_numpy(random_rows("Q4_1", columns, depth, seed=1))
-    numbers = kernels.unpack_gguf("Q4_1", packed, torch.empty(columns, depth, dtype=dtype))
+    numbers = kernels.unpack_blocks("Q4_1", packed, torch.empty(columns, depth, dtype=dtype))
     x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)).to(dtype)
     residual = torch.randn(rows, columns // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
     options = {"activation": "silu_mul", "residual": residual}
     expected = kernels.linear(x, kernels.BoundWeight(numbers, isa), **options)
-    for weight in both_ways(kernels.GgufWeight(packed, "q4_1", isa), dtype, True):
+    for weight in both_ways(kernels.BlockWeight(packed, "q4_1", isa), dtype, True):
         assert torch.equal(kernels.linear(x, weight, **options), expected)
         few = kernels.linear(x[:3], weight, activation="silu_mul", residual=residual[:3])
         assert torch.equal(few, expected[:3])
@@ -74,5 +74,5 @@ def test_panels_take_as_many_bytes(weight_format):
     """Of whole panels: the memory that is planned for."""
     kind, (values, num_bytes) = weight_format.upper(), BLOCK_FORMATS[weight_format]
     packed = torch.from_numpy(random_rows(kind, 64, 2 * values, seed=3))
-    panels = kernels.pack_gguf(kernels.GgufWeight(packed, weight_format), torch.float32)
+    panels = kernels.pack_blocks(kernels.BlockWeight(packed, weight_format), torch.float32)
     assert panels.data.nbytes == packed.nbytes == 64 * 2 * num_bytes

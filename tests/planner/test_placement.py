@@ -422,3 +422,24 @@ def test_layers_are_spread_evenly(counts):
     for tier, count in zip(("gpu", "cpu", "disk"), counts, strict=True):
         for upto in range(total + 1):
             assert abs(tiers[:upto].count(tier) - count * upto / total) < 2
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 4])
+def test_advice_is_in_what_the_user_gives_to_all_processes_and_suffices(sharing):
+    """A budget of one process is its part of what the user gave: what is asked for is the whole, and with it every part suffices."""
+    box = cpu_box(cpu_memory_bytes=256 * GIB)
+    small = problem(box, budgets={"cpu": GIB / sharing, "disk": 0.0}, sharing=sharing)
+    with pytest.raises(InputError) as refused:
+        search(small)
+    needed = parse_bytes(re.search(r"--cpu-memory ([0-9.]+ ?[KMGT]?i?B)", str(refused.value))[1].replace(" ", ""))
+    assert needed > GIB
+    check_placement(search(replace(small, budgets={"cpu": needed / sharing, "disk": 0.0})))
+
+
+def test_four_bits_are_advised_where_they_can_be_asked_for():
+    box = cpu_box(cpu_memory_bytes=16 * GIB)
+    small = problem(box, budgets={"cpu": GIB, "disk": GIB})
+    for offers in (True, False):
+        with pytest.raises(InputError) as refused:
+            search(replace(small, offers_int4=offers))
+        assert ("--quantization int4" in str(refused.value)) == offers

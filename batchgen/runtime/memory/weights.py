@@ -386,25 +386,25 @@ class Weights:
         return {name: self._packed_weight(name, tensor) for name, tensor in tensors.items()}
 
     def _packed_weight(self, name: str, tensor: Tensor) -> ops.Weight:
-        if self._is_gguf(tensor):
-            return ops.pack_gguf(self._gguf(tensor), self.dtype, gated=is_gated(name))
+        if self._is_in_blocks(tensor):
+            return ops.pack_blocks(self._in_blocks(tensor), self.dtype, gated=is_gated(name))
         if not _is_matrix(tensor):
             return tensor.clone() if tensor.ndim == 1 else tensor
         return ops.pack_weight(tensor, gated=is_gated(name), isa=self._isa(tensor.shape, tensor.dtype))
 
-    def _is_gguf(self, weight: ops.Weight) -> bool:
+    def _is_in_blocks(self, weight: ops.Weight) -> bool:
         """Whether it is rows of blocks."""
         kept = self.residency.weight_format in KEPT_FORMATS
         return kept and isinstance(weight, Tensor) and weight.dtype == torch.uint8
 
-    def _gguf(self, rows: Tensor) -> ops.GgufWeight:
-        found = ops.GgufWeight(rows, block_format(self.residency.weight_format))
-        return replace(found, isa=self._kernels.gguf_isa(*found.shape, str(self.dtype).removeprefix("torch.")))
+    def _in_blocks(self, rows: Tensor) -> ops.BlockWeight:
+        found = ops.BlockWeight(rows, block_format(self.residency.weight_format))
+        return replace(found, isa=self._kernels.blocks_isa(*found.shape, str(self.dtype).removeprefix("torch.")))
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self._is_gguf(weight):
-            return self._gguf(weight)
+        if self._is_in_blocks(weight):
+            return self._in_blocks(weight)
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
     def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:

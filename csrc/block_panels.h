@@ -152,41 +152,42 @@ struct InPanels {
 
 // Calls f with the format, one of InPanels, and its table or null.
 template <class F>
-inline void with_panels(GgufType type, F f) {
+inline void with_panels(BlockType type, F f) {
     using Four = CodeKind<4, 0>;
     using Five = CodeKind<4, 1>;
     using Floats8 = CodeKind<4, 4, CodesAre::Float8>;
     using Looked = CodeKind<4, 0, CodesAre::InTable>;
     const int8_t* plain = nullptr;
     switch (type) {
-        case GgufType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
-        case GgufType::Q4_1: return f.template operator()<InPanels<Q4_1, HalfScaleAndMinimum, Four, 0>>(plain);
-        case GgufType::Q5_0: return f.template operator()<InPanels<Q5_0, HalfScale<16>, Five, 16>>(plain);
-        case GgufType::Q5_1: return f.template operator()<InPanels<Q5_1, HalfScaleAndMinimum, Five, 0>>(plain);
-        case GgufType::Q8_0: return f.template operator()<InPanels<Q8_0, HalfScale<128>, CodeKind<4, 4>, 128>>(plain);
-        case GgufType::Q2_K: return f.template operator()<InPanels<Q2_K, NibblePairs, CodeKind<2, 0>, 0>>(plain);
-        case GgufType::Q3_K: return f.template operator()<InPanels<Q3_K, SixBitScales<Q3_K, 108, 4>, CodeKind<2, 1>, 4>>(plain);
-        case GgufType::Q4_K: return f.template operator()<InPanels<Q4_K, SixBitPairs, Four, 0>>(plain);
-        case GgufType::Q5_K: return f.template operator()<InPanels<Q5_K, SixBitPairs, Five, 0>>(plain);
-        case GgufType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, CodeKind<4, 2>, 32>>(plain);
-        case GgufType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Looked, 0>>(kIq4Values);
-        case GgufType::IQ4_XS:
+        case BlockType::Q4_0: return f.template operator()<InPanels<Q4_0, HalfScale<8>, Four, 8>>(plain);
+        case BlockType::Q4_1: return f.template operator()<InPanels<Q4_1, HalfScaleAndMinimum, Four, 0>>(plain);
+        case BlockType::Q5_0: return f.template operator()<InPanels<Q5_0, HalfScale<16>, Five, 16>>(plain);
+        case BlockType::Q5_1: return f.template operator()<InPanels<Q5_1, HalfScaleAndMinimum, Five, 0>>(plain);
+        case BlockType::Q8_0: return f.template operator()<InPanels<Q8_0, HalfScale<128>, CodeKind<4, 4>, 128>>(plain);
+        case BlockType::Q2_K: return f.template operator()<InPanels<Q2_K, NibblePairs, CodeKind<2, 0>, 0>>(plain);
+        case BlockType::Q3_K:
+            return f.template operator()<InPanels<Q3_K, SixBitScales<Q3_K, 108, 4>, CodeKind<2, 1>, 4>>(plain);
+        case BlockType::Q4_K: return f.template operator()<InPanels<Q4_K, SixBitPairs, Four, 0>>(plain);
+        case BlockType::Q5_K: return f.template operator()<InPanels<Q5_K, SixBitPairs, Five, 0>>(plain);
+        case BlockType::Q6_K: return f.template operator()<InPanels<Q6_K, ByteScales, CodeKind<4, 2>, 32>>(plain);
+        case BlockType::IQ4_NL: return f.template operator()<InPanels<IQ4_NL, HalfScale<0>, Looked, 0>>(kIq4Values);
+        case BlockType::IQ4_XS:
             return f.template operator()<InPanels<IQ4_XS, SixBitScales<IQ4_XS, 0, 0>, Looked, 0>>(kIq4Values);
-        case GgufType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Looked, 0>>(kFp4Values);
-        case GgufType::W4_G32: return f.template operator()<InPanels<Int4Group<32>, ZeroPointScale, Four, 0>>(plain);
-        case GgufType::W4_G64: return f.template operator()<InPanels<Int4Group<64>, ZeroPointScale, Four, 0>>(plain);
-        case GgufType::W4_G128: return f.template operator()<InPanels<Int4Group<128>, ZeroPointScale, Four, 0>>(plain);
-        case GgufType::FP8_G32: return f.template operator()<InPanels<Fp8<32>, FloatScale, Floats8, 0>>(plain);
-        case GgufType::FP8_G128: return f.template operator()<InPanels<Fp8<128>, FloatScale, Floats8, 0>>(plain);
+        case BlockType::MXFP4: return f.template operator()<InPanels<MXFP4, ExponentScale, Looked, 0>>(kFp4Values);
+        case BlockType::W4_G32: return f.template operator()<InPanels<Int4Group<32>, ZeroPointScale, Four, 0>>(plain);
+        case BlockType::W4_G64: return f.template operator()<InPanels<Int4Group<64>, ZeroPointScale, Four, 0>>(plain);
+        case BlockType::W4_G128: return f.template operator()<InPanels<Int4Group<128>, ZeroPointScale, Four, 0>>(plain);
+        case BlockType::FP8_G32: return f.template operator()<InPanels<Fp8<32>, FloatScale, Floats8, 0>>(plain);
+        case BlockType::FP8_G128: return f.template operator()<InPanels<Fp8<128>, FloatScale, Floats8, 0>>(plain);
         default: return;  // F32, F16, BF16 are numbers
     }
 }
 
 // Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
-inline bool is_operand(const Linear& args) { return args.packed && args.packing == GgufType::F32; }
+inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
 // A panel of rows of a GGUF.
-inline int64_t gguf_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
+inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
 
 constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
 
@@ -233,7 +234,7 @@ inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table
     using Kind = typename Format::Kind;
     alignas(64) int8_t codes[kPanel][kTaken] = {};
     float scales[kTaken / Block::kRun * (Block::kRun / kLeastRun)], minimums[sizeof scales / 4];
-    memset(out, 0, gguf_panel_bytes(args));
+    memset(out, 0, block_panel_bytes(args));
     for (int64_t at = 0; at < args.depth; at += kTaken) {
         const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues, blocks = here / Block::kValues;
         uint8_t* to = out + first * Format::kBlockBytes;

@@ -1,4 +1,4 @@
-// Rows of a GGUF as they lie in the file, to rows of floats.
+// Rows of blocks as they lie in a GGUF, or as other files' codes are put (int4_groups.h, fp8.h), to rows of floats.
 //
 // Every packed format comes down to the same thing: a block of integers of at most 8 bits (codes), and for each run of 16 or 32
 // of them a scale and a minimum; a value is code * scale + minimum. A format is a struct that takes a block apart in this way.
@@ -6,7 +6,7 @@
 // those of any other order of computing.
 
 template <int Values, int Bytes, int Run>
-struct GgufBlock {
+struct BlockShape {
     static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
     static constexpr bool kFloats = false;  // codes are numbers of FP8 (fp8.h), and not integers
 };
@@ -54,21 +54,21 @@ inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
     for (int i = 0; i < 16; i++) codes[i] = table[p[i] & 15], codes[16 + i] = table[p[i] >> 4];
 }
 
-struct Q4_0 : GgufBlock<32, 18, 32> {
+struct Q4_0 : BlockShape<32, 18, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         nibble_halves(block + 2, codes, 8);
     }
 };
 
-struct Q4_1 : GgufBlock<32, 20, 32> {
+struct Q4_1 : BlockShape<32, 20, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
         nibble_halves(block + 4, codes);
     }
 };
 
-struct Q5_0 : GgufBlock<32, 22, 32> {
+struct Q5_0 : BlockShape<32, 22, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         nibble_halves(block + 6, codes);
@@ -76,7 +76,7 @@ struct Q5_0 : GgufBlock<32, 22, 32> {
     }
 };
 
-struct Q5_1 : GgufBlock<32, 24, 32> {
+struct Q5_1 : BlockShape<32, 24, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
         nibble_halves(block + 8, codes);
@@ -84,21 +84,21 @@ struct Q5_1 : GgufBlock<32, 24, 32> {
     }
 };
 
-struct Q8_0 : GgufBlock<32, 34, 32> {
+struct Q8_0 : BlockShape<32, 34, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         memcpy(codes, block + 2, 32);
     }
 };
 
-struct IQ4_NL : GgufBlock<32, 18, 32> {
+struct IQ4_NL : BlockShape<32, 18, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
         table_halves(kIq4Values, block + 2, codes);
     }
 };
 
-struct MXFP4 : GgufBlock<32, 17, 32> {
+struct MXFP4 : BlockShape<32, 17, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         // 2^(e - 127), halved as the table is doubled.
         const uint32_t e = block[0], bits = e < 2 ? 0x200000u << e : (e - 1) << 23;
@@ -148,7 +148,7 @@ inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums)
     for (int i = 0; i < 8; i++) scales[i] = scale * float(scale_codes[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
 }
 
-struct Q2_K : GgufBlock<256, 84, 16> {
+struct Q2_K : BlockShape<256, 84, 16> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         const float scale = half_at(block + 80), minimum = half_at(block + 82);
         for (int i = 0; i < 16; i++) {
@@ -159,7 +159,7 @@ struct Q2_K : GgufBlock<256, 84, 16> {
     }
 };
 
-struct Q3_K : GgufBlock<256, 110, 16> {
+struct Q3_K : BlockShape<256, 110, 16> {
     // The scale of a run, 32 larger.
     static int six_bits(const uint8_t* block, int run) {
         const uint8_t* p = block + 96;
@@ -177,14 +177,14 @@ struct Q3_K : GgufBlock<256, 110, 16> {
     }
 };
 
-struct Q4_K : GgufBlock<256, 144, 32> {
+struct Q4_K : BlockShape<256, 144, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
         nibbles_by_32(block + 16, codes);
     }
 };
 
-struct Q5_K : GgufBlock<256, 176, 32> {
+struct Q5_K : BlockShape<256, 176, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
         nibbles_by_32(block + 48, codes);
@@ -194,7 +194,7 @@ struct Q5_K : GgufBlock<256, 176, 32> {
     }
 };
 
-struct Q6_K : GgufBlock<256, 210, 16> {
+struct Q6_K : BlockShape<256, 210, 16> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         const float scale = half_at(block + 208);
         for (int i = 0; i < 16; i++) scales[i] = scale * float(int8_t(block[192 + i]));
@@ -209,7 +209,7 @@ struct Q6_K : GgufBlock<256, 210, 16> {
     }
 };
 
-struct IQ4_XS : GgufBlock<256, 136, 32> {
+struct IQ4_XS : BlockShape<256, 136, 32> {
     static int six_bits(const uint8_t* block, int run) {
         return (block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4;
     }
@@ -256,26 +256,26 @@ inline void take_row_apart(const uint8_t* packed, int64_t n, int8_t* codes, floa
 }
 
 // Of a packed format.
-inline void take_apart(GgufType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
+inline void take_apart(BlockType type, const uint8_t* packed, int64_t n, int8_t* codes, float* scales, float* minimums) {
     switch (type) {
-        case GgufType::Q4_0: return take_row_apart<Q4_0>(packed, n, codes, scales, minimums);
-        case GgufType::Q4_1: return take_row_apart<Q4_1>(packed, n, codes, scales, minimums);
-        case GgufType::Q5_0: return take_row_apart<Q5_0>(packed, n, codes, scales, minimums);
-        case GgufType::Q5_1: return take_row_apart<Q5_1>(packed, n, codes, scales, minimums);
-        case GgufType::Q8_0: return take_row_apart<Q8_0>(packed, n, codes, scales, minimums);
-        case GgufType::Q2_K: return take_row_apart<Q2_K>(packed, n, codes, scales, minimums);
-        case GgufType::Q3_K: return take_row_apart<Q3_K>(packed, n, codes, scales, minimums);
-        case GgufType::Q4_K: return take_row_apart<Q4_K>(packed, n, codes, scales, minimums);
-        case GgufType::Q5_K: return take_row_apart<Q5_K>(packed, n, codes, scales, minimums);
-        case GgufType::Q6_K: return take_row_apart<Q6_K>(packed, n, codes, scales, minimums);
-        case GgufType::IQ4_NL: return take_row_apart<IQ4_NL>(packed, n, codes, scales, minimums);
-        case GgufType::IQ4_XS: return take_row_apart<IQ4_XS>(packed, n, codes, scales, minimums);
-        case GgufType::MXFP4: return take_row_apart<MXFP4>(packed, n, codes, scales, minimums);
-        case GgufType::W4_G32: return take_row_apart<Int4Group<32>>(packed, n, codes, scales, minimums);
-        case GgufType::W4_G64: return take_row_apart<Int4Group<64>>(packed, n, codes, scales, minimums);
-        case GgufType::W4_G128: return take_row_apart<Int4Group<128>>(packed, n, codes, scales, minimums);
-        case GgufType::FP8_G32: return take_row_apart<Fp8<32>>(packed, n, codes, scales, minimums);
-        case GgufType::FP8_G128: return take_row_apart<Fp8<128>>(packed, n, codes, scales, minimums);
+        case BlockType::Q4_0: return take_row_apart<Q4_0>(packed, n, codes, scales, minimums);
+        case BlockType::Q4_1: return take_row_apart<Q4_1>(packed, n, codes, scales, minimums);
+        case BlockType::Q5_0: return take_row_apart<Q5_0>(packed, n, codes, scales, minimums);
+        case BlockType::Q5_1: return take_row_apart<Q5_1>(packed, n, codes, scales, minimums);
+        case BlockType::Q8_0: return take_row_apart<Q8_0>(packed, n, codes, scales, minimums);
+        case BlockType::Q2_K: return take_row_apart<Q2_K>(packed, n, codes, scales, minimums);
+        case BlockType::Q3_K: return take_row_apart<Q3_K>(packed, n, codes, scales, minimums);
+        case BlockType::Q4_K: return take_row_apart<Q4_K>(packed, n, codes, scales, minimums);
+        case BlockType::Q5_K: return take_row_apart<Q5_K>(packed, n, codes, scales, minimums);
+        case BlockType::Q6_K: return take_row_apart<Q6_K>(packed, n, codes, scales, minimums);
+        case BlockType::IQ4_NL: return take_row_apart<IQ4_NL>(packed, n, codes, scales, minimums);
+        case BlockType::IQ4_XS: return take_row_apart<IQ4_XS>(packed, n, codes, scales, minimums);
+        case BlockType::MXFP4: return take_row_apart<MXFP4>(packed, n, codes, scales, minimums);
+        case BlockType::W4_G32: return take_row_apart<Int4Group<32>>(packed, n, codes, scales, minimums);
+        case BlockType::W4_G64: return take_row_apart<Int4Group<64>>(packed, n, codes, scales, minimums);
+        case BlockType::W4_G128: return take_row_apart<Int4Group<128>>(packed, n, codes, scales, minimums);
+        case BlockType::FP8_G32: return take_row_apart<Fp8<32>>(packed, n, codes, scales, minimums);
+        case BlockType::FP8_G128: return take_row_apart<Fp8<128>>(packed, n, codes, scales, minimums);
         default: return;  // F32, F16, BF16 are numbers
     }
 }
@@ -292,40 +292,40 @@ inline void convert_row(const uint8_t* packed, int64_t n, T* out) {
 }
 
 template <class T>
-inline void unpack_gguf_row(GgufType type, const uint8_t* packed, int64_t n, T* out) {
+inline void unpack_block_row(BlockType type, const uint8_t* packed, int64_t n, T* out) {
     switch (type) {
-        case GgufType::F32: return convert_row<float>(packed, n, out);
-        case GgufType::F16: return convert_row<f16>(packed, n, out);
-        case GgufType::BF16: return convert_row<bf16>(packed, n, out);
-        case GgufType::Q4_0: return unpack_row<Q4_0>(packed, n, out);
-        case GgufType::Q4_1: return unpack_row<Q4_1>(packed, n, out);
-        case GgufType::Q5_0: return unpack_row<Q5_0>(packed, n, out);
-        case GgufType::Q5_1: return unpack_row<Q5_1>(packed, n, out);
-        case GgufType::Q8_0: return unpack_row<Q8_0>(packed, n, out);
-        case GgufType::Q2_K: return unpack_row<Q2_K>(packed, n, out);
-        case GgufType::Q3_K: return unpack_row<Q3_K>(packed, n, out);
-        case GgufType::Q4_K: return unpack_row<Q4_K>(packed, n, out);
-        case GgufType::Q5_K: return unpack_row<Q5_K>(packed, n, out);
-        case GgufType::Q6_K: return unpack_row<Q6_K>(packed, n, out);
-        case GgufType::IQ4_NL: return unpack_row<IQ4_NL>(packed, n, out);
-        case GgufType::IQ4_XS: return unpack_row<IQ4_XS>(packed, n, out);
-        case GgufType::MXFP4: return unpack_row<MXFP4>(packed, n, out);
-        case GgufType::W4_G32: return unpack_row<Int4Group<32>>(packed, n, out);
-        case GgufType::W4_G64: return unpack_row<Int4Group<64>>(packed, n, out);
-        case GgufType::W4_G128: return unpack_row<Int4Group<128>>(packed, n, out);
-        case GgufType::FP8_G32: return unpack_row<Fp8<32>>(packed, n, out);
-        case GgufType::FP8_G128: return unpack_row<Fp8<128>>(packed, n, out);
+        case BlockType::F32: return convert_row<float>(packed, n, out);
+        case BlockType::F16: return convert_row<f16>(packed, n, out);
+        case BlockType::BF16: return convert_row<bf16>(packed, n, out);
+        case BlockType::Q4_0: return unpack_row<Q4_0>(packed, n, out);
+        case BlockType::Q4_1: return unpack_row<Q4_1>(packed, n, out);
+        case BlockType::Q5_0: return unpack_row<Q5_0>(packed, n, out);
+        case BlockType::Q5_1: return unpack_row<Q5_1>(packed, n, out);
+        case BlockType::Q8_0: return unpack_row<Q8_0>(packed, n, out);
+        case BlockType::Q2_K: return unpack_row<Q2_K>(packed, n, out);
+        case BlockType::Q3_K: return unpack_row<Q3_K>(packed, n, out);
+        case BlockType::Q4_K: return unpack_row<Q4_K>(packed, n, out);
+        case BlockType::Q5_K: return unpack_row<Q5_K>(packed, n, out);
+        case BlockType::Q6_K: return unpack_row<Q6_K>(packed, n, out);
+        case BlockType::IQ4_NL: return unpack_row<IQ4_NL>(packed, n, out);
+        case BlockType::IQ4_XS: return unpack_row<IQ4_XS>(packed, n, out);
+        case BlockType::MXFP4: return unpack_row<MXFP4>(packed, n, out);
+        case BlockType::W4_G32: return unpack_row<Int4Group<32>>(packed, n, out);
+        case BlockType::W4_G64: return unpack_row<Int4Group<64>>(packed, n, out);
+        case BlockType::W4_G128: return unpack_row<Int4Group<128>>(packed, n, out);
+        case BlockType::FP8_G32: return unpack_row<Fp8<32>>(packed, n, out);
+        case BlockType::FP8_G128: return unpack_row<Fp8<128>>(packed, n, out);
     }
 }
 
-inline void unpack_gguf(const Gguf& args, int64_t row, int64_t stop) {
+inline void unpack_blocks(const Blocks& args, int64_t row, int64_t stop) {
     with_type(args.type, [&](auto* type) {
         using T = __typeof__(*type);
         for (; row < stop; row++) {
             const int64_t head = args.interleaved ? row / args.interleaved * args.interleaved : row, i = row - head;
             const int64_t target = head + i / 2 + i % 2 * (args.interleaved / 2);
             const uint8_t* packed = args.packed + row * args.row_bytes;
-            unpack_gguf_row(args.packing, packed, args.columns, (T*)args.out + target * args.columns);
+            unpack_block_row(args.packing, packed, args.columns, (T*)args.out + target * args.columns);
         }
     });
 }

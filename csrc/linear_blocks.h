@@ -1,7 +1,7 @@
 // Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a vector's
-// width of rows at a time are taken apart into codes and scales (gguf.h), codes are put in the order of columns four in a word,
-// and become numbers of x's type there. These are what `unpack_gguf` makes, so sums are those of the unpacked weights, bit for
-// bit.
+// width of rows at a time are taken apart into codes and scales (blocks.h), codes are put in the order of columns four in a
+// word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are those of the unpacked weights,
+// bit for bit.
 
 constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
 constexpr int64_t kTakenRuns = kTaken / kLeastRun;
@@ -87,7 +87,7 @@ inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64
             }
             const int64_t stop_here = smaller(here, end - at);
             typename M::Operand* to = out + ((at + from) / M::kPair - start) * kPanel + c;
-            const bool floats = args.packing == GgufType::FP8_G32 || args.packing == GgufType::FP8_G128;
+            const bool floats = args.packing == BlockType::FP8_G32 || args.packing == BlockType::FP8_G128;
             if (floats) put_taken<M, T, true>(taken, from, stop_here, to);
             else put_taken<M, T, false>(taken, from, stop_here, to);
         }
