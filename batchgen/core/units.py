@@ -25,6 +25,20 @@ def size_bytes(value: int | str) -> int:
     return parse_bytes(value) if isinstance(value, str) else int(value)
 
 
+def parse_rate(text: str, flag: str) -> float:
+    """Bytes/s in "1.25GB/s" or "12GiB/s". flag: what messages call it. Raises InputError."""
+    size, slash, second = text.partition("/")
+    if (slash and second.strip() != "s") or "bit" in size:
+        raise InputError(f"{flag} {text!r} is not a rate in bytes: write it as 1.25GB/s")
+    try:
+        rate = parse_bytes(size)
+    except InputError as error:
+        raise InputError(f"{flag} {text!r} is not a rate: write it as 1.25GB/s") from error
+    if rate <= 0:
+        raise InputError(f"{flag} must be above 0, not {text!r}")
+    return float(rate)
+
+
 def parse_seconds(text: str) -> float:
     """Seconds in "6h", "90m", "1h30m", "45s" or a plain number of seconds. Raises InputError."""
     parts = re.findall(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text)
@@ -56,11 +70,7 @@ def format_at_least(count: float) -> str:
     text = format_bytes(count)
     number, unit = text.split()
     step = 1 if unit == "B" else 0.1
-    return (
-        text
-        if parse_bytes(text) >= count
-        else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
-    )
+    return text if parse_bytes(text) >= count else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
 from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
-from batchgen.job.pipeline import stage_job, stage_policy
+from batchgen.job.pipeline import stage_policy
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import stated_scheme
 from batchgen.models.quantization import FP8, describe
@@ -70,7 +70,7 @@ def load_engine(
         policy,
         dtype=plan.dtype,
         device=job.device,
-        budgets=_budgets(job if options.pipeline == 1 else stage_job(job), plan),
+        budgets=_budgets(job, plan),
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
         task=options.task,

@@ -255,7 +255,7 @@ class JobOptions:
     )
     tensor_parallel: int = _option(
         RESOURCES,
-        "run bench engine",
+        f"{_COMMANDS} engine",
         default=1,
         type=int,
         metavar="N",
@@ -295,11 +295,18 @@ class JobOptions:
     )
     pipeline: int = _option(
         RESOURCES,
-        "run",
+        _ROWS,
         default=1,
         type=int,
         metavar="N",
         help="Split the layers into N stages, each a process with its part of cores and memory budgets: started on this host, or by torchrun.",
+    )
+    link_bandwidth: str | None = _option(
+        RESOURCES,
+        _ROWS,
+        metavar="RATE",
+        help="Of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default: 0.8GB/s; in a host with GPUs"
+        " their bus].",
     )
     expected_output_len: int | None = _option(
         RESOURCES,
@@ -422,7 +429,15 @@ class PlanOptions:
         RUN,
         "plan",
         metavar="NxNAME",
-        help="What the job would take on one of several devices, and with a worker on each: '2x t4', each a machine as of --hardware; 2: of the one planned for.",
+        help="What the job would take on one of several devices, with a worker on each, by --tensor-parallel and by --pipeline, and the command of the"
+        " fastest: '2x t4', each as of --hardware; '2x cpu' or 2: as the one planned for.",
+    )
+    hosts: int | None = _option(
+        RUN,
+        "plan",
+        type=int,
+        metavar="N",
+        help="With --devices: hosts that they are in, of which each has the memory, cores and disk of one device's machine [default: one each].",
     )
     compare: bool = _option(
         RUN, "plan", default=False, type=bool, help="With --hardware: beside this machine, which is measured for it."

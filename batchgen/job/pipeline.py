@@ -1,67 +1,49 @@
-"""A job over the stages of a pipeline: which layers each stage has, what it may use of its host, and how it is planned."""
+"""A job over the stages of a pipeline: what can be split so, and the plan of the largest stage with the time that all of them take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from batchgen.core.device import Device
 from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan, Policy, spread_layers
-from batchgen.distributed.launch import ranks_of_host
 from batchgen.job.pipeline_time import simulate_pipeline
-from batchgen.job.planning import Case, plan_problem, problem_of
-from batchgen.job.resolved import ResolvedJob
-from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.config import ModelConfig
+from batchgen.planner.ranks import Link
 from batchgen.planner.stages import split_layers
 
 
-def stage_job(job: ResolvedJob) -> ResolvedJob:
-    """The job as its largest stage has it: with as many layers, its share of the host's budgets, and both ends of the model.
-
-    Raises:
-        InputError: There are more stages than layers, or a device that runs none.
-    """
-    count = job.options.pipeline
-    if job.device.kind == "cuda":
+def check_stages(config: ModelConfig, count: int, device: Device) -> None:
+    """Refuse more stages than layers, and a device that runs none. Raises InputError."""
+    if device.kind == "cuda":
         raise InputError("--pipeline does not run on CUDA yet: leave it out, or give --device cpu")
-    if count > job.config.num_layers:
-        raise InputError(
-            f"--pipeline {count} is more than the model's {job.config.num_layers} layers: give fewer stages"
-        )
-    here = ranks_of_host(count)
-    # Budgets leave one emulated memory out of the host's: the other stages have theirs there too.
-    emulated = job.budgets.get("gpu", 0) if job.cpu_memory is None else 0
-    layers = max(stop - first for first, stop in split_layers(job.config, count))
-    return replace(
-        job,
-        config=job.config.first_layers(layers),
-        cpu_memory=max(1, (job.budgets["cpu"] - (here - 1) * emulated) // here),
-        disk_memory=job.budgets["disk"] // here,
-    )
+    if count > config.num_layers:
+        raise InputError(f"--pipeline {count} is more than the model's {config.num_layers} layers: give fewer stages")
 
 
-def plan_pipeline(case: Case, job: ResolvedJob, estimated: EstimatedWorkload) -> Plan:
+def largest_stage(config: ModelConfig, count: int) -> ModelConfig:
+    """The shape that the largest stage is planned as: with as many layers, and both ends of the model."""
+    return config.first_layers(max(stop - first for first, stop in split_layers(config, count)))
+
+
+def over_stages(plan: Plan, config: ModelConfig, hardware: HardwareProfile, count: int, link: Link) -> Plan:
     """The plan of the largest stage, with the time that all of them take.
 
     Args:
-        case: Of `stage_job`.
-        job: The whole one.
-        estimated: Its workload.
+        plan: Of a job whose model is `largest_stage`.
+        config: The whole model's.
+        hardware: Of each stage.
+        count: Stages.
+        link: From one to the next.
 
     Raises:
-        InputError: No plan fits.
+        InputError: The budgets of the plan do not hold what it places.
     """
-    problem = problem_of(case.hardware, case.job.config, estimated.workload, case.request)
-    classes = tuple(name for name in problem.allowed.kv_classes if name != "deferred")
-    allowed = replace(problem.allowed, kv_classes=classes)
-    problem = replace(problem, allowed=allowed, sharing=ranks_of_host(job.options.pipeline))
-    plan = plan_problem(case, problem, estimated)
-    stages = [
-        (first, stop, stage_policy(plan.policy, stop - first))
-        for first, stop in split_layers(job.config, job.options.pipeline)
-    ]
-    seconds = simulate_pipeline(plan, job.config, case.hardware, stages)
-    return _taking(plan, seconds, estimated.workload.num_seqs * case.hardware.row_overhead_s)
+    stages = [(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in split_layers(config, count)]
+    seconds = simulate_pipeline(plan, config, hardware, stages, link=link)
+    return _taking(plan, seconds, plan.workload.num_seqs * hardware.row_overhead_s)
 
 
 def _taking(plan: Plan, sweeps_s: float, rows_s: float) -> Plan:

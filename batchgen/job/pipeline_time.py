@@ -11,11 +11,10 @@ from batchgen.core.plan import Plan, Policy
 from batchgen.job.simulation import SimulatedJob
 from batchgen.job.step_costs import BatchLoad, StepCosts, streams_of
 from batchgen.models.config import ModelConfig
+from batchgen.planner.ranks import GLOO, Link
 from batchgen.runtime.steps.graph import Step, Sweeps
 from batchgen.runtime.steps.simulator import OnStep, Simulator
 
-# Activations between two stages, by gloo: what 10 Gbit/s have room for, and less than two processes of a host reach.
-LINK_BYTES_PER_S = 1e9
 # Steps that are simulated before the rest of the job is taken to go on like that.
 _MOST_STEPS = 30_000
 _LAYER_STEPS = 6  # of one micro-batch in one layer, about
@@ -27,7 +26,13 @@ class _SimulatedStage:
     """One stage's lanes."""
 
     def __init__(
-        self, plan: Plan, config: ModelConfig, hardware: HardwareProfile, layers: StageLayers, on_step: OnStep | None
+        self,
+        plan: Plan,
+        config: ModelConfig,
+        hardware: HardwareProfile,
+        layers: StageLayers,
+        link: Link,
+        on_step: OnStep | None,
     ) -> None:
         first, stop, policy = layers
         self.config = config.stage(first, stop)
@@ -36,7 +41,7 @@ class _SimulatedStage:
         self._sweeps = Sweeps(streams_of(own, self.config))
         self._on_step, self._sent_s = on_step, dict[int, float]()
         self._hidden_bytes = self.config.hidden_size * self.costs.element_bytes
-        self._received_s = 0.0
+        self._received_s, self._link = 0.0, link
         self.lanes = Simulator(shared_cores=hardware.shared_cores, on_step=self._note)
 
     def run(self, loads: Sequence[BatchLoad], arrivals_s: Sequence[float]) -> list[float]:
@@ -53,7 +58,7 @@ class _SimulatedStage:
     ) -> Callable[[Step], float]:
         def of(step: Step) -> float:
             if step.kind == "send":
-                return loads[step.batch].tokens * self._hidden_bytes / LINK_BYTES_PER_S
+                return self._link.send_s(loads[step.batch].tokens * self._hidden_bytes)
             if step.kind != "receive":
                 return seconds(step)
             start_s = max(self.lanes.now_s, self._received_s)  # the lane is busy while it waits
@@ -75,6 +80,7 @@ def simulate_pipeline(
     hardware: HardwareProfile,
     stages: Sequence[StageLayers],
     on_step: Callable[[int, Step, float, float], None] | None = None,
+    link: Link = GLOO,
 ) -> float:
     """Simulate a job over stages.
 
@@ -84,6 +90,7 @@ def simulate_pipeline(
         hardware: Of each stage.
         stages: What each has.
         on_step: Called for every Step, with the number of its stage, its start and its end.
+        link: From one stage to the next.
 
     Returns:
         Seconds of all sweeps.
@@ -96,7 +103,7 @@ def simulate_pipeline(
     noting: list[OnStep | None] = [None] * len(stages)
     if on_step is not None:
         noting = [lambda *step, i=i: on_step(i, *step) for i in range(len(stages))]
-    lanes = [_SimulatedStage(plan, config, hardware, own, note) for own, note in zip(stages, noting, strict=True)]
+    lanes = [_SimulatedStage(plan, config, hardware, own, link, note) for own, note in zip(stages, noting, strict=True)]
     first, answers = lanes[0], deque[float]()  # of sweeps under way: when the tokens are back
     done = [(0.0, 0)]  # after each sweep: seconds, tokens
     left = _MOST_STEPS

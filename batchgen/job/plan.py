@@ -14,15 +14,24 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
+from batchgen.distributed.launch import own_share, ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
 from batchgen.job.checks import check_options
-from batchgen.job.devices import Devices, compare_devices, device_lines
+from batchgen.job.devices import Devices, Split, compare_devices, device_lines
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.plan_page import plan_page
-from batchgen.job.planning import Case, case_here, find_hardware, plan_case, plan_problem, request_of
+from batchgen.job.planning import (
+    Case,
+    case_here,
+    find_hardware,
+    plan_case,
+    plan_problem,
+    process_profile,
+    request_of,
+)
 from batchgen.job.progress import Progress
-from batchgen.job.resolved import resolve_for, resolve_job
+from batchgen.job.resolved import resolve_for, resolve_job, why_not_run
 from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
 from batchgen.job.ways import way_lines
@@ -34,6 +43,7 @@ from batchgen.planner.explain import compare, explain, frontier_lines, headline,
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.planned_anew import planned_anew_s
 from batchgen.profiler.emulated import emulated_profile
+from batchgen.profiler.shipped import shipped_profiles
 
 # Interpreter, libraries and tokenizer, on a machine that is not here to be timed.
 _STARTUP_S = 5.0
@@ -45,6 +55,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     devices, job = _devices(options)
     options = replace(options, job=job)
     check_options(job)
+    _check_processes(options)
     check_files(job, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
         raise InputError(
@@ -57,18 +68,35 @@ def run_plan(options: PlanOptions) -> list[str]:
     progress = Progress(job.progress)
     files, config = resolve_for_planning(job.model, progress.say)
     estimated = _workload(options, files, resolve_context(config, job.max_model_len))
+    given = Split(tensor_parallel=job.tensor_parallel, pipeline=job.pipeline)
 
-    def here() -> Case:
-        resolved = resolve_job(replace(job, hardware=None), files, config)
-        return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
+    def here(split: Split = given, of_host: int | None = None) -> Case:
+        shared = of_host or ranks_of_host(split.processes)
+        with own_share(shared):  # as `run` has it
+            resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
+            return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
 
-    case = _limited(_case_there(job, files, config), options) if job.hardware else here()
+    def case_of(split: Split = given, of_host: int | None = None) -> Case:
+        there = job.hardware is not None
+        return _limited(_case_there(split.of(job), files, config, of_host), options) if there else here(split, of_host)
+
+    case = case_of()
     plan, problem = plan_case(case, estimated, ways=True)
     anew = None
     if options.explain or options.html:
         anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
     explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
-    on_devices = None if devices is None else compare_devices(case, estimated, devices)
+    on_devices = None
+    if devices is not None:
+        on_devices = compare_devices(
+            lambda split, of_host: replace(
+                case_of(split, of_host), startup_s=case.startup_s
+            ),  # all from the same moment
+            job,
+            estimated,
+            devices,
+            case.hardware.name,
+        )
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
     as_json = json.dumps(plan.to_json() | beside, indent=2)
     if options.plan_file and options.plan_file != "-":
@@ -80,12 +108,13 @@ def run_plan(options: PlanOptions) -> list[str]:
         write_text(plan_page(plan, explained, problem, config, case.hardware, others), options.html, "--html")
     if options.as_json or options.plan_file == "-":
         return [as_json]
-    lines = explain(plan, explained) if options.explain else headline(plan)
+    lines = _split_lines(case)
+    lines += explain(plan, explained) if options.explain else headline(plan)
     if others:
         lines += ["", *compare([("now", plan), *others]), *impossible]
     if options.compare:
         lines += ["", *_beside_this_machine(here, plan, estimated)]
-    lines += ["", *way_lines(plan)]
+    lines += ["", *way_lines(plan)] if plan.ways else []
     lines += ["", *device_lines(on_devices)] if on_devices else []
     if options.frontier:
         lines += ["", *frontier_lines(problem)]
@@ -95,11 +124,50 @@ def run_plan(options: PlanOptions) -> list[str]:
 def _devices(options: PlanOptions) -> tuple[Devices | None, JobOptions]:
     """Those that are asked for, and the job on one of them. Raises InputError."""
     if options.devices is None:
+        if options.hosts is not None:
+            raise InputError("--hosts says where --devices are: give them too, or leave it out")
         return None, options.job
-    devices = Devices.parse(options.devices)
+    devices = Devices.parse(options.devices, options.hosts)
+    if devices.hardware and devices.hardware not in shipped_profiles() and not Path(devices.hardware).exists():
+        known = ", ".join(shipped_profiles())
+        raise InputError(f"--devices {options.devices}: {devices.hardware} is no file, nor one of cpu, {known}")
     if devices.hardware and options.job.hardware:
         raise InputError("--devices names the hardware: leave out --hardware, or give --devices a number alone")
     return devices, replace(options.job, hardware=devices.hardware or options.job.hardware)
+
+
+def _check_processes(options: PlanOptions) -> None:
+    """Refuse what has no meaning for a plan of several processes. Raises InputError."""
+    job = options.job
+    if job.tensor_parallel == job.pipeline == 1:
+        return
+    flag = "--tensor-parallel" if job.tensor_parallel > 1 else "--pipeline"
+    if options.devices is not None:
+        raise InputError(f"--devices has {flag} in its table: leave one of them out")
+    if options.plan_file is not None:
+        raise InputError(
+            f"-o is for plans of one process, as `batchgen run --plan` is: leave out {flag}, or give --json"
+        )
+    of_one = {
+        "--frontier": options.frontier,
+        "--html": options.html is not None,
+        "--trace": job.trace is not None,
+        "--max-block-latency": options.max_block_latency is not None,
+    }
+    if job.pipeline > 1 and (given := [name for name, value in of_one.items() if value]):
+        raise InputError(f"{given[0]} is for plans without stages: leave out {given[0]}, or --pipeline")
+
+
+def _split_lines(case: Case) -> list[str]:
+    """That the plan is of one of several processes, and what this version does not run of it."""
+    job = case.job
+    if job.processes == 1:
+        return []
+    kind = "ranks" if job.shard is not None else "stages"
+    lines = [
+        f"of each of {job.processes:,} {kind}, over a link of {case.link.bytes_per_s / 1e9:,.3g} GB/s; times are the job's"
+    ]
+    return lines + ([f"not run yet: {refused}"] if (refused := why_not_run(job)) else [])
 
 
 def _beside(case: Case, options: PlanOptions, estimated: EstimatedWorkload) -> tuple[list[tuple[str, Plan]], list[str]]:
@@ -130,8 +198,11 @@ def _changed_case(case: Case, changes: dict[str, str], quantization: str) -> Cas
     hardware, request = what_if(case.hardware, case.request, changes)
     memory = hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory
     job = case.job
-    chosen = choose_quantization(job.files, job.config, quantization, job.dtype, job.device, lambda: memory)
-    return replace(case, hardware=hardware, request=replace(request, quantization=chosen))
+    if job.shard is None:
+        quantization = choose_quantization(job.files, job.config, quantization, job.dtype, job.device, lambda: memory)
+    else:
+        quantization = request.quantization
+    return replace(case, hardware=hardware, request=replace(request, quantization=quantization))
 
 
 def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
@@ -155,12 +226,13 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
     return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 
-def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig) -> Case:
-    """A machine that is only known by its profile."""
+def _case_there(options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None) -> Case:
+    """A process on a machine that is only known by its profile. of_host: as of `resolve_for`."""
     hardware = find_hardware(options.hardware, dtype=config.dtype, offload_dir=Path())
-    job = resolve_for(hardware, options, files, config)
-    size = store_bytes(config, job.dtype, job.options.quantization)
-    return Case(job, hardware, replace(request_of(job), store_bytes=size), _STARTUP_S)
+    job = resolve_for(hardware, options, files, config, of_host)
+    size = store_bytes(job.process_config, job.dtype, job.options.quantization)
+    part = process_profile(hardware, job, whole=True)
+    return Case(job, part, replace(request_of(job), store_bytes=size), _STARTUP_S)
 
 
 def _limited(case: Case, options: PlanOptions) -> Case:

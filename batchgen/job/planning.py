@@ -29,7 +29,6 @@ from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.plan import TIERS, Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload
-from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import (
     TYPICAL_PROCESS_BYTES,
     existing_store,
@@ -40,6 +39,7 @@ from batchgen.engine.tensor_parallel import KV_CLASSES
 from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
+from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
@@ -47,7 +47,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
-from batchgen.planner.ranks import rank_profile
+from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Candidate, Problem, block_latency_s, search
 from batchgen.profiler.apart import recall_or_measure
 from batchgen.profiler.cache import Wanted
@@ -70,7 +70,8 @@ class PlanRequest:
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
-    plans beside this one. ranks: processes that share every layer; the plan is one's.
+    plans beside this one. ranks: processes that share every layer. stages: those that share the layers. The plan is one's, and so are
+    budgets; of_host: processes that share the host's.
     """
 
     model_name: str
@@ -91,6 +92,8 @@ class PlanRequest:
     store_bytes: int = 0
     has_int4_store: bool = False
     ranks: int = 1
+    stages: int = 1
+    of_host: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,12 @@ class Case:
     hardware: HardwareProfile
     request: PlanRequest
     startup_s: float
+
+    @property
+    def link(self) -> Link:
+        """Between the job's processes."""
+        one_host = self.job.processes <= self.job.of_host
+        return link_of(self.hardware, self.job.link_bytes_per_s, one_host=one_host)
 
 
 def make_plan(
@@ -140,9 +149,9 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     Raises:
         InputError: No plan fits.
     """
-    problem = problem_of(case.hardware, case.job.config, estimated.workload, case.request)
+    problem = problem_of(case.hardware, case.job.process_config, estimated.workload, case.request)
     plan = plan_problem(case, problem, estimated)
-    if ways:
+    if ways and case.request.stages == 1:
         plan_of = plan_maker(
             problem,
             case.request,
@@ -155,21 +164,23 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
 
 
 def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> Plan:
-    """The fastest plan for a case whose problem may have been changed. Raises InputError."""
-    return plan_job(
+    """The fastest plan for a case whose problem may have been changed; over stages with the time of all. Raises InputError."""
+    plan = plan_job(
         problem,
         case.request,
         startup_s=case.startup_s,
         loading_s=_reading_s(case, problem),
         output_len_known=estimated.output_len_known,
     )
+    stages = case.request.stages
+    return plan if stages == 1 else over_stages(plan, case.job.config, problem.hardware, stages, case.link)
 
 
 def _reading_s(case: Case, problem: Problem) -> float:
     """Seconds to read all weights on the problem's machine."""
     job, request = case.job, case.request
     weight_format = weight_format_of(request.dtype, request.quantization)
-    return loading_s(problem.hardware, job.config, request.dtype, job.files.kind, weight_format)
+    return loading_s(problem.hardware, job.process_config, request.dtype, job.files.kind, weight_format)
 
 
 def case_here(job: ResolvedJob, *, started_s: float, notify: Callable[[str], None]) -> Case:
@@ -186,8 +197,8 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         dtype=job.dtype,
         max_model_len=job.context,
         gpu_memory=job.gpu_memory,
-        cpu_memory=job.cpu_memory,
-        disk_memory=job.disk_memory,
+        cpu_memory=None if job.cpu_memory is None else job.cpu_memory // job.of_host,
+        disk_memory=None if job.disk_memory is None else job.disk_memory // job.of_host,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         admission=None if options.admission == "auto" else options.admission,
@@ -197,12 +208,14 @@ def request_of(job: ResolvedJob) -> PlanRequest:
         share_prefixes=options.share_prefixes,
         process_bytes=TYPICAL_PROCESS_BYTES,
         ranks=options.tensor_parallel,
+        stages=options.pipeline,
+        of_host=job.of_host,
     )
 
 
 def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
-    config, dtype, device, quantization = job.config, job.dtype, job.device, job.options.quantization
+    config, dtype, device, quantization = job.process_config, job.dtype, job.device, job.options.quantization
     profile = find_hardware(
         job.options.hardware,
         dtype=dtype,
@@ -226,12 +239,11 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
             f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )
     profile = on_this_machine(profile)
-    if job.shard is not None:
-        given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
-        profile = rank_profile(profile, job.shard.size, whole=given)
+    given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
     budgets = job.budgets
     if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
         profile = corrected_by_disk_probe(profile, job.offload_dir)
+    profile = process_profile(profile, job, whole=given)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device)
     store = has_int4_store = False
@@ -247,6 +259,15 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         has_int4_store=has_int4_store,
     )
     return profile, request
+
+
+def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
+    """What one process of a job has. whole: as of `ranks.part_of_host`."""
+    part = part_of_host(hardware, job.of_host, whole=whole)
+    if job.shard is None:
+        return part
+    link = link_of(hardware, job.link_bytes_per_s, one_host=job.processes <= job.of_host)
+    return with_sums(part, job.shard.size, link)
 
 
 def find_hardware(
@@ -317,8 +338,8 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is None and request.gpu_memory is not None:
         raise InputError(f"--gpu-memory is given, but {hardware.name} has no GPU: leave it out")
     budgets = {
-        "cpu": hardware.cpu_memory_bytes if request.cpu_memory is None else request.cpu_memory,
-        "disk": int(hardware.disk_bytes * (1 - _DISK_MARGIN_FRAC))
+        "cpu": hardware.cpu_memory_bytes // request.of_host if request.cpu_memory is None else request.cpu_memory,
+        "disk": int(hardware.disk_bytes * (1 - _DISK_MARGIN_FRAC)) // request.of_host
         if request.disk_memory is None
         else request.disk_memory,
     }
@@ -339,13 +360,13 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
         weight_formats=_weight_formats(request),
         kv_formats=kv_formats[request.kv_cache_dtype],
         admissions=("continuous", "static") if request.admission is None else (request.admission,),
-        allowed=Allowed(weight_tiers=tiers) if request.ranks == 1 else Allowed(KV_CLASSES, tiers),
+        allowed=Allowed(tiers) if request.ranks == request.stages == 1 else Allowed(tiers, KV_CLASSES),
         block_size=request.max_num_seqs,
         num_gpu_batches=request.num_gpu_batches,
         max_num_batched_tokens=request.max_num_batched_tokens,
         max_block_latency_s=request.max_block_latency_s,
         process_bytes=request.process_bytes,
-        sharing=ranks_of_host(request.ranks),
+        sharing=request.of_host,
         offers_int4=request.ranks == 1,
     )
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import EXPANDED
+from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
-from batchgen.core.units import size_bytes
+from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.tensor_parallel import first_shard
 from batchgen.job.options import JobOptions
+from batchgen.job.pipeline import check_stages, largest_stage
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, read_config
 from batchgen.models.shard import Shard
@@ -26,7 +28,8 @@ class ResolvedJob:
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
     the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. shares: the cores of each rank or stage of this host.
+    model, whose shape `config` is then. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
+    or stage of this host.
     """
 
     options: JobOptions
@@ -40,28 +43,49 @@ class ResolvedJob:
     cpu_memory: int | None
     disk_memory: int | None
     shard: Shard | None = None
+    of_host: int = 1
     shares: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def budgets(self) -> Mapping[str, int]:
-        """Bytes of each tier that the job may use, of what is free when they are first asked for. Raises InputError."""
+        """Bytes of each tier that one process may use, of what is free when they are first asked for. Raises InputError."""
         return resolve_budgets(
             self.device,
             cpu_memory=self.cpu_memory,
             gpu_memory=self.gpu_memory,
             disk_memory=self.disk_memory,
             offload_dir=self.offload_dir,
-            processes=ranks_of_host(self.options.tensor_parallel),
+            processes=self.of_host,
         )
 
+    @property
+    def processes(self) -> int:
+        """Ranks, or stages, that run the model together."""
+        return max(self.options.tensor_parallel, self.options.pipeline)
 
-def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | None = None) -> ResolvedJob:
+    @property
+    def process_config(self) -> ModelConfig:
+        """The shape of what one process has of the model: of the largest stage, or `config`."""
+        stages = self.options.pipeline
+        return self.config if stages == 1 else largest_stage(self.config, stages)
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Of the link between the processes, where the options say so."""
+        given = self.options.link_bandwidth
+        return None if given is None else parse_rate(given, "--link-bandwidth")
+
+
+def resolve_job(
+    options: JobOptions, files: ModelFiles, config: ModelConfig | None = None, of_host: int | None = None
+) -> ResolvedJob:
     """Resolve options for the machine that this is.
 
     Args:
         options: The job's.
         files: Those of `options.model`.
         config: The model's configuration; None: it is read from `files`.
+        of_host: Processes on this host; None: those that share the model here.
 
     Raises:
         InputError: A value means nothing here, or the model is not supported.
@@ -69,19 +93,32 @@ def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | No
     config = config or read_config(files)
     device = parse_device(options.device)
     dtype = resolve_dtype(config, options.dtype, device)
-    shard = None
-    if options.tensor_parallel != 1:
-        shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
-        config, options = shard.config, replace(options, quantization=EXPANDED)
+    options, config, shard = _split(options, files, config, device)
+    of_host = of_host or ranks_of_host(max(options.tensor_parallel, options.pipeline))
 
     def memory_bytes() -> int:
         return resolve_budgets(device, cpu_memory=options.cpu_memory, gpu_memory=options.gpu_memory)["cpu"]
 
-    return replace(_resolved(options, files, config, device, dtype, memory_bytes), shard=shard)
+    job = _resolved(options, files, config, device, dtype, memory_bytes)
+    return replace(job, shard=shard, of_host=of_host)
 
 
-def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig) -> ResolvedJob:
-    """Resolve options for another machine, of which there is only a profile. Raises InputError."""
+def resolve_for(
+    hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig, of_host: int | None = None
+) -> ResolvedJob:
+    """Resolve options for another machine, of which there is only a profile.
+
+    What does not run on its device yet is resolved all the same: `why_not_run` tells.
+
+    Args:
+        hardware: What each host has.
+        options, files, config: As of `resolve_job`.
+        of_host: Processes on each host; None: all that share the model.
+
+    Raises:
+        InputError: A value means nothing there.
+    """
+    options, config, shard = _split(options, files, config, Device("cpu"))
     dtype = options.dtype
     if dtype == "auto":
         dtype = config.dtype if hardware.compute.has_rates("gemm_flops_per_s", config.dtype) else "float32"
@@ -90,7 +127,30 @@ def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFile
     def memory_bytes() -> int:
         return hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
 
-    return _resolved(options, files, config, device, dtype, memory_bytes)
+    job = _resolved(options, files, config, device, dtype, memory_bytes)
+    return replace(job, shard=shard, of_host=of_host or job.processes)
+
+
+def why_not_run(job: ResolvedJob) -> str:
+    """Why `run` refuses to split this job's model on its device; "" where it does not."""
+    whole = job.config if job.shard is None else job.shard.whole
+    try:
+        _split(job.options, job.files, whole, job.device)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _split(
+    options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device
+) -> tuple[JobOptions, ModelConfig, Shard | None]:
+    """Options, shape and shard of rank 0, where ranks share every layer; stages are checked. Raises InputError."""
+    if options.pipeline > 1:
+        check_stages(config, options.pipeline, device)
+    if options.tensor_parallel == 1:
+        return options, config, None
+    shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
+    return replace(options, quantization=EXPANDED), shard.config, shard
 
 
 def _resolved(

@@ -29,11 +29,10 @@ from batchgen.job.destination import Destination
 from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
-from batchgen.job.kernels import kernels_here, kernels_of_rows
+from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import JobOptions, names_of, seconds
-from batchgen.job.pipeline import plan_pipeline, stage_job
-from batchgen.job.planning import case_here, make_plan
+from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
@@ -297,11 +296,6 @@ def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """How to run the rows that are left."""
-    if job.options.pipeline > 1:
-        estimated = _workload(job, state)
-        case = case_here(stage_job(job.resolved), started_s=job.started_s, notify=job.progress.say)
-        plan = plan_pipeline(case, job.resolved, estimated)
-        return replace(plan, kernels=kernels_here(plan.kernels, job.progress.say))
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.started_s, notify=job.progress.say)
 
 

@@ -19,12 +19,12 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.pipeline import _Answering
 from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
-from batchgen.job.pipeline import stage_job, stage_policy
+from batchgen.job.pipeline import check_stages, stage_policy
 from batchgen.job.pipeline_time import simulate_pipeline
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.resolved import resolve_job
 from batchgen.job.simulation import simulate_job
-from batchgen.models.files import resolve_model
+from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.stages import split_layers
 
 ROWS = 24
@@ -73,7 +73,7 @@ def stages_of(plan, config, count):
 
 
 def planned(hardware, config, workload, count, **options):
-    """The plan of a stage, as `plan_pipeline` has it."""
+    """The plan of a stage, as `plan_case` has it."""
     layers = max(stop - first for first, stop in split_layers(config, count))
     request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
     problem = problem_of(hardware, config.first_layers(layers), workload, request)
@@ -136,22 +136,21 @@ def test_options_that_contradict_are_refused(options, message):
     ("cuda", 2, "--pipeline does not run on CUDA yet: leave it out, or give --device cpu"),
 ])  # fmt: skip
 def test_what_cannot_be_staged_is_refused(device, count, message, tiny_models):
-    options = JobOptions(str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=count, cpu_memory="4GiB")
-    job = resolve_job(options, resolve_model(options.model))
+    config = read_config(resolve_model(str(tiny_models("llama")[0])))
     with pytest.raises(InputError, match=f"^{message}$"):
-        stage_job(replace(job, device=Device(device)))
+        check_stages(config, count, Device(device))
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=512MiB"])
 def test_stages_share_the_budgets_of_their_host(device, tiny_models, monkeypatch, tmp_path):
     options = JobOptions(
-        str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", pipeline=2, cpu_memory="4GiB", device=device,
-        disk_memory="1GiB", offload_dir=tmp_path,
+        str(tiny_models("llama")[0]), "in.jsonl", "out.jsonl", cpu_memory="4GiB", device=device, disk_memory="1GiB",
+        offload_dir=tmp_path,
     )  # fmt: skip
-    job = resolve_job(options, resolve_model(options.model))
-    stage = stage_job(job)
-    assert stage.budgets == job.budgets | {"cpu": 2 << 30, "disk": job.budgets["disk"] // 2}
-    assert stage.config.num_layers == 2
+    files = resolve_model(options.model)
+    whole, stage = resolve_job(options, files), resolve_job(replace(options, pipeline=2), files)
+    assert stage.budgets == whole.budgets | {"cpu": 2 << 30, "disk": whole.budgets["disk"] // 2}
+    assert stage.process_config.num_layers == 2
     for name, value in {
         "RANK": 1,
         "WORLD_SIZE": 2,
@@ -161,7 +160,7 @@ def test_stages_share_the_budgets_of_their_host(device, tiny_models, monkeypatch
         "LOCAL_WORLD_SIZE": 1,
     }.items():
         monkeypatch.setenv(name, str(value))  # the other stage is on another host
-    assert stage_job(job).budgets == job.budgets
+    assert resolve_job(replace(options, pipeline=2), files).budgets == whole.budgets
 
 
 def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +18,8 @@ from thorough import quick_or
 
 import batchgen
 from batchgen.core.plan import Plan
-from batchgen.core.workload import Workload
-from batchgen.job import devices, planning
-from batchgen.job.devices import Devices
+from batchgen.job import planning
 from batchgen.job.planning import read_plan
-from batchgen.job.workload import EstimatedWorkload
 
 PROGRAM = Path(sys.executable).with_name("batchgen")  # as installed
 WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable", "winter", "islands", "slate")
@@ -170,36 +166,6 @@ class TestElsewhere:
             monkeypatch.setattr(planning, name, measure)
         assert "t4" in plan(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
-
-    def test_several_devices(self, opt_30b, tmp_path):
-        args = ("-m", opt_30b, *LENGTHS, "--max-num-seqs", 8)  # six blocks, or two for each of three
-        table = plan(*args, "--devices", "3x t4", "-o", tmp_path / "plan.json").splitlines()[-3:]
-        assert table[0].startswith("on 3x t4") and table[2].startswith("3 workers") and table[2].endswith("<- fastest")
-        made = json.loads((tmp_path / "plan.json").read_text())
-        one, workers = made["devices"]["outcomes"]
-        assert (made["hardware"], made["devices"]["count"]) == ("t4", 3)
-        assert made["devices"]["recommended"] == "3 workers"
-        assert one["seconds"] == read_plan(str(tmp_path / "plan.json")).prediction.total_s
-        # The weights are streamed for each block: a third of the blocks takes about a third of the time, beside loading.
-        assert one["seconds"] / 3 < workers["seconds"] < one["seconds"] / 2
-        tokens = [outcome["seconds"] * outcome["total_tokens_per_s"] for outcome in (one, workers)]
-        assert tokens[0] == pytest.approx(tokens[1])
-
-    def test_devices_that_mean_nothing(self, opt_30b):
-        assert "leave out --hardware" in refused("plan", *on_t4(opt_30b, "--devices", "3x t4"))
-        for text in ("0x t4", "t4", "2y t4", ""):
-            assert "give how many and of what" in refused("plan", "-m", opt_30b, *LENGTHS, "--devices", text)
-        assert Devices.parse("2") == Devices(2) and Devices.parse("2xt4") == Devices.parse("2 x t4") == Devices(2, "t4")
-
-    def test_fewer_devices_are_the_choice_among_equals(self, monkeypatch):
-        plans = [SimpleNamespace(prediction=SimpleNamespace(total_s=s)) for s in (10.1, 10.0)]
-        ways = [devices.Alternative(f"way {i}", "", lambda *_, p=p: p) for i, p in enumerate(plans)]
-        monkeypatch.setattr(devices, "ALTERNATIVES", (*ways, devices.ALTERNATIVES[1]))
-        case = SimpleNamespace(hardware=SimpleNamespace(name="t4"))
-        estimated = EstimatedWorkload(Workload.uniform(10, 5, 5), True)
-        compared = devices.compare_devices(case, estimated, Devices(1))
-        assert compared.recommended == "way 0" and compared.outcomes[2].reason == "there is one device"
-        assert compared.outcomes[1].total_tokens_per_s == 10 * 10 / 10.0
 
     def test_text_json_and_page_explain_the_same(self, opt_30b, tmp_path):
         page, file = tmp_path / "plan.html", tmp_path / "plan.json"

@@ -1,14 +1,16 @@
-"""What ranks that share every layer have of a machine, and what their sums take."""
+"""What processes of one model have of a host, the links between them, and what sums over ranks take."""
 
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, cpu_box
+from planner_cases import GIB, cpu_box, gpu_box
 
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.shard import shard_of
-from batchgen.planner.ranks import rank_profile
+from batchgen.planner.cost import sums_s
+from batchgen.planner.flow import Phase
+from batchgen.planner.ranks import GLOO, Link, link_of, part_of_host, with_sums
 from batchgen.planner.search import Problem, search
 
 MODEL = ModelConfig.from_hf(
@@ -20,34 +22,68 @@ MODEL = ModelConfig.from_hf(
 )  # fmt: skip
 
 
-def seconds(hardware, model):
-    """Of a block whose size is fixed, in more memory than it needs."""
+def found(hardware, model):
+    """The plan of a block whose size is fixed, in more memory than it needs."""
     problem = Problem(
         hardware=hardware, model=model, workload=Workload.uniform(256, 512, 64), budgets={"cpu": 256 * GIB, "disk": 0},
         compute_format="float16", weight_formats=("float16",), kv_formats=("float16",), admissions=("static",), block_size=64,
         num_gpu_batches=1, max_num_batched_tokens=512,
     )  # fmt: skip
-    return search(problem).seconds
+    return search(problem)
+
+
+def seconds(hardware, model):
+    return found(hardware, model).seconds
+
+
+def search_inputs(hardware):
+    return found(hardware, MODEL).inputs
 
 
 def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_sums():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
-    rank, half = rank_profile(box, 2, whole=True), shard_of(MODEL, 0, 2).config
-    without = replace(rank, sum_bytes_per_s=None, sum_overhead_s=0.0)
+    without, half = part_of_host(box, 2, whole=True), shard_of(MODEL, 0, 2).config
+    rank = with_sums(without, 2, GLOO)
     # Half of each product and of the KV at half the rate; norms and the vocabulary are whole, and take twice as long.
     assert seconds(box, MODEL) <= seconds(without, half) * (1 + 1e-9)
     assert seconds(without, half) < seconds(rank, half)
 
 
-def test_more_ranks_share_more_and_move_more():
-    box = cpu_box(cpu_memory_bytes=256 * GIB)
-    two, four = (rank_profile(box, size, whole=True) for size in (2, 4))
-    assert four.dram_bytes_per_s == pytest.approx(box.dram_bytes_per_s / 4)
-    assert four.cpu.rates("gemm_flops_per_s", "float16").at(tokens=64) == pytest.approx(6e11 / 4)
-    assert two.sum_bytes_per_s / four.sum_bytes_per_s == pytest.approx((2 * 3 / 4) / (2 * 1 / 2))
+def test_processes_share_what_is_the_hosts():
+    box, gpus = cpu_box(), gpu_box()
+    own = {"gpu": gpus.gpu, "h2d_bytes_per_s": 1.2e10, "d2h_bytes_per_s": 1.2e10, "sampling_logits_per_s": 1e10}
+    for size in (2, 4):
+        part = part_of_host(box, size, whole=True)
+        for name in ("dram_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s", "sampling_logits_per_s"):
+            assert getattr(part, name) == pytest.approx(getattr(box, name) / size), name
+        assert part.cpu.rates("gemm_flops_per_s", "float16").at(tokens=64) == pytest.approx(6e11 / size)
+        part = part_of_host(gpus, size, whole=True)
+        assert {name: getattr(part, name) for name in own} == own, "a GPU and its bus are a process's own"
+        assert part.cpu.rates("decode_attention_bytes_per_s", "float16").at() == pytest.approx(2e10 / size)
+        assert part.dram_bytes_per_s == pytest.approx(5e10 / size)
+    for hardware in (box, gpus):
+        assert part_of_host(hardware, 1, whole=True) == hardware
+        disk = {name: getattr(hardware, name) / 2 for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s")}
+        assert part_of_host(hardware, 2, whole=False) == replace(hardware, **disk), "the disk alone is shared"
 
 
-def test_a_profile_of_the_ranks_own_cores_stays():
-    box = cpu_box(cpu_memory_bytes=256 * GIB)
-    rank = rank_profile(box, 2, whole=False)
-    assert replace(rank, sum_bytes_per_s=None, sum_overhead_s=0.0) == box
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_take_what_a_ring_takes(size):
+    """2 (N - 1) messages one after the other, each of the N-th part of the activations; two sums a layer."""
+    link, tokens = Link(5e8, 1e-4), 96
+    s = search_inputs(with_sums(cpu_box(cpu_memory_bytes=256 * GIB), size, link))
+    message_s = 1e-4 + tokens * 4096 * 2 / size / 5e8
+    assert sums_s(s, Phase(1, tokens, 0, 0, 0)) == pytest.approx(2 * 2 * (size - 1) * message_s)
+    assert sums_s(search_inputs(cpu_box(cpu_memory_bytes=256 * GIB)), Phase(1, tokens, 0, 0, 0)) == 0
+
+
+def test_links():
+    """GPUs of a host reach one another through its memory; all else is gloo's; what the user says comes first."""
+    box, gpus = cpu_box(), gpu_box(d2h_bytes_per_s=5e9)
+    emulated = replace(gpus, shared_cores=True)
+    assert link_of(gpus, None, one_host=True).bytes_per_s == 5e9
+    for hardware, one_host in ((box, True), (box, False), (gpus, False), (emulated, True)):
+        assert link_of(hardware, None, one_host=one_host) == GLOO
+    for hardware in (box, gpus):
+        assert link_of(hardware, 3e9, one_host=True).bytes_per_s == 3e9
+    assert Link(1e9, 2e-4).send_s(5e6) == pytest.approx(5.2e-3)

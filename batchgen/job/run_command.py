@@ -1,0 +1,52 @@
+"""The command line that runs a job as it was planned."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from batchgen.job.options import JobOptions, Option, options_of
+
+# What is left to the machine where the job is run: it is measured there.
+_OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})
+_PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
+
+
+def run_command(options: JobOptions, **more: Any) -> str:
+    """`batchgen run` with the options that are not defaults.
+
+    Args:
+        options: The job's; where it has no input or output, a word stands for it.
+        more: Options that it is run with besides, by name.
+    """
+    files = dict(options.read_before)
+    words = ["batchgen", "run"]
+    for option in options_of("run"):
+        holder = options if hasattr(options, option.name) else options.sampling
+        value = more.get(option.name, getattr(holder, option.name))
+        if value is None:
+            value = _PLACEHOLDERS.get(option.name)
+        if option.name in _OF_THE_PLAN or value == option.default:
+            continue
+        words += _words(option, files.get(option.flag, value))
+    return shlex.join(words)
+
+
+def torchrun_command(command: str, hosts: int, of_host: int) -> str:
+    """A command of `run_command` over several hosts, as each of them starts it; words in capitals are its own."""
+    rest = command.removeprefix("batchgen ")
+    return (
+        f"torchrun --nnodes {hosts} --nproc-per-node {of_host} --node-rank RANK --master-addr HOST --master-port 29500"
+        f" -m batchgen {rest}"
+    )
+
+
+def _words(option: Option, value: Any) -> list[str]:
+    """An option as the command line has it."""
+    if isinstance(value, bool):
+        on, _, off = option.flags[-1].partition("/")
+        return [on if value else off]
+    words = []
+    for item in value if option.multiple else (value,):
+        words += [option.flag, f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)]
+    return words
