@@ -25,6 +25,7 @@ from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.resolved import resolve_job
 from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.ranks import Link
 from batchgen.planner.stages import split_layers
 
 ROWS = 24
@@ -105,6 +106,27 @@ def test_one_row_is_in_one_stage_at_a_time():
     for count in (2, 4):
         plan = planned(hardware, config, workload, count)
         assert simulate_pipeline(plan, config, hardware, stages_of(plan, config, count)) >= one
+
+
+def test_sending_takes_the_links_time():
+    """So long for each token's activations, and for each message; a slower link makes no job faster."""
+    hardware, config, seen = cpu_box(), opt(2048, 24, 32), []
+    workload = Workload.uniform(32, 64, 8)
+    plan = planned(hardware, config, workload, 2, max_num_seqs=16)
+
+    def seconds(link):
+        seen.clear()
+        return simulate_pipeline(
+            plan, config, hardware, stages_of(plan, config, 2), lambda *s: seen.append(s), link=link
+        )
+
+    taken_s = []
+    for link in (Link(1e12, 0.0), Link(1e7, 3e-3)):
+        taken_s.append(seconds(link))
+        sent = [end - start for _, step, start, end in seen if step.kind == "send"]
+        tokens = 32 * (64 + 8 - 1)
+        assert sum(sent) == pytest.approx(len(sent) * link.overhead_s + tokens * 2048 * 2 / link.bytes_per_s)
+    assert taken_s[1] > taken_s[0]
 
 
 def test_a_stage_is_as_evenly_mixed_as_the_largest():
