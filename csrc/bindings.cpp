@@ -202,6 +202,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("fast_bf16", [](const std::string& isa) { return kernels_of(isa).fast_bf16; });
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", &set_num_threads);
+    m.def("follow_affinity", &follow_affinity);
     m.def("set_alone", &set_alone);
 
     m.attr("MAX_GROUP") = kTileRows;

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.python_command import python_command
+from batchgen.ops.instruction_set import follow_affinity
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -97,7 +98,7 @@ def shares_here(size: int) -> list[set[int]]:
 
 
 def keep_to(cores: set[int]) -> set[int]:
-    """From now on this thread, and those that it starts, run on these cores only; returns those of before.
+    """From now on this thread, those that it starts and the kernels run on these cores only; returns those of before.
 
     Nothing happens where there are none.
     """
@@ -105,6 +106,7 @@ def keep_to(cores: set[int]) -> set[int]:
         return set()
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
+    follow_affinity()
     return before
 
 

@@ -246,13 +246,15 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, quantization: str) -> bool:
-    """Whether the model is a weight store of these formats, or one was made of it before."""
-    if files.kind == "store":
+def existing_store(
+    files: ModelFiles, offload_dir: Path, dtype: str, quantization: str, shard: Shard | None = None
+) -> bool:
+    """Whether the model is a weight store of these formats, or one was made of it, or of the shard, before."""
+    if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
             return True
-    return is_store(store_path(offload_dir, files, dtype, quantization))
+    return is_store(store_path(offload_dir, files, dtype, quantization, shard))
 
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:

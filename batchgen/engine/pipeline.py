@@ -24,7 +24,7 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
 from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
-from batchgen.engine.parts import EngineParts
+from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.executor import Executor, OnLogits
@@ -62,6 +62,8 @@ class StageGroup(Protocol):
     def send(self, tensor: Tensor, rank: int) -> None: ...
 
     def receive(self, tensor: Tensor, rank: int) -> None: ...
+
+    def peaks(self) -> list[dict[str, int] | None]: ...
 
     def close(self, *, done: bool = True) -> None: ...
 
@@ -267,6 +269,7 @@ def load_pipeline(
         load_s=words.seconds(),
         grammars=words.grammars,
         sweeps_in_flight=len(stages),
+        peaks_of_others=group.peaks,
     )
 
 
@@ -302,12 +305,15 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
     return [(own, replace(memory, kv_blocks=blocks)) for own, memory in loads]
 
 
-def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> None:
+def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:
     """Be one of the other stages, until rank 0 says that all is done.
 
     Args:
         group: Of the pipeline.
         loads: What rank 0 has said: what each rank loads.
+
+    Returns:
+        The most bytes of each tier that this process held.
 
     Raises:
         BatchgenError: This stage has failed, or another one.
@@ -321,11 +327,12 @@ def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan
                 try:
                     sweep: _Sweep = group.told()
                 except EOFError:
-                    return
+                    break
                 chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
                 executor.run(sweep.batches, chooser.take, vocabulary_chunks=sweep.vocabulary_chunks)
                 if request.config.has_head:
                     answering.send(chooser.answers())
+    return process_peaks(executor)
 
 
 class _Sampling:

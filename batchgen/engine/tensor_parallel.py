@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8
+from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.distributed.serve import put_to_work
-from batchgen.engine.loader import LoadRequest, load_executor, load_parts, needs_store
-from batchgen.engine.parts import EngineParts, SweepRunner
+from batchgen.engine.loader import LoadRequest, load_executor, load_parts
+from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
-from batchgen.models.config import DTYPES, ModelConfig
+from batchgen.models.config import ModelConfig
+from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_quantization
 from batchgen.models.shard import Shard, shard_of
 from batchgen.runtime.batch import PackedBatch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.weight_store import WeightStore
 
 # Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
@@ -43,6 +45,7 @@ class Ranks(Protocol):
     def tell(self, message: Any) -> None: ...
     def told(self) -> Any: ...
     def ready(self) -> None: ...
+    def peaks(self) -> list[dict[str, int] | None]: ...
     def close(self, *, done: bool = True) -> None: ...
 
 
@@ -63,9 +66,9 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
     if device.kind == "cuda":
         raise InputError("--tensor-parallel is for CPUs, and not for --device cuda yet: leave it out")
-    if quantization not in (AS_FOUND, EXPANDED):
+    if quantization == INT8:
         raise InputError(
-            f"--tensor-parallel does not cut weights of {quantization}: leave --quantization out, or --tensor-parallel"
+            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --quantization int4, or leave it out"
         )
     if quantization == AS_FOUND and stored_quantization(files) == INT8:
         raise InputError(
@@ -74,12 +77,32 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
     return shard_of(config, 0, size)
 
 
+def shard_quantization(shard: Shard, quantization: str) -> str:
+    """What ranks have their weights in.
+
+    Args:
+        shard: One of them.
+        quantization: As of `loader.choose_quantization`.
+
+    Returns:
+        The same; weights in blocks that would be cut are expanded, which are the same numbers.
+
+    Raises:
+        InputError: Groups of int4 would be cut.
+    """
+    if quantization not in (INT4, *KEPT_FORMATS) or shard.divides(quantization):
+        return quantization
+    if quantization in KEPT_FORMATS:
+        return EXPANDED
+    raise InputError(
+        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --quantization"
+    )
+
+
 def check_policy(policy: Policy) -> None:
     """Refuse what ranks cannot run together. Raises InputError."""
-    if policy.weight_format not in DTYPES or needs_store(policy):
-        raise InputError(
-            "--tensor-parallel needs all weights in memory, in the dtype that is computed in: make another plan"
-        )
+    if policy.weight_format == INT8:
+        raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
     if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_CLASSES]:
         raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
 
@@ -136,10 +159,10 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
     except BaseException:
         ranks.close(done=False)
         raise
-    return replace(parts, executor=LeadingRunner(parts.executor, ranks))
+    return replace(parts, executor=LeadingRunner(parts.executor, ranks), peaks_of_others=ranks.peaks)
 
 
-def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> None:
+def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
     """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
 
     Args:
@@ -147,10 +170,15 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> Non
         request: As rank 0 has it.
         memory: As rank 0 has planned it; all ranks' parts are equally large.
 
+    Returns:
+        The most bytes of each tier that this process held.
+
     Raises:
         BatchgenError: The part cannot be loaded, or the others are lost.
     """
     shard = replace(request.shard, rank=ranks.rank)
+    if request.store is not None:
+        request = replace(request, store=rank_store(request, shard))
     executor, _ = load_executor(replace(request, shard=shard, reduce=ranks.all_reduce), memory)
     try:
         ranks.ready()
@@ -161,6 +189,20 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> Non
         pass
     finally:
         executor.close()
+    return process_peaks(executor)
+
+
+def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
+    """The weight store of a rank's part: one that was made before, or a new one beside those of the other ranks."""
+    assert request.offload_dir is not None
+    found = request.policy.weight_format
+    return find_or_convert(
+        request.files,
+        request.offload_dir,
+        request.dtype,
+        EXPANDED if found == request.dtype else found,
+        shard=shard,
+    )
 
 
 class LeadingRunner(RankZeroCounts):

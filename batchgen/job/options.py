@@ -255,7 +255,7 @@ class JobOptions:
     )
     tensor_parallel: int = _option(
         RESOURCES,
-        "run bench engine",
+        "run bench lm_eval helm engine",
         default=1,
         type=int,
         metavar="N",
@@ -295,7 +295,7 @@ class JobOptions:
     )
     pipeline: int = _option(
         RESOURCES,
-        "run",
+        "run lm_eval helm",
         default=1,
         type=int,
         metavar="N",

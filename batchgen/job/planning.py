@@ -226,24 +226,29 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
             f"{profile.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )
     profile = on_this_machine(profile)
-    if job.shard is not None:
-        given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
-        profile = rank_profile(profile, job.shard.size, whole=given)
     budgets = job.budgets
     if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
         profile = corrected_by_disk_probe(profile, job.offload_dir)
+    if job.shard is not None:
+        given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
+        profile = rank_profile(profile, job.shard.size, whole=given)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device)
     store = has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        store = existing_store(job.files, job.offload_dir, dtype, quantization)
+        store = existing_store(job.files, job.offload_dir, dtype, quantization, job.shard)
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
+    to_write = 0 if store else store_bytes(config, dtype, quantization)
+    if (
+        job.shard is not None and quantization == INT4 and not has_int4_store
+    ):  # of the whole, which ranks cut theirs from
+        to_write += store_bytes(config, dtype, quantization)
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
-        store_bytes=0 if store else store_bytes(config, dtype, quantization),
+        store_bytes=to_write,
         has_int4_store=has_int4_store,
     )
     return profile, request
@@ -325,7 +330,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
     tiers: tuple[str, ...] = TIERS
-    if request.ranks > 1 or budgets["disk"] < request.store_bytes:
+    if budgets["disk"] < request.store_bytes:
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes

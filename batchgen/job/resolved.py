@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import EXPANDED
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
-from batchgen.engine.tensor_parallel import first_shard
+from batchgen.engine.tensor_parallel import first_shard, shard_quantization
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, cache_dir, read_config
@@ -72,12 +71,21 @@ def resolve_job(options: JobOptions, files: ModelFiles, config: ModelConfig | No
     shard = None
     if options.tensor_parallel != 1:
         shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
-        config, options = shard.config, replace(options, quantization=EXPANDED)
+        config = shard.config
 
     def memory_bytes() -> int:
-        return resolve_budgets(device, cpu_memory=options.cpu_memory, gpu_memory=options.gpu_memory)["cpu"]
+        return resolve_budgets(
+            device,
+            cpu_memory=options.cpu_memory,
+            gpu_memory=options.gpu_memory,
+            processes=ranks_of_host(options.tensor_parallel),
+        )["cpu"]
 
-    return replace(_resolved(options, files, config, device, dtype, memory_bytes), shard=shard)
+    job = _resolved(options, files, config, device, dtype, memory_bytes)
+    if shard is None:
+        return job
+    quantization = shard_quantization(shard, job.options.quantization)
+    return replace(job, options=replace(job.options, quantization=quantization), shard=shard)
 
 
 def resolve_for(hardware: HardwareProfile, options: JobOptions, files: ModelFiles, config: ModelConfig) -> ResolvedJob:

@@ -11,6 +11,7 @@ _SUM_BYTES_PER_S, _SUM_OVERHEAD_S = 8e8, 3.5e-4
 _SHARED = (
     "gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise", "dram_bytes_per_s", "sampling_logits_per_s",
 )  # fmt: skip
+_DISK = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")  # all ranks read and write at the same time
 
 
 def rank_profile(hardware: HardwareProfile, size: int, *, whole: bool) -> HardwareProfile:
@@ -23,6 +24,7 @@ def rank_profile(hardware: HardwareProfile, size: int, *, whole: bool) -> Hardwa
         size: Ranks.
         whole: Whether the profile is the machine's, of which each rank has an equal part; otherwise it was measured on the rank's cores.
     """
+    hardware = hardware.scaled(**dict.fromkeys(_DISK, 1 / size))
     if whole:
         hardware = hardware.scaled(**dict.fromkeys(_SHARED, 1 / size))
     rate = _SUM_BYTES_PER_S * size / (2 * (size - 1))

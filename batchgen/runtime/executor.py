@@ -591,14 +591,14 @@ class Executor:
         b.hidden, attention = going_on
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for part, attended in self._chunks(b.hidden, attention):
-            b.routes.append(layers.route_tokens(self.config, tensors, part, attended))
+            b.routes.append(layers.route_tokens(self.config, tensors, part, attended, self._options.reduce))
 
     def _through_experts(self, step: Step, b: BatchState) -> None:
         """The rest of `_post`, once the experts are read."""
         self.weights.dequantize_experts(step.layer, step.weight_slot, b.experts)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for (part,), routes in zip(self._chunks(b.hidden) if b.routes else (), b.routes, strict=True):
-            layers.add_experts(self.config, tensors, part, routes)
+            layers.add_experts(self.config, tensors, part, routes, self._options.reduce)
         b.routes = None
 
     def _post(self, step: Step, b: BatchState) -> None:

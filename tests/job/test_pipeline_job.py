@@ -1,5 +1,6 @@
 """`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
 
+import json
 import os
 import queue
 import sys
@@ -180,6 +181,18 @@ def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
     assert output.read_text() == one.read_text()
 
 
+@pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
+def test_the_report_has_the_memory_of_every_process(flag, job, tmp_path):
+    report, log = tmp_path / "report.json", tmp_path / "log"
+    arguments = job(tmp_path / "out.jsonl", flag, 2, "--report", report)
+    assert batchgen(arguments, log) == 0, log.read_text()
+    found = json.loads(report.read_text())
+    assert [process["rank"] for process in found["processes"]] == [0, 1]
+    assert found["processes"][0]["peak_bytes"] == found["peak_bytes"]
+    assert found["processes"][1]["peak_bytes"]["cpu"] > 100e6, "torch alone takes more"
+    assert "peak memory of the 2 processes, rank 0 first: " in log.read_text()
+
+
 def launched(rank, port, arguments):
     """As a program: the command, as a launcher starts a rank of two."""
     from batchgen import cli
@@ -191,7 +204,7 @@ def launched(rank, port, arguments):
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
 def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_models, tmp_path):
-    """The output is complete; then the job is refused."""
+    """The output is complete; then the job is refused at once, and later."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     output, logs = tmp_path / "out.jsonl", [tmp_path / "log.0", tmp_path / "log.1"]
     arguments = [
@@ -199,14 +212,18 @@ def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_mode
         "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", tmp_path,
     ]  # fmt: skip
     assert batchgen(arguments, logs[0]) == 0, logs[0].read_text()
-    for more, code, said in ([], 0, ""), (["--report", tmp_path / "none" / "report"], 2, "--report"):
+    for more, codes, said, other in (
+        ([], [0, 0], "already complete", ""),
+        (["--report", tmp_path / "none" / "report"], [2, 2], "--report", "rank 1 of 2 ends: rank 0 has refused the job, and says why"),
+        (["-m", tmp_path / "no model"], [2, 1], "no model", "rank 1 of 2 ends: rank 0 has ended before it was done"),
+    ):  # fmt: skip
         port = free_port()
         words = [str(a) for a in [*arguments, flag, 2, *more]]
         processes = [start_in_process(launched, [rank, port, words], logs[rank]) for rank in (0, 1)]
         for process in processes:
             process.join()
-        assert [process.exitcode for process in processes] == [code, 0], [log.read_text() for log in logs]
-        assert said in logs[0].read_text() and not logs[1].read_text()
+        assert [process.exitcode for process in processes] == codes, [log.read_text() for log in logs]
+        assert said in logs[0].read_text() and logs[1].read_text() == (f"batchgen: {other}\n" if other else "")
 
 
 def test_an_answer_that_cannot_be_sent_is_told():

@@ -42,6 +42,7 @@ def test_two_ranks_of_a_machine_take_as_long_as_one_and_their_sums():
 def test_more_ranks_share_more_and_move_more():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     two, four = (rank_profile(box, size, whole=True) for size in (2, 4))
+    assert four.disk_read_bytes_per_s == pytest.approx(box.disk_read_bytes_per_s / 4)
     assert four.dram_bytes_per_s == pytest.approx(box.dram_bytes_per_s / 4)
     assert four.cpu.rates("gemm_flops_per_s", "float16").at(tokens=64) == pytest.approx(6e11 / 4)
     assert two.sum_bytes_per_s / four.sum_bytes_per_s == pytest.approx((2 * 3 / 4) / (2 * 1 / 2))
@@ -50,4 +51,5 @@ def test_more_ranks_share_more_and_move_more():
 def test_a_profile_of_the_ranks_own_cores_stays():
     box = cpu_box(cpu_memory_bytes=256 * GIB)
     rank = rank_profile(box, 2, whole=False)
-    assert replace(rank, sum_bytes_per_s=None, sum_overhead_s=0.0) == box
+    disk = {name: getattr(box, name) / 2 for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s")}
+    assert replace(rank, sum_bytes_per_s=None, sum_overhead_s=0.0) == replace(box, **disk), "the disk alone is shared"
