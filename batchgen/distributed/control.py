@@ -45,6 +45,9 @@ class Hub:
         ] = {}  # rank -> the most bytes of each tier that it held, once it has come to its end
         self._changed = threading.Condition()
         self._closing = False
+        self.on_lost: Callable[[], None] = lambda: (
+            None
+        )  # called, in a thread, where another rank has ended before all was done
 
     @property
     def port(self) -> int:
@@ -112,6 +115,7 @@ class Hub:
             for connection in list(self._connections.values()):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+            self.on_lost()
 
     def tell(self, message: Any) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""

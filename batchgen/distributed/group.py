@@ -1,7 +1,7 @@
 """A group of processes that run one model together: rank 0, which leads, and others that do what it says.
 
 Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
-told. Tensors go by torch.distributed's gloo.
+told. Tensors go by torch.distributed's gloo, those of a CUDA device by its NCCL.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class RankZeroRefused(BatchgenError):
 
 
 class Group:
-    """This process's place among the ranks, and how it reaches them. Tensors are in host memory.
+    """This process's place among the ranks, and how it reaches them.
+
+    Tensors are in host memory, or of a sum on the process's CUDA device.
 
     Attributes:
         rank, size: of this process, and of the group.
@@ -79,17 +81,39 @@ class Group:
             self._gloo = dist.ProcessGroupGloo(prefix, place.rank, place.size, options)
         self._options = dist.AllreduceOptions()
         self._options.timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+        self._nccl: Any = None  # once there is a sum on a CUDA device
 
     # Tensors.
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
 
+        All ranks have theirs on the same kind of device. On CUDA the current stream waits for the sum, not the caller.
+
         Raises:
             BatchgenError: A rank has ended, or does not answer.
         """
         with self._naming_ranks():
-            self._gloo.allreduce([tensor], self._options).wait()
+            backend = self._on_cuda() if tensor.is_cuda else self._gloo
+            backend.allreduce([tensor], self._options).wait()
+
+    def _on_cuda(self) -> Any:
+        """NCCL, which connects the ranks in their first sum. It is ended where a rank is lost, or kernels would wait for it for ever."""
+        if self._nccl is None:
+            import torch.distributed as dist
+
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+            store = dist.PrefixStore("batchgen/nccl", self._store)
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            if self._hub is not None:
+                self._hub.on_lost = self._nccl.abort
+        return self._nccl
+
+    def check(self) -> None:
+        """Raise BatchgenError where another rank has ended, as rank 0: sums on a CUDA device do not say so."""
+        assert self._hub is not None
+        self._hub.raise_ended(fate_of=self._fate_of)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a contiguous tensor; returns when it is on its way. Raises BatchgenError as `all_reduce`."""

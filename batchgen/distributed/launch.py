@@ -69,6 +69,20 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
     return Rank(rank, size, environment["MASTER_ADDR"], port, rank == 0 and not by_torchrun, of_host)
 
 
+def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
+    """The one CUDA device of a process, as CUDA_VISIBLE_DEVICES has it.
+
+    Args:
+        index: The process's number among the ranks of its host.
+        environment: Of the process that has started it. What a launcher has narrowed to a single device stays.
+    """
+    environment = os.environ if environment is None else environment
+    if not (visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip()):
+        return str(index)
+    names = visible.split(",")
+    return names[min(index, len(names) - 1)]
+
+
 def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[int]]:
     """The cores of each of `size` processes of a host: whole NUMA nodes where these can be shared out evenly, else as many each.
 
@@ -159,6 +173,7 @@ class Processes:
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
+            variables["CUDA_VISIBLE_DEVICES"] = own_device(rank)
             self._running[rank] = subprocess.Popen(
                 python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank]))),
                 env=variables,

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError
 from batchgen.distributed.group import Group, OthersLost, follow
-from batchgen.distributed.launch import Rank, keep_to, rank_of_environment, shares_here
+from batchgen.distributed.launch import Rank, keep_to, own_device, rank_of_environment, shares_here
 
 # What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
 # It returns the most bytes of each tier that the process held, if it knows.
@@ -32,6 +32,8 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
     """
     started_here = cores is not None
     keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
+    if not started_here:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_device(place.of_host[0])
     try:
         group = follow(place, lambda: _lost(place, started_here), on_loopback=started_here)
     except BatchgenError as error:

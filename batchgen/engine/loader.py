@@ -343,15 +343,9 @@ def load_parts(
     config, policy = request.config, request.policy
     memory = plan_load(request)
     words = load_words(request, tokenizer)
-    sampling = request.sampling or SamplingParams()
     on_planned(memory)
     executor, tiers = load_executor(request, memory, words.check)  # refused before weights are read
-    with contextlib.ExitStack() as undo:
-        undo.callback(executor.close)
-        split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
-        if tiers.driver is not None:
-            warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
-        undo.pop_all()
+    split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
     return EngineParts(
         config=config,
         tokenizer=words.tokenizer,
@@ -378,7 +372,7 @@ def load_executor(
     before_weights: Callable[[], object] = lambda: None,
     neighbours: Neighbours | None = None,
 ) -> tuple[Executor, Tiers]:
-    """Load what runs sweeps: weights, and room for KV.
+    """Load what runs sweeps: weights, and room for KV; a device has been warmed up then.
 
     Args:
         request: What to load; for a stage of a pipeline its `config` is the stage's.
@@ -407,6 +401,13 @@ def load_executor(
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
         executor = _make_executor(request, memory, tiers, weights, kv_cache, neighbours)
+        undo.pop_all()
+    with contextlib.ExitStack() as undo:
+        undo.callback(executor.close)
+        if tiers.driver is not None:
+            split, pack = splitter(request.policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
+            sampling = request.sampling or SamplingParams()
+            warm_up(executor, request.policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
         undo.pop_all()
     return executor, tiers
 
@@ -525,7 +526,7 @@ def _make_executor(
         deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
-        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
+        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,

@@ -14,6 +14,7 @@ from batchgen.core.device import Device
 from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
@@ -42,6 +43,7 @@ class Ranks(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None: ...
+    def check(self) -> None: ...
     def tell(self, message: Any) -> None: ...
     def told(self) -> Any: ...
     def ready(self) -> None: ...
@@ -65,7 +67,7 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
     if size < 1:
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
     if device.kind == "cuda":
-        raise InputError("--tensor-parallel is for CPUs, and not for --device cuda yet: leave it out")
+        _check_cuda(size)
     if quantization == INT8:
         raise InputError(
             "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --quantization int4, or leave it out"
@@ -75,6 +77,17 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
             "--tensor-parallel does not cut this model's weights of 8 bits: give --quantization bf16 to expand them"
         )
     return shard_of(config, 0, size)
+
+
+def _check_cuda(size: int) -> None:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        raise InputError(
+            "--tensor-parallel on --device cuda needs a torch with NCCL: install one, or give --device cpu"
+        )
+    if (here := ranks_of_host(size)) > (count := torch.cuda.device_count()):
+        raise InputError(f"--tensor-parallel {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
 
 
 def shard_quantization(shard: Shard, quantization: str) -> str:
@@ -184,7 +197,8 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dic
         ranks.ready()
         while True:
             batches, vocabulary_chunks = ranks.told()
-            executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks)
+            if wait := executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks):
+                wait()
     except EOFError:
         pass
     finally:
@@ -219,7 +233,10 @@ class LeadingRunner(RankZeroCounts):
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
         self._ranks.tell(([_for_others(batch) for batch in batches], vocabulary_chunks))
-        self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts)
+        # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
+        if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
+            wait()
+            self._ranks.check()
         self._in_sweep = False
 
     def drop(self, cohorts: Cohorts) -> None:

@@ -11,6 +11,7 @@ _SUM_BYTES_PER_S, _SUM_OVERHEAD_S = 8e8, 3.5e-4
 _SHARED = (
     "gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise", "dram_bytes_per_s", "sampling_logits_per_s",
 )  # fmt: skip
+_SHARED_BY_CARDS = ("cpu_decode_attention", "dram_bytes_per_s")
 _DISK = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")  # all ranks read and write at the same time
 
 
@@ -25,7 +26,13 @@ def rank_profile(hardware: HardwareProfile, size: int, *, whole: bool) -> Hardwa
         whole: Whether the profile is the machine's, of which each rank has an equal part; otherwise it was measured on the rank's cores.
     """
     hardware = hardware.scaled(**dict.fromkeys(_DISK, 1 / size))
+    link = _SUM_BYTES_PER_S
+    if (
+        hardware.gpu is not None
+    ):  # each has a card of its own; what goes between them is taken to be as fast as from the host
+        link = hardware.h2d_bytes_per_s or link
     if whole:
-        hardware = hardware.scaled(**dict.fromkeys(_SHARED, 1 / size))
-    rate = _SUM_BYTES_PER_S * size / (2 * (size - 1))
+        shared = _SHARED if hardware.gpu is None else _SHARED_BY_CARDS
+        hardware = hardware.scaled(**dict.fromkeys(shared, 1 / size))
+    rate = link * size / (2 * (size - 1))
     return replace(hardware, sum_bytes_per_s=rate, sum_overhead_s=_SUM_OVERHEAD_S)

@@ -65,7 +65,7 @@ class SweepOptions:
     `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
-    process's. reduce: as of `layers.post_attention`, on CPU tensors. makes_logits: False: of a rank that is not asked for them.
+    process's. reduce: as of `layers.post_attention`, on tensors of the compute device. makes_logits: False: of a rank that is not asked for them.
     neighbours: of a stage of a pipeline. For the rest see `Lanes`.
     """
 

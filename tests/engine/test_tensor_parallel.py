@@ -100,7 +100,6 @@ def test_ranks_have_all_of_a_model_that_is_stored_otherwise(tmp_path):
     [
         (3, "cpu", "none", "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
         (0, "cpu", "none", "must be at least 1, not 0"),
-        (2, "cuda", "none", "not for --device cuda yet"),
         (2, "cpu", "int8", "does not cut weights of int8, whose rows have one scale: give --quantization int4"),
     ],
 )
@@ -108,6 +107,21 @@ def test_what_ranks_cannot_share_is_refused(size, device, quantization, message,
     files = resolve_model(str(tiny_models("llama")[0]))
     with pytest.raises(InputError, match=re.escape(message)):
         first_shard(files, read_config(files), size, Device(device), quantization)
+
+
+@pytest.mark.parametrize(
+    ("has_nccl", "message"),
+    [
+        (False, "needs a torch with NCCL: install one, or give --device cpu"),
+        (True, "needs 2 GPUs here, one for each rank"),
+    ],
+)
+def test_cards_that_are_not_there_are_refused(has_nccl, message, tiny_models, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    files = resolve_model(str(tiny_models("llama")[0]))
+    with pytest.raises(InputError, match=message):
+        first_shard(files, read_config(files), 2, Device("cuda"), "none")
 
 
 @pytest.mark.parametrize(

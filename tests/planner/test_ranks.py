@@ -10,6 +10,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.shard import shard_of
 from batchgen.planner.ranks import rank_profile
 from batchgen.planner.search import Problem, search
+from batchgen.profiler.shipped import shipped_profile
 
 MODEL = ModelConfig.from_hf(
     {
@@ -46,6 +47,13 @@ def test_more_ranks_share_more_and_move_more():
     assert four.dram_bytes_per_s == pytest.approx(box.dram_bytes_per_s / 4)
     assert four.cpu.rates("gemm_flops_per_s", "float16").at(tokens=64) == pytest.approx(6e11 / 4)
     assert two.sum_bytes_per_s / four.sum_bytes_per_s == pytest.approx((2 * 3 / 4) / (2 * 1 / 2))
+
+
+def test_ranks_with_cards_of_their_own_share_the_host():
+    box = shipped_profile("a100")
+    rank = rank_profile(box, 2, whole=True)
+    assert rank.gpu == box.gpu and rank.sum_bytes_per_s == box.h2d_bytes_per_s
+    assert rank.dram_bytes_per_s == box.dram_bytes_per_s / 2
 
 
 def test_a_profile_of_the_ranks_own_cores_stays():

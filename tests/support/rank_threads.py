@@ -42,6 +42,9 @@ class RankThread:
         shared.barrier.wait()
         tensor.copy_(total)
 
+    def check(self):
+        assert not self.shared.failures
+
     def tell(self, message):
         for messages in self.shared.messages[1:]:
             messages.put(pickle.dumps(message))  # as it goes to another process

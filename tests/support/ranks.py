@@ -74,3 +74,9 @@ def be_killed_as_leader(path: str) -> None:
     put_to_work(group, wait_for_ever, path)
     group.ready()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_device(group: Group, path: str) -> None:
+    """Notes in a file which CUDA device the process sees."""
+    Path(f"{path}.{group.rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    group.ready()
