@@ -18,6 +18,7 @@ from command_line import invoke
 from processes import batchgen, start_batchgen
 from rank_threads import make_parts_on_ranks
 from ranks import free_port
+from thorough import quick_or
 from tiered import CPU, make_parts, make_policy, make_request
 from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
@@ -220,7 +221,7 @@ def tokens_of(parts):
     return [done[k].samples[0].token_ids for k in range(5)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", quick_or([2], [2, 4]))
 def test_processes_stream_and_unpack_their_parts(size, wide):
     path, tokens, folder = wide
     files = resolve_model(str(path))
