@@ -111,10 +111,10 @@ PARTS: dict[str, Part] = {
 CALLS: tuple[tuple[str, ...], ...] = (
     ("machine", "build", "tests-kernels"),
     ("machine", "tests-engine", "tests-policies"),
+    ("machine", "tests-ranks"),
     ("machine", "tests-scores", "profile", "llama-8b, all on the GPU", "llama-8b, KV with CPU attention"),
     ("machine", "profile", "llama-8b, KV streamed", "llama-8b, planned", "opt-30b, KV with CPU attention"),
     ("machine", "profile", "opt-30b, KV streamed", "opt-30b, planned"),
-    ("machine", "tests-ranks"),
 )
 
 
