@@ -68,6 +68,8 @@ class _SimulatedStage:
         own = replace(plan, policy=policy)
         self.costs = StepCosts(own, self.config, hardware)
         self._sweeps = Sweeps(streams_of(own, self.config))
+        # To and from host memory, where the activations of neighbours are; None where it computes there.
+        self._h2d, self._d2h = hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s
         self._on_step, self._sent_s = on_step, dict[int, float]()
         self._hidden_bytes = self.config.hidden_size * self.costs.element_bytes
         self._received_s = 0.0
@@ -86,12 +88,16 @@ class _SimulatedStage:
         self, seconds: Callable[[Step], float], loads: Sequence[BatchLoad], arrivals_s: Sequence[float]
     ) -> Callable[[Step], float]:
         def of(step: Step) -> float:
-            if step.kind == "send":
-                return loads[step.batch].tokens * self._hidden_bytes / LINK_BYTES_PER_S
-            if step.kind != "receive":
+            if step.kind not in ("send", "receive"):
                 return seconds(step)
+            load = loads[step.batch]
+            moved = load.tokens * self._hidden_bytes
+            if step.kind == "send":
+                return moved / LINK_BYTES_PER_S + (moved / self._d2h if self._d2h else 0.0)
             start_s = max(self.lanes.now_s, self._received_s)  # the lane is busy while it waits
             self._received_s = max(start_s, arrivals_s[step.batch])
+            if self._h2d and not load.hidden_on_host:
+                self._received_s += moved / self._h2d
             return self._received_s - start_s
 
         return of
@@ -158,7 +164,7 @@ def _simulate(
     sweeps = _schedule(job, len(stages))
     kinds = _kinds(sweeps)
     own_s = _between(_own_times(lanes, sweeps, _sampled(sweeps, kinds, config.num_layers)), kinds, len(sweeps))
-    return _Simulated(_last_end(sweeps, own_s), not job.has_work)
+    return _Simulated(answer_times_s([sweep.answered for sweep in sweeps], own_s)[-1], not job.has_work)
 
 
 def _schedule(job: SimulatedJob, in_flight: int) -> list[_Sweep]:
@@ -237,13 +243,21 @@ def _between(own_s: dict[int, list[float]], kinds: Sequence[Sequence[int]], coun
     return found
 
 
-def _last_end(sweeps: Sequence[_Sweep], own_s: np.ndarray) -> float:
-    """When the last stage is done with the last sweep."""
+def answer_times_s(answered: Sequence[int], own_s: np.ndarray) -> list[float]:
+    """When each sweep has come through the last stage, in seconds.
+
+    A stage takes up a sweep when it is done with the one before, and the stage before with this one; the first stage also waits for
+    tokens.
+
+    Args:
+        answered: For each sweep, how many have come through before it begins, as it needs their tokens.
+        own_s: Seconds of each sweep in every stage [sweeps, stages].
+    """
     ends_s = [0.0] * own_s.shape[1]
-    answers_s: list[float] = []
-    for sweep, seconds in zip(sweeps, own_s.tolist(), strict=True):
-        ready_s = answers_s[sweep.answered - 1] if sweep.answered else 0.0
+    found: list[float] = []
+    for known, seconds in zip(answered, own_s.tolist(), strict=True):
+        ready_s = found[known - 1] if known else 0.0
         for stage, of_stage in enumerate(seconds):
             ready_s = ends_s[stage] = max(ends_s[stage], ready_s) + of_stage
-        answers_s.append(ready_s)
-    return ends_s[-1]
+        found.append(ready_s)
+    return found
