@@ -51,6 +51,18 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def format_at_least(count: float) -> str:
+    """As `format_bytes`, rounded up: who gives that much has given enough."""
+    text = format_bytes(count)
+    number, unit = text.split()
+    step = 1 if unit == "B" else 0.1
+    return (
+        text
+        if parse_bytes(text) >= count
+        else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
+    )
+
+
 def format_seconds(seconds: float) -> str:
     """ "48 s", "3 min 20 s", "6 h 05 min"."""
     if seconds < 60:

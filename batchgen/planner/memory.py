@@ -10,7 +10,7 @@ from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, matrix_format, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
-from batchgen.core.units import format_bytes
+from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
@@ -357,5 +357,5 @@ def _too_small(
     own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
     return (
         f"{_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens beside {own};"
-        f" give at least {format_bytes((budgets[tier] + missing) * 1.01)}"
+        f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
     )

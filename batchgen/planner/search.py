@@ -17,7 +17,7 @@ from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
-from batchgen.core.units import format_bytes
+from batchgen.core.units import format_at_least, format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.bound import lower_bound_s
@@ -466,7 +466,7 @@ def explain_infeasible(problem: Problem) -> str:
     sizes = machine_bytes(problem.hardware)
     by_shortfall = sorted(least, key=lambda tier: least[tier])
     changes = [
-        f"{_TIER_FLAGS[tier]} {format_bytes(needed[tier])} ({format_bytes(least[tier])} more)"
+        f"{_TIER_FLAGS[tier]} {format_at_least(needed[tier])} ({format_bytes(least[tier])} more)"
         for tier in by_shortfall
         if needed[tier] <= sizes[tier]
     ]
@@ -476,7 +476,7 @@ def explain_infeasible(problem: Problem) -> str:
     hint = "; --quantization int4 would need less" if open_choice else ""
     if changes:
         return f"no plan fits: {what}; give at least {', or '.join(changes)}{hint}"
-    larger = ", or ".join(f"{format_bytes(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
+    larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
     return f"no plan fits: {what}; it takes a machine with at least {larger}, {problem.hardware.name} has less{hint}"
 
 
