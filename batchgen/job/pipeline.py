@@ -8,7 +8,7 @@ from dataclasses import replace
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, Policy, spread_layers
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.job.pipeline_time import simulate_pipeline
+from batchgen.job.pipeline_time import planned_sweeps_s, simulate_pipeline
 from batchgen.job.planning import Case, plan_problem, problem_of
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.workload import EstimatedWorkload
@@ -61,14 +61,14 @@ def plan_pipeline(case: Case, job: ResolvedJob, estimated: EstimatedWorkload) ->
         for first, stop in split_layers(job.config, job.options.pipeline)
     ]
     seconds = simulate_pipeline(plan, job.config, case.hardware, stages)
-    return _taking(plan, seconds, estimated.workload.num_seqs * case.hardware.row_overhead_s)
+    return _taking(plan, seconds, planned_sweeps_s(plan, case.hardware))
 
 
-def _taking(plan: Plan, sweeps_s: float, rows_s: float) -> Plan:
-    """The plan with another time for all sweeps."""
+def _taking(plan: Plan, sweeps_s: float, planned_s: float) -> Plan:
+    """The plan with another time for all sweeps. planned_s: the one that it has."""
     before = plan.prediction
-    slower = sweeps_s / max(before.total_s - before.startup_s - rows_s, 1e-9)
-    total_s = before.startup_s + rows_s + sweeps_s
+    slower = sweeps_s / planned_s
+    total_s = before.total_s - planned_s + sweeps_s
 
     def stretched(seconds: float) -> float:
         return before.startup_s + (seconds - before.startup_s) * slower

@@ -13,6 +13,7 @@ import pytest
 from planner_cases import cpu_box, opt
 from processes import batchgen, start_in_process
 from ranks import free_port
+from simulated import planned_stage, stages_of
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
@@ -22,11 +23,9 @@ from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import stage_job, stage_policy
 from batchgen.job.pipeline_time import simulate_pipeline
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.resolved import resolve_job
 from batchgen.job.simulation import simulate_job
 from batchgen.models.files import resolve_model
-from batchgen.planner.stages import split_layers
 
 ROWS = 24
 
@@ -69,25 +68,12 @@ def killing(sweep: int, arguments: list[str]) -> None:
 WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range(4, 65, 4))), 64)
 
 
-def stages_of(plan, config, count):
-    return [(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in split_layers(config, count)]
-
-
-def planned(hardware, config, workload, count, **options):
-    """The plan of a stage, as `plan_pipeline` has it."""
-    layers = max(stop - first for first, stop in split_layers(config, count))
-    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
-    problem = problem_of(hardware, config.first_layers(layers), workload, request)
-    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=("cpu", "disk")))
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
-
-
 def test_two_stages_take_little_more_than_half_of_the_time():
     """In memory, with blocks of which half is a full batch too: what is missing of two is the bubble, and the output matrix."""
     hardware, config = cpu_box(), opt(2048, 24, 32)
     seen = []
-    one = simulate_job(planned(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
-    plan = planned(hardware, config, WORKLOAD, 2, max_num_seqs=128)
+    one = simulate_job(planned_stage(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
+    plan = planned_stage(hardware, config, WORKLOAD, 2, max_num_seqs=128)
     two = simulate_pipeline(plan, config, hardware, stages_of(plan, config, 2), lambda *step: seen.append(step))
     assert 0.5 * one < two < 0.65 * one
     ends = {(step.sweep, step.batch): end for stage, step, _, end in seen if (stage, step.kind) == (0, "send")}
@@ -102,14 +88,14 @@ def test_one_row_is_in_one_stage_at_a_time():
     """A single row gains nothing: its tokens come one after the other through all layers."""
     hardware, config = cpu_box(), opt(2048, 24, 32)
     workload = Workload.uniform(1, 100, 40)
-    one = simulate_job(planned(hardware, config, workload, 1), config, hardware).total_s
+    one = simulate_job(planned_stage(hardware, config, workload, 1), config, hardware).total_s
     for count in (2, 4):
-        plan = planned(hardware, config, workload, count)
+        plan = planned_stage(hardware, config, workload, count)
         assert simulate_pipeline(plan, config, hardware, stages_of(plan, config, count)) >= one
 
 
 def test_a_stage_is_as_evenly_mixed_as_the_largest():
-    plan = planned(cpu_box(), opt(2048, 24, 32), WORKLOAD, 2)
+    plan = planned_stage(cpu_box(), opt(2048, 24, 32), WORKLOAD, 2)
     policy = replace(plan.policy, weight_layers=dict.fromkeys(plan.policy.weight_layers, (0, 6, 6)))
     assert stage_policy(policy, 8).weight_layers == dict.fromkeys(policy.weight_layers, (0, 4, 4))
     assert stage_policy(policy, 12) == policy
