@@ -1,0 +1,125 @@
+"""Four settings of an emulated accelerator and a job, in each of which something else is scarce, so that another way is the fastest.
+
+The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a large part of
+a sweep; with few layers, so that a deferred token takes few sweeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Workload
+from batchgen.engine.loader import store_bytes
+from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
+from batchgen.job.ways import NoWay, best_plan, way_of, ways_for
+from batchgen.models.config import ModelConfig
+
+MIB = 1 << 20
+TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A device, and rows of equal lengths in tokens.
+
+    Attributes:
+        scarce: what there is too little of, and so which way is to be the fastest.
+        winners: names of ways; the plan is to go one of them.
+    """
+
+    name: str
+    scarce: str
+    winners: tuple[str, ...]
+    device: Device
+    rows: int
+    prompt: int
+    output: int
+
+    @property
+    def workload(self) -> Workload:
+        return Workload.uniform(self.rows, self.prompt, self.output)
+
+
+SETTINGS = (
+    Setting(
+        "all fits",
+        "nothing but time: all KV fits the device, the CPU attends slowly, and the job ends before deferred tokens would pay",
+        ("GPU-only",),
+        Device("emulated", 256 * MIB, 2e9, 2e9, slowdown=2.0, cpu_slowdown=8.0),
+        rows=96,
+        prompt=128,
+        output=64,
+    ),
+    Setting(
+        "fast CPU",
+        "memory of the device and its link: the CPU attends faster than the device, in the time that a second batch takes",
+        ("NEO",),
+        Device("emulated", 96 * MIB, 2e8, 2e8, slowdown=4.0),
+        rows=96,
+        prompt=128,
+        output=128,
+    ),
+    Setting(
+        "slow CPU",
+        "memory of the device, its link and the CPU: a second batch costs more than the CPU saves, deferred tokens cost little",
+        ("APEX",),
+        Device("emulated", 80 * MIB, 2e8, 2e8, slowdown=2.0, cpu_slowdown=4.0),
+        rows=192,
+        prompt=64,
+        output=96,
+    ),
+    Setting(
+        "fast link",
+        "memory of the device and the CPU: KV comes over the link sooner than the CPU could attend to it",
+        ("FlexGen", "Pie"),
+        Device("emulated", 80 * MIB, 8e9, 8e9, slowdown=4.0, cpu_slowdown=16.0),
+        rows=96,
+        prompt=128,
+        output=96,
+    ),
+)
+
+
+def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
+    """What is asked of each plan."""
+    return PlanRequest(
+        "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
+        store_bytes=store_bytes(config, "bfloat16", "none"),
+    )  # fmt: skip
+
+
+def plans_of(
+    setting: Setting, hardware: HardwareProfile, config: ModelConfig, process_bytes: int
+) -> tuple[dict[str, Plan], dict[str, str], str]:
+    """The plan that is chosen and the best one of every way, why others cannot be gone, and which way the chosen one goes."""
+    request = request_of(config, process_bytes)
+    problem = problem_of(hardware, config, setting.workload, request)
+    plans = {"chosen": plan_job(problem, request, **TIMES)}
+    reasons = {}
+    for way in ways_for(problem):
+        try:
+            plans[way.name] = best_plan(way, problem, plan_maker(problem, request, **TIMES))
+        except (NoWay, InputError) as error:
+            reasons[way.name] = str(error)
+    return plans, reasons, way_of(plans["chosen"].policy, ways_for(problem))
+
+
+def seconds_of(plans: dict[str, Plan]) -> Iterator[tuple[str, float]]:
+    """Simulated seconds of each plan's sweeps."""
+    for name, plan in plans.items():
+        yield name, plan.prediction.total_s - plan.prediction.startup_s
