@@ -7,17 +7,19 @@ a sweep; with few layers, so that a deferred token takes few sweeps.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile
+from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import store_bytes
 from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
 from batchgen.job.ways import NoWay, best_plan, way_of, ways_for
 from batchgen.models.config import ModelConfig
+from batchgen.profiler.emulated import own_core_profile
 
 MIB = 1 << 20
 TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
@@ -93,6 +95,44 @@ SETTINGS = (
         output=96,
     ),
 )
+
+
+def _constant(rate: float) -> dict[str, Rates]:
+    return {"bfloat16": Rates((), rate)}
+
+
+# One core of a server's CPU, in round numbers.
+ROUND_CORE = HardwareProfile(
+    name="one core in round numbers",
+    cpu=ComputeRates(
+        gemm_flops_per_s={
+            "bfloat16": Rates(("tokens",), ((1, 1.6e10), (4, 6e10), (16, 1.5e11), (64, 1.7e11), (1024, 1.8e11)))
+        },
+        prefill_attention_flops_per_s=_constant(7e10),
+        shared_attention_flops_per_s=_constant(8e10),
+        decode_attention_bytes_per_s=_constant(8e9),
+        elementwise_bytes_per_s=_constant(6e9),
+        step_overhead_s=1e-4,
+    ),
+    gpu=None,
+    cpu_memory_bytes=8 << 30,
+    disk_bytes=50 << 30,
+    dram_bytes_per_s=1.5e10,
+    disk_read_bytes_per_s=2e9,
+    disk_write_bytes_per_s=1e9,
+    load_bytes_per_s=1e9,
+    sampling_logits_per_s=1e9,
+    sweep_overhead_s=3e-4,
+    sequence_overhead_s=1e-5,
+)
+ROUND_PROCESS_BYTES = 300 * MIB
+
+
+def round_machine(device: Device) -> HardwareProfile:
+    """The machine of two such cores, one of which is the device's: nothing is measured."""
+    links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
+    sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
+    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
 
 
 def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:

@@ -43,7 +43,7 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
         # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
         copy_bytes_per_s=1 / min(free_s),
     )
-    return emulated if device.slowdown is None else _with_own_core(emulated, device, core or cpu)
+    return emulated if device.slowdown is None else own_core_profile(emulated, device, core or cpu)
 
 
 # What a slower device does all of more slowly. Tokens are sampled on it, too.
@@ -58,13 +58,19 @@ _SLOWED = (
 )
 
 
-def _with_own_core(emulated: HardwareProfile, device: Device, core: HardwareProfile) -> HardwareProfile:
-    """The same where the device computes on a core of its own, which its copies use while it sleeps."""
-    assert emulated.gpu is not None and device.slowdown is not None
-    waits_s = emulated.gpu.step_overhead_s - emulated.cpu.step_overhead_s
-    step_s = device.slowdown * core.cpu.step_overhead_s + waits_s
+def own_core_profile(profile: HardwareProfile, device: Device, core: HardwareProfile) -> HardwareProfile:
+    """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
+
+    Args:
+        profile: With any `gpu` that computes on the CPU's cores. What its layers take longer than the CPU's stays.
+        device: How much slower it is than its core.
+        core: What was measured on a core, as a CPU.
+    """
+    assert profile.gpu is not None and device.slowdown is not None
+    waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
+    step_s = device.slowdown * core.cpu.step_overhead_s + device.step_overhead_s + waits_s
     profile = replace(
-        emulated,
+        profile,
         gpu=replace(core.cpu, step_overhead_s=step_s),
         sampling_logits_per_s=core.sampling_logits_per_s,
         sweep_overhead_s=core.sweep_overhead_s,

@@ -35,5 +35,7 @@ def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
     arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", gpu_bytes)}
     if not device.accelerated:
         return Tiers("cpu", arenas)
-    own_core = None if device.slowdown is None else OwnCore(device.slowdown, device.cpu_slowdown)
+    own_core = (
+        None if device.slowdown is None else OwnCore(device.slowdown, device.cpu_slowdown, device.step_overhead_s)
+    )
     return Tiers("gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)), own_core=own_core)

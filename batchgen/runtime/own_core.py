@@ -33,13 +33,13 @@ class Pace:
         self._late_s = 0.0
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Ends no sooner than the work inside is to take; what it waits for counts as a part of that, not as work."""
+    def kept(self, overhead_s: float = 0.0) -> Iterator[None]:
+        """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
         started, busy = time.perf_counter(), time.thread_time()
         yield
-        if self._slowdown == 1:
+        if self._slowdown == 1 and not overhead_s:
             return
-        end = started + self._slowdown * (time.thread_time() - busy) - self._late_s
+        end = started + self._slowdown * (time.thread_time() - busy) + overhead_s - self._late_s
         if (left := end - time.perf_counter()) > 0:
             time.sleep(left)
             self._late_s = min(_MOST_LATE_S, max(0.0, time.perf_counter() - end))
@@ -50,18 +50,20 @@ class Pace:
 class OwnCore:
     """The cores of a process, shared out between an emulated accelerator and the CPU."""
 
-    def __init__(self, slowdown: float, cpu_slowdown: float = 1.0) -> None:
+    def __init__(self, slowdown: float, cpu_slowdown: float = 1.0, step_overhead_s: float = 0.0) -> None:
         """Take the last of the cores for the accelerator.
 
         Args:
             slowdown: Of what the accelerator computes.
             cpu_slowdown: Of CPU attention.
+            step_overhead_s: Of one layer of one micro-batch.
 
         Raises:
             InputError: There are not two cores.
         """
         self._core, self._others = own_core()
         self._paces = {"compute": Pace(slowdown), "cpu_attention": Pace(cpu_slowdown)}
+        self._step_overhead_s = step_overhead_s
         self._threads = kernels.num_threads()
         kernels.set_num_threads(min(self._threads, len(self._others)))
 
@@ -78,7 +80,11 @@ class OwnCore:
     def pace(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Inside, a Step's work takes as long as it is to."""
         pace = self._paces.get(step.lane)
-        return contextlib.nullcontext() if pace is None or step.kind in _COPIES else pace.kept()
+        if pace is None or step.kind in _COPIES:
+            return contextlib.nullcontext()
+        return pace.kept(
+            self._step_overhead_s if step.kind == "pre" else 0.0
+        )  # each micro-batch has one of these in each layer
 
     def close(self) -> None:
         """Gives the kernels their threads back."""

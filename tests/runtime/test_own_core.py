@@ -28,7 +28,11 @@ def model(tiny_models):
 
 
 @pytest.mark.parametrize(
-    "text", ["emulated:gpu-memory=1GiB,slowdown=2", "emulated:gpu-memory=1GiB,h2d=2GiB/s,slowdown=1.5,cpu-slowdown=4"]
+    "text",
+    [
+        "emulated:gpu-memory=1GiB,slowdown=2",
+        "emulated:gpu-memory=1GiB,h2d=2GiB/s,slowdown=1.5,step-overhead=2.5ms,cpu-slowdown=4",
+    ],
 )
 def test_a_device_is_written_as_it_is_read(text):
     device = parse_device(text)
@@ -36,10 +40,19 @@ def test_a_device_is_written_as_it_is_read(text):
 
 
 @pytest.mark.parametrize(
-    "option", ["slowdown=0.5", "slowdown=x", "slowdown=inf", "slowdown=nan", "slowdown=", "cpu-slowdown=2"]
+    "option",
+    [
+        "slowdown=0.5",
+        "slowdown=x",
+        "slowdown=inf",
+        "slowdown=nan",
+        "slowdown=",
+        "cpu-slowdown=2",
+        "slowdown=1,step-overhead=-1ms",
+    ],
 )
 def test_a_device_that_cannot_be_is_refused(option):
-    with pytest.raises(InputError, match="slowdown"):
+    with pytest.raises(InputError, match=r"slowdown|step-overhead"):
         parse_device(f"emulated:gpu-memory=1GiB,{option}")
 
 
