@@ -1,4 +1,4 @@
-"""The ways of the papers on an emulated accelerator, predicted and measured: four settings (`way_settings.py`), in each the plan that
+"""The ways of the papers on an emulated accelerator, predicted and measured: the settings of `way_settings.py`, in each the plan that
 the planner chooses and the best one of every way that can be gone. In each another way is the fastest, as something else is scarce.
 
 Times are those of the sweeps. The accelerator has a core of its own, so that CPU attention runs beside it, and sleeps for the rest of
