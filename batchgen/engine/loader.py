@@ -532,7 +532,7 @@ def _make_executor(
         makes_logits=request.shard is None or request.shard.rank == 0,
         neighbours=neighbours,
         serial=request.serial,
-        shared_cores=request.device.kind == "emulated",
+        shared_cores=request.device.shares_cores,
         on_step=request.on_step,
     )
     executor = Executor(request.config, weights, kv_cache, tiers, options)

@@ -9,9 +9,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.cores import on_cores, own_core
+from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
     FORMAT_BYTES,
@@ -203,7 +206,8 @@ def request_of(job: ResolvedJob) -> PlanRequest:
 def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, quantization = job.config, job.dtype, job.device, job.options.quantization
-    profile = find_hardware(
+    find = partial(
+        find_hardware,
         job.options.hardware,
         dtype=dtype,
         offload_dir=job.offload_dir,
@@ -217,6 +221,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
+    profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
         raise InputError(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
@@ -233,7 +238,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
         profile = rank_profile(profile, job.shard.size, whole=given)
     if device.kind == "emulated":
-        profile = emulated_profile(profile, device)
+        profile = emulated_profile(profile, device, core)
     store = has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
         store = existing_store(job.files, job.offload_dir, dtype, quantization, job.shard)
@@ -254,6 +259,17 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     return profile, request
 
 
+def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[HardwareProfile, HardwareProfile | None]:
+    """The profile of the cores that the CPU has, and of the core that an emulated device has, where it has one of its own.
+
+    find: `find_hardware`, but for `cores`. Raises InputError.
+    """
+    if device.slowdown is None:
+        return find(), None
+    core, others = own_core()
+    return find(cores=others), find(cores=core)
+
+
 def find_hardware(
     name: str | None,
     *,
@@ -264,6 +280,7 @@ def find_hardware(
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
+    cores: frozenset[int] | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
@@ -278,6 +295,7 @@ def find_hardware(
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
+        cores: To measure on; None: all that this process may use.
         notify: Told what is measured.
 
     Raises:
@@ -296,15 +314,16 @@ def find_hardware(
     wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
-    profile = recall_or_measure(
-        wanted,
-        cache_dir=cache_dir(),
-        offload_dir=offload_dir,
-        refresh=refresh,
-        memory_bytes=memory_bytes,
-        notify=notify,
-    )
-    return corrected_by_probe(profile, dtype)
+    with contextlib.nullcontext() if cores is None else on_cores(cores):
+        profile = recall_or_measure(
+            wanted,
+            cache_dir=cache_dir(),
+            offload_dir=offload_dir,
+            refresh=refresh,
+            memory_bytes=memory_bytes,
+            notify=notify,
+        )
+        return corrected_by_probe(profile, dtype)
 
 
 def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:

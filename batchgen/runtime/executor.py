@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.own_core import OwnCore
 from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
 from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Step, Sweeps
@@ -138,7 +140,8 @@ class Executor:
         return self._compute_tier
 
     def _make_lanes(self) -> Lanes | StreamLanes:
-        options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": _prepare_thread}
+        on_thread = partial(_prepare_thread, own_core=self._tiers.own_core)
+        options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": on_thread}
         perform = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
         if self._tiers.driver is None:
             return Lanes(lambda step: perform()(step), shared_cores=self._options.shared_cores, **options)
@@ -164,7 +167,7 @@ class Executor:
         On a device with streams the sweep may only have been launched; then the function returned waits for it.
         """
         self._vocabulary_chunks = vocabulary_chunks
-        with _kernels_alone():
+        with _kernels_alone(), self._computing():
             wait = self._run(batches, on_logits, Cohorts() if cohorts is None else cohorts)
         if wait is not None and self._tokens is None:
             wait()
@@ -196,7 +199,7 @@ class Executor:
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
         cohorts = Cohorts()
-        with self.lanes.one_by_one(), _kernels_alone():
+        with self.lanes.one_by_one(), _kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
                 while to_run:
@@ -396,8 +399,14 @@ class Executor:
         if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
             self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
 
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        own_core = self._tiers.own_core
+        return contextlib.nullcontext() if own_core is None else own_core.computing()
+
     def _perform(self, step: Step) -> None:
-        getattr(self, f"_{step.kind}")(step, self._batch_of.pop(step.id))
+        work, own_core = getattr(self, f"_{step.kind}"), self._tiers.own_core
+        with contextlib.nullcontext() if own_core is None else own_core.pace(step):
+            work(step, self._batch_of.pop(step.id))
 
     # Each kind of Step by its name. Weights.
 
@@ -675,8 +684,10 @@ class Executor:
 _of_thread = threading.local()
 
 
-def _prepare_thread(lane: str) -> None:
+def _prepare_thread(lane: str, own_core: OwnCore | None = None) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
+    if own_core is not None:
+        own_core.keep_lane(lane)
     _of_thread.inference = torch.inference_mode()  # until the thread ends
     _of_thread.inference.__enter__()
     torch.set_num_threads(1)
