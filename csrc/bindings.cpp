@@ -147,7 +147,8 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
         void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
         run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
         Linear packed = args;
-        packed.w = whole, packed.packed = true, packed.packing = BlockType::F32;
+        packed.w = whole, packed.packed = packed.unpacked = true;
+        if (!cut.keeps_runs) packed.packing = BlockType::F32;
         run_linear_panels(kernels, packed, cut, first, stop);
     }
 }

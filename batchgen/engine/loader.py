@@ -168,7 +168,7 @@ def choose_quantization(
 ) -> str:
     """As of `resolve_quantization`; weights that were found packed are expanded where that takes little of the memory.
 
-    Both hold the same numbers. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
+    Both hold the same numbers, but for their rounding to the dtype. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
 
     Args:
         files: The model.

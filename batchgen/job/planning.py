@@ -454,7 +454,7 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     weights = {weight_format_of(job.dtype, options.quantization)}
-    # Rows of blocks hold the same numbers as found and expanded; kernels for GPUs know the latter alone.
+    # Rows of blocks hold the same numbers as found and expanded, but for rounding; kernels for GPUs know the latter alone.
     if not changes_results(options.quantization) and job.device.kind != "cuda":
         weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (

@@ -275,7 +275,8 @@ def linear(
 
     With a gated activation the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
-    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight.
+    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight. With bf16 on
+    AVX-512 BF16 their codes are multiplied and scales applied to sums in fp32: these are sums of weights that are not rounded.
     """
     packed, coded, in_gguf = (
         isinstance(weight, PackedWeight),

@@ -163,6 +163,14 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 
 #ifdef BATCHGEN_FAST_BF16
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+// Of each half of a lane, which of some numbers of bf16 its lowest bits stand for.
+struct PairTable {
+    vi first, second;
+    explicit PairTable(const bf16* numbers)
+        : first(load_int((const uint32_t*)numbers)), second(load_int((const uint32_t*)(numbers + 32))) {}
+    vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, first); }
+    vi of_64(vi index) const { return _mm512_permutex2var_epi16(first, index, second); }
+};
 // Numbers as bf16: pairs of neighbours of the first, then of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: the first half of them, and the second.
