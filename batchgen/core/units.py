@@ -56,11 +56,7 @@ def format_at_least(count: float) -> str:
     text = format_bytes(count)
     number, unit = text.split()
     step = 1 if unit == "B" else 0.1
-    return (
-        text
-        if parse_bytes(text) >= count
-        else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
-    )
+    return text if parse_bytes(text) >= count else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

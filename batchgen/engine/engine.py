@@ -292,8 +292,9 @@ class Engine:
 
     @property
     def used_kv_blocks(self) -> int:
-        """Blocks that sequences in flight hold, in all tiers."""
-        return sum(pool.num_used for pool in self._pools.values())
+        """Blocks that sequences in flight hold, in all tiers; those of layers with a sliding window besides, where they are apart."""
+        pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
+        return sum(pool.num_used for pool in pools)
 
     def close(self) -> None:
         """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""

@@ -33,7 +33,8 @@ from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest, resolve_quantization
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
-from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
+from batchgen.planner.kv_memory import Demand
+from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -479,6 +480,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
         on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
+        window_blocks=memory.window_blocks or None,
     )
     return kv_cache
 

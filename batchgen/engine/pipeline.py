@@ -11,7 +11,7 @@ import contextlib
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -300,9 +300,18 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
             on_load=None,
         )
         loads.append((own, plan_load(own)))
-    tiers = loads[0][1].kv_blocks
-    blocks = {tier: min(memory.kv_blocks[tier] for _, memory in loads) for tier in tiers}
-    return [(own, replace(memory, kv_blocks=blocks)) for own, memory in loads]
+    fewest = _fewest([memory.kv_blocks for _, memory in loads])
+    of_windows = [memory for _, memory in loads if memory.window is not None]  # of stages that have such layers
+    pools = {
+        "kv_blocks": fewest,
+        "window": max((memory.window for memory in of_windows), default=None),
+        "window_blocks": _fewest([memory.window_blocks for memory in of_windows]),
+    }
+    return [(own, replace(memory, **pools)) for own, memory in loads]
+
+
+def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {tier: min(blocks[tier] for blocks in pools) for tier in (pools[0] if pools else ())}
 
 
 def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:

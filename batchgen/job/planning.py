@@ -474,7 +474,8 @@ def _first_touch_s(best: Candidate) -> float:
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.block_size))
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
+    token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
+    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -27,7 +27,7 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch import PackedBatch, Segment, empty_batch
-from batchgen.runtime.batch_state import BatchPart, BatchState, Plans
+from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.memory.activations import Activations
@@ -241,11 +241,14 @@ class Executor:
         """Zeros in the blocks of memory that the batch's new KV went to."""
         for segment in packed.segments:
             resident = segment.residency == "resident"
-            slots = packed.staging.host_slots if segment.residency == "staged" else segment.slots
-            blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
-            for layer in layers if len(blocks) else ():
-                pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
-                pool.index_fill_(0, blocks.to(pool.device), 0)
+            for layer in layers:
+                window = self.config.windows[layer]
+                staged = segment.residency == "staged"
+                slots = packed.staging[window].host_slots if staged else segment.slots[window]
+                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+                if len(blocks):
+                    pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
+                    pool.index_fill_(0, blocks.to(pool.device), 0)
 
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
@@ -315,24 +318,33 @@ class Executor:
                 begins = self._prepare_cohort(packed, segment, plans)
                 continue
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
-            tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
+            tokens, slots = slice(segment.start, segment.stop), self._uploaded(segment.slots)
             parts[segment.residency] = BatchPart(tokens, slots, rows, plans)
         in_place = None
         if packed.in_place:
             plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
-            in_place = replace(parts["staged"], slots=upload(packed.in_place.slots, self._device), plans=plans)
-        moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
+            in_place = replace(parts["staged"], slots=self._uploaded(packed.in_place.slots), plans=plans)
+        moves = None
+        if packed.staging:
+            moves = for_each(packed.staging, lambda staging: self.kv_cache.prepare(staging, self._device))
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
         return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
 
-    def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
+    def _uploaded(self, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
+        return for_each(slots, lambda own: upload(own, self._device))
+
+    def _rows_on_host(self, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """By sliding window, the rows of the host's pool, flat, where K and V of the segment's tokens go."""
         shape = self.kv_cache.shape
-        keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
-        return keys, keys + shape.kv_heads * shape.block_size
+
+        def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
+            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.block_size).numpy(), self._device)
+            return keys, keys + shape.kv_heads * shape.block_size
+
+        return for_each(segment.slots, rows)
 
     def _prepare_cohort(self, packed: PackedBatch, segment: Segment, plans: Plans) -> CohortRows:
         positions = upload(packed.positions[segment.start : segment.stop], self._device)
@@ -428,16 +440,16 @@ class Executor:
     # KV of staged sequences.
 
     def _read_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.read(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.read(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _load_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.load(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.load(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _store_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.store(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.store(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _write_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.write(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.write(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     # Activations.
 
@@ -521,7 +533,7 @@ class Executor:
                 part, kv = b.in_place, self.kv_cache.pools["cpu"][step.layer]
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
-            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
+            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots[window], **options)
             b.attended[residency] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
 
     def _softmax(self, step: Step, device: torch.device) -> dict:
@@ -540,7 +552,7 @@ class Executor:
         q, k, v = self._qkv_for_host(step, b.qkv[part.tokens], b.positions_of(part.tokens))
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(part.rows, (k, v), strict=True):
+        for rows, new in zip(part.rows[self.config.windows[step.layer]], (k, v), strict=True):
             d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
         sent, attended = self.activations.exchange(len(q))
         d2h.copy(sent, q.contiguous())
@@ -560,8 +572,8 @@ class Executor:
     # Sequences whose attention is deferred: they are in no batch meanwhile.
 
     def _send_deferred(self, step: Step, b: BatchState) -> None:
-        pool = self.kv_cache.pools["cpu"][step.layer]
-        self._cohort_of.pop(step.id).send(self.links[1], pool, self.activations.deferred[0])
+        pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
+        self._cohort_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
 
     def _attend_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
