@@ -102,7 +102,7 @@ bench: install
 kill-check: install
 	$(BIN)/python benchmarks/kills.py --kills 200 --interrupts 200
 
-# On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks. CALL=1 (to 5) runs a part
+# On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks. CALL=1 (to 6) runs a part
 # of it that takes less than nine minutes; GPU_WHEELS names a folder of wheels for what is not installed there.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) \

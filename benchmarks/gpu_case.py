@@ -39,7 +39,8 @@ from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
 from batchgen.models.tokenizer import NoText
-from batchgen.planner.memory import Demand, plan_memory
+from batchgen.planner.kv_memory import Demand
+from batchgen.planner.memory import plan_memory
 from batchgen.runtime.steps.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")

@@ -95,6 +95,7 @@ PARTS: dict[str, Part] = {
     "tests-kernels": _tests(390, "tests/ops/test_triton.py"),
     "tests-engine": _tests(120, "tests/engine/test_gpu_engine.py"),
     "tests-policies": _tests(280, "tests/engine/test_tiers.py"),
+    "tests-ranks": _tests(180, "tests/engine/test_gpu_ranks.py"),
     "tests-scores": _tests(180, "tests/engine/test_scoring_tiers.py"),
     "profile": Part((str(HERE / "gpu_profile.py"), "--output", str(PROFILE)), 80, PROFILE),
     # Everything on the GPU: decode sweeps are captured graphs.
@@ -110,6 +111,7 @@ PARTS: dict[str, Part] = {
 CALLS: tuple[tuple[str, ...], ...] = (
     ("machine", "build", "tests-kernels"),
     ("machine", "tests-engine", "tests-policies"),
+    ("machine", "tests-ranks"),
     ("machine", "tests-scores", "profile", "llama-8b, all on the GPU", "llama-8b, KV with CPU attention"),
     ("machine", "profile", "llama-8b, KV streamed", "llama-8b, planned", "opt-30b, KV with CPU attention"),
     ("machine", "profile", "opt-30b, KV streamed", "opt-30b, planned"),

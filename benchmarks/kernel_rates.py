@@ -1,10 +1,11 @@
 """The C++ kernels against what the machine does: each rate beside the rate of plain reads, of torch's own attention or of
-torch's own matrix products, measured in turn in the same run. Decode and the expansion of weights on the machine's best instruction
+torch's own matrix products, and weights in blocks beside bf16 ones, measured in turn in the same run. Decode and the expansion of weights on the machine's best instruction
 set, the others on each that it has.
 
     python benchmarks/kernel_rates.py
     python benchmarks/kernel_rates.py --only decode --rounds 1
     python benchmarks/kernel_rates.py --only linear --rounds 1 --seconds 0.02 --tokens 1,64,1024 --keep
+    python benchmarks/kernel_rates.py --only packed --rounds 3 --seconds 0.1 --keep  # weights in blocks against bf16
 
 The result goes to benchmarks/results/kernels-CPU.json, named after the kind of CPU, so that those of other machines stay. With --keep
 what is not measured now stays in it.
@@ -44,6 +45,7 @@ INT4_TARGET, PREFILL_TARGET = 1.5, 3.0
 LINEAR_TARGET, LINEAR_WORST = 1.15, 0.95
 LINEAR_SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (8192, 2048), (3072, 3072), (4096, 14336))  # columns, depth
 LINEAR_TOKENS = [4**i for i in range(7)]
+PACKED_TARGET, PACKED_SHAPE, PACKED_TOKENS = 2.5, (3072, 8192), (1, 4, 8, 16)
 # Instruction sets that have a row, measured or not.
 SETS = {"x86_64": ("amx", "avx512_bf16", "avx512", "avx2")}
 
@@ -204,6 +206,38 @@ def linear_seconds(
     )
 
 
+def packed(measured: Measured, name: str, at_least_s: float) -> None:
+    """Weights in blocks beside bf16 ones, all of them from beyond the nearest caches; and what bf16 ones read."""
+    columns, depth = PACKED_SHAPE
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(columns, depth, generator=draw).bfloat16()
+    bf16 = [dispatch.pack_weight(numbers.clone(), isa=name) for _ in range(2)]
+    for weight_format, (values, block_bytes) in formats.BLOCK_FORMATS.items():
+        blocks = [small_blocks(columns, depth // values * block_bytes, draw) for _ in range(4)]
+        kept = [kernels.pack_blocks(kernels.BlockWeight(b, weight_format, name), torch.bfloat16) for b in blocks]
+        for rows in PACKED_TOKENS:
+            x = torch.randn(rows, depth, generator=draw).bfloat16()
+            kept_s, bf16_s = best_seconds(
+                [
+                    lambda i, x=x, kept=kept: kernels.linear(x, kept[i % 4]),
+                    lambda i, x=x: kernels.linear(x, bf16[i % 2]),
+                ],
+                at_least_s,
+            )
+            measured.add(
+                f"{name}: {weight_format} to bf16 weights, {columns}x{depth}, {rows} tokens",
+                PACKED_TARGET,
+                ratio=bf16_s / kept_s,
+                gb_per_s=blocks[0].nbytes / kept_s / 1e9,
+                bf16_gb_per_s=numbers.nbytes / bf16_s / 1e9,
+            )
+
+
+def small_blocks(rows: int, row_bytes: int, draw: torch.Generator) -> torch.Tensor:
+    """Random blocks of any format: no byte is above 63, so scales are numbers below 2, whichever their type."""
+    return torch.randint(0, 64, (rows, row_bytes), dtype=torch.uint8, generator=draw)
+
+
 def clock() -> float:
     """With one thread its own time, in which others on the machine have no part."""
     return time.thread_time() if kernels.num_threads() == 1 else time.perf_counter()
@@ -285,6 +319,8 @@ def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
                     prefill(measured, name, args.seconds)
                 if args.only in (None, "linear"):
                     linear(measured, name, args.seconds, args.tokens)
+                if args.only in (None, "packed"):
+                    packed(measured, name, args.seconds)
         if args.only in (None, "expansion"):
             expansion(measured, args.seconds)
     return measured.summary()
@@ -292,7 +328,7 @@ def measure(args: argparse.Namespace, sets: list[str]) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["decode", "prefill", "linear", "expansion", "choice"])
+    parser.add_argument("--only", choices=["decode", "prefill", "linear", "packed", "expansion", "choice"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.25, help="of each measurement, at least")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=LINEAR_TOKENS)

@@ -40,16 +40,16 @@ SHAPE = {
 }
 
 
-def model_in(work_dir: Path) -> Path:
-    """The benchmark's model, made where it is not there yet."""
+def model_in(work_dir: Path, shape: dict[str, int] = SHAPE) -> Path:
+    """A model of this shape, made where it is not there yet."""
     path = work_dir / "model"
-    make_model(path, **SHAPE)
+    make_model(path, **shape)
     return path
 
 
-def prompts(rows: int, length: int, seed: int = 0) -> list[list[int]]:
+def prompts(rows: int, length: int, seed: int = 0, vocab_size: int = SHAPE["vocab_size"]) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(SHAPE["vocab_size"]) for _ in range(length)] for _ in range(rows)]
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(rows)]
 
 
 def run(*args: Any, **options: Any) -> dict[str, Any]:

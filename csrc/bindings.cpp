@@ -147,7 +147,8 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
         void* whole = at(Address(unpacked) - first * bytes);  // where all panels would begin
         run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
         Linear packed = args;
-        packed.w = whole, packed.packed = true, packed.packing = BlockType::F32;
+        packed.w = whole, packed.packed = packed.unpacked = true;
+        if (!cut.keeps_runs) packed.packing = BlockType::F32;
         run_linear_panels(kernels, packed, cut, first, stop);
     }
 }
@@ -202,6 +203,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("fast_bf16", [](const std::string& isa) { return kernels_of(isa).fast_bf16; });
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", &set_num_threads);
+    m.def("follow_affinity", &follow_affinity);
     m.def("set_alone", &set_alone);
 
     m.attr("MAX_GROUP") = kTileRows;

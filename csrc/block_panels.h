@@ -4,7 +4,8 @@
 // columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for each four depths. A
 // word has eight slots of four bits: slot i is the code of number i of these depths in the order of an operand, in that lane.
 // Codes of more than four bits have their upper bits in a second plane of words; words of which fewer bits are used share one,
-// shifted.
+// shifted. Where codes themselves are multiplied (linear_runs.h) an operand's pair is in the slots i and i + 4, and codes of
+// eight bits are bytes of both planes.
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
@@ -26,6 +27,7 @@ inline void put_half(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 2 *
 template <int Offset>
 struct HalfScale {
     static constexpr int kBytes = 2;
+    static constexpr bool kMinimums = false;  // but for what offsets make of scales
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         scale = halves_at(at, c), minimum = mul(scale, set1(-Offset));
     }
@@ -34,6 +36,7 @@ struct HalfScale {
 
 struct HalfScaleAndMinimum {
     static constexpr int kBytes = 4;
+    static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         scale = halves_at(at, c), minimum = halves_at(at, kPanel + c);
     }
@@ -42,6 +45,7 @@ struct HalfScaleAndMinimum {
 
 struct ExponentScale {
     static constexpr int kBytes = 1;
+    static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         const Lanes e = (Lanes)load_bytes(at + c);
         // 2^(e - 128) is of the lowest exponents a number without a leading one.
@@ -55,6 +59,7 @@ struct ExponentScale {
 // one.
 struct SixBitPairs {
     static constexpr int kBytes = 16, kRunBytes = kPanel + W;
+    static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
         const uint8_t* p = at + 4 * kPanel + run * kRunBytes;
         const Lanes low = (Lanes)load_bytes(p + c), high = (Lanes)load_bytes(p + kPanel) >> (c / W * 4);
@@ -78,6 +83,7 @@ struct SixBitPairs {
 template <class Block, int At, int Offset>
 struct SixBitScales {
     static constexpr int kRuns = Block::kValues / Block::kRun, kBytes = 2 + kRuns * 3 / 4;
+    static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
         const uint8_t* p = at + 2 * kPanel;
         const Lanes low = (Lanes)load_bytes(p + run * W) >> (c / W * 4) & 15;
@@ -97,6 +103,7 @@ struct SixBitScales {
 
 struct NibblePairs {  // Q2_K
     static constexpr int kBytes = 20;
+    static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
         const vi both = load_bytes(at + (4 + run) * kPanel + c);
         scale = mul(halves_at(at, c), low_nibbles(both));
@@ -110,6 +117,7 @@ struct NibblePairs {  // Q2_K
 
 struct ByteScales {  // Q6_K
     static constexpr int kBytes = 18;
+    static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int run, int c, vf& scale, vf& minimum) {
         scale = mul(halves_at(at, c), load((const int8_t*)at + (2 + run) * kPanel + c)), minimum = mul(scale, set1(-32));
     }
@@ -126,12 +134,14 @@ struct WordScale {
     static void put(const uint8_t* block, int c, uint8_t* at) { memcpy(at + 4 * c, block, 4); }
 };
 struct ZeroPointScale : WordScale {
+    static constexpr bool kMinimums = true;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         const Lanes words = (Lanes)words_at(at, c);
         scale = as_float((vi)(words & 0xffffff00u)), minimum = mul(mul(set1(-1), scale), to_float((vi)(words & 255)));
     }
 };
 struct FloatScale : WordScale {
+    static constexpr bool kMinimums = false;
     static void get(const uint8_t* at, int, int c, vf& scale, vf& minimum) {
         scale = as_float(words_at(at, c)), minimum = set1(-0.0f);
     }
@@ -144,6 +154,7 @@ struct InPanels {
     using Scales = ScalesOf;
     using Kind = KindOf;
     static constexpr int kOffset = Offset;
+    static constexpr bool kMinimums = Scales::kMinimums;
     static constexpr int kRuns = Block::kValues / Block::kRun;
     static constexpr int64_t kBlockBytes = int64_t(kPanel) * Block::kBytes, kScaleBytes = kPanel * Scales::kBytes;
     static constexpr int64_t kLowBytes = kPanel * Block::kValues * Kind::kLow / 8;
@@ -186,6 +197,11 @@ inline void with_panels(BlockType type, F f) {
 // Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
+// Whether codes themselves are multiplied, and scales applied to their sums (linear_runs.h). Tile registers cannot apply a
+// scale between two steps.
+template <class M>
+constexpr bool kInRuns = M::kPair == 2 && !kTiles;
+
 // A panel of rows of a GGUF.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
 
@@ -196,6 +212,13 @@ template <class M>
 inline Lanes slots_of(const Lanes (&columns)[2]) {
     if constexpr (M::kPair == 1) {
         return columns[0] | columns[1] << 4;
+    } else if constexpr (kInRuns<M>) {  // a pair in the slots i and i + 4
+        Lanes slots = {};
+        for (int i = 0; i < 4; i++) {
+            const Lanes pair = columns[i % 2] >> (i / 2 * 16);
+            slots |= ((pair & 15) | (pair & 0xf00) << 8) << (4 * i);
+        }
+        return slots;
     } else {
         Lanes even, slots = {};
         for (int i = 0; i < W; i++) even[i] = i % 2 ? 0 : ~0u;
@@ -209,6 +232,12 @@ inline Lanes slots_of(const Lanes (&columns)[2]) {
         }
         return slots;
     }
+}
+
+// Of columns of four depths the bytes of two of them, the first ones or the others: pairs in bytes i and i + 2.
+inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
+    const Lanes first = columns[0] >> (16 * which), second = columns[1] >> (16 * which);
+    return (first & 0xff) | (first & 0xff00) << 8 | (second & 0xff) << 8 | (second & 0xff00) << 16;
 }
 
 inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
@@ -257,6 +286,12 @@ inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table
             for (int i = 0; i < W && d + 4 * i < here; i++) {
                 const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
                 uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
+                if constexpr (kInRuns<M> && Kind::kLow + Kind::kHigh == 8) {
+                    const Lanes columns[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
+                    add_to_plane(low, 4, group, byte_pairs(columns, 0));
+                    add_to_plane(low + Format::kLowBytes, 4, group, byte_pairs(columns, 1));
+                    continue;
+                }
                 const auto plane = [&](int shift, int bits) {
                     const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
                     const Lanes columns[2] = {(Lanes)r[0][i] >> shift & mask, (Lanes)r[1][i] >> shift & mask};

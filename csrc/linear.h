@@ -44,9 +44,13 @@ inline void put_beside(const vi* r, uint32_t* tile, int64_t d, int64_t depth, in
 
 template <class M>
 constexpr bool kCoded = __is_same(M, Bytes);
+template <class M>
+inline bool in_runs(const Linear& args);
+inline int64_t unpacked_panel_bytes(const Linear& args);
 
 template <class M>
 inline int64_t panel_bytes_of(const Linear& args) {
+    if (in_runs<M>(args)) return unpacked_panel_bytes(args);
     return kPanel * (packed_depth<M>(args) * int64_t(sizeof(typename M::Operand)) + (kCoded<M> ? 4 : 0));
 }
 
@@ -90,6 +94,7 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 #include "linear_blocks.h"
 #include "block_panels.h"
 #include "linear_panels.h"
+#include "linear_runs.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
 // put in order, as rows of a GGUF are.
@@ -98,7 +103,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
-        if (args.packing != BlockType::F32) {
+        if (!kInRuns<M> && args.packing != BlockType::F32) {
             if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
             return unpack_panel<M, T>(args, panel, start, stop, out);
         }
@@ -147,7 +152,14 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* o
         const int64_t depth = packed_depth<M>(args);
         for (; panel < stop; panel++) {
             auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
-            pack_panel<M, T>(args, panel, panel + 1 < stop ? panel + 1 : panel, 0, depth, to);
+            const int64_t next = panel + 1 < stop ? panel + 1 : panel;
+            if constexpr (kInRuns<M>) {
+                if (in_runs<M>(args)) {
+                    unpack_run_panel<M>(args, panel, next, to);
+                    continue;
+                }
+            }
+            pack_panel<M, T>(args, panel, next, 0, depth, to);
             if constexpr (kCoded<M>) gather_scales(args, panel, (float*)(to + depth * kPanel));
         }
     });
@@ -273,8 +285,13 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     const int64_t depth = packed_depth<M>(args), rows = row_stop - row;
     Carve carve{(uint8_t*)scratch};
     LinearScratch<M> s(depth, rows, carve);
+    if constexpr (kInRuns<M>) {
+        if (in_runs<M>(args))
+            return products_in_runs<M>(args, row, rows, panel, panel_stop, next_panel, s.b, s.c,
+                                       [&](int64_t p) { finish<M, T, O>(args, row, p, rows, s.c); });
+    }
     const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
-    if constexpr (direct<M, T>() && !kCoded<M>) {
+    if constexpr (direct<M, T>() && !kCoded<M> && !kInRuns<M>) {
         if (args.packed && args.packing != BlockType::F32 && rows <= kRowsOfPacked)
             return few_rows<M, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }
@@ -324,8 +341,11 @@ inline LinearCut linear_cut(const Linear& args) {
         // As many rows at once as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth fetching.
         const int64_t depth = packed_depth<M>(args), rows = 96 * 1024 / depth / kRowTile * kRowTile;
         const int64_t tiled = round_up(args.rows, kRowTile) * depth * 4;
-        const int64_t packed = kCoded<M> ? CodedRows::bytes_beside(args) + tiled : args.rows >= kPackedRows ? tiled : 0;
-        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed, kRowTile};
+        int64_t packed = args.rows >= kPackedRows ? tiled : 0;
+        if (kCoded<M>) packed = CodedRows::bytes_beside(args) + tiled;
+        else if (in_runs<M>(args)) packed = tiled + 4 * run_sums(args);
+        return LinearCut{kRowTile,        rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed, kRowTile,
+                         in_runs<M>(args)};
     });
 }
 
@@ -335,6 +355,9 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
         if constexpr (in_tiles<M>()) pack_tile_rows<M, T>(args, group, stop, out);
         else if constexpr (kCoded<M>) pack_coded_rows<T>(args, group, stop, out);
         else pack_row_tiles<M, T>(args, group, stop, out);
+        if constexpr (kInRuns<M>) {
+            if (in_runs<M>(args)) pack_run_sums(args, group, stop, out);
+        }
     });
 }
 

@@ -1,7 +1,7 @@
 // Panels of weights that are rows of a GGUF as they lie in the file, on their way through memory: some values of a vector's
 // width of rows at a time are taken apart into codes and scales (blocks.h), codes are put in the order of columns four in a
 // word, and become numbers of x's type there. These are what `unpack_blocks` makes, so sums are those of the unpacked weights,
-// bit for bit.
+// bit for bit; or they stay codes, with their scales beside them (linear_runs.h).
 
 constexpr int64_t kTaken = 256;  // values of a row at a time: whole blocks of every format
 constexpr int64_t kTakenRuns = kTaken / kLeastRun;
@@ -42,10 +42,9 @@ inline void put_depths(vf first, vf second, typename M::Operand* out) {
 }
 
 // Depths [from, stop) of the stretch, multiples of kLeastRun, to `out`, where the first of them goes. Floats: codes are FP8's.
-template <class M, class T, bool Floats>
-inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out) {
-    vf scales[kTakenRuns], minimums[kTakenRuns];
-    transpose_floats(taken.scales, scales), transpose_floats(taken.minimums, minimums);
+// number(code, depth) is what goes there.
+template <class M, class T, bool Floats, class Number>
+inline void put_numbers(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out, Number number) {
     constexpr int kEach = W * 4;  // codes of a row that are put in order together
     for (int64_t d = from / kEach * kEach; d < stop; d += kEach) {
         vi r[W];
@@ -54,14 +53,38 @@ inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typena
         for (int i = 0; i < W; i++) {
             const int64_t depth = d + 4 * i;
             if (depth < from || depth >= stop) continue;
-            const vf scale = scales[depth / kLeastRun], minimum = minimums[depth / kLeastRun];
             const Words codes = (Words)r[i];
-            const auto number = [&](Words code) {
-                return fma(Floats ? from_e4m3((vi)code) : to_float((vi)code), scale, minimum);
+            const auto made = [&](Words code) {
+                return number(Floats ? from_e4m3((vi)code) : to_float((vi)code), depth / kLeastRun);
             };
             typename M::Operand* to = out + (depth - from) / M::kPair * kPanel;
-            put_depths<M, T>(number(codes << 24 >> 24), number(codes << 16 >> 24), to);
-            put_depths<M, T>(number(codes << 8 >> 24), number(codes >> 24), to + 2 / M::kPair * kPanel);
+            put_depths<M, T>(made(codes << 24 >> 24), made(codes << 16 >> 24), to);
+            put_depths<M, T>(made(codes << 8 >> 24), made(codes >> 24), to + 2 / M::kPair * kPanel);
+        }
+    }
+}
+
+template <class M, class T, bool Floats>
+inline void put_taken(const TakenRows& taken, int64_t from, int64_t stop, typename M::Operand* out) {
+    vf scales[kTakenRuns], minimums[kTakenRuns];
+    transpose_floats(taken.scales, scales), transpose_floats(taken.minimums, minimums);
+    put_numbers<M, T, Floats>(taken, from, stop, out,
+                              [&](vf code, int64_t run) { return fma(code, scales[run], minimums[run]); });
+}
+
+inline bool is_fp8(BlockType type) { return type == BlockType::FP8_G32 || type == BlockType::FP8_G128; }
+
+// kTaken depths from `at` on, or those that are left, of W columns of a panel.
+inline void take_rows(const Linear& args, int64_t panel, int c, int64_t at, TakenRows& taken) {
+    const int64_t here = smaller(kTaken, args.depth - at);
+    const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.depth;  // a row is blocks of one size
+    for (int i = 0; i < W; i++) {
+        const int64_t row = weight_row(args, panel, c + i);
+        if (row < args.columns) {
+            take_apart(args.packing, packed + row * args.w_stride, here, taken.codes[i], taken.scales[i], taken.minimums[i]);
+        } else {
+            memset(taken.codes[i], 0, sizeof taken.codes[i]);
+            memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
         }
     }
 }
@@ -74,21 +97,10 @@ inline void unpack_panel(const Linear& args, int64_t panel, int64_t start, int64
     for (int c = 0; c < kPanel; c += W) {
         for (int64_t at = first / kTaken * kTaken; at < end; at += kTaken) {
             const int64_t here = smaller(kTaken, args.depth - at), from = at < first ? first - at : 0;
-            const uint8_t* packed = (const uint8_t*)args.w + at * args.w_stride / args.depth;  // a row is blocks of one size
-            for (int i = 0; i < W; i++) {
-                const int64_t row = weight_row(args, panel, c + i);
-                if (row < args.columns) {
-                    take_apart(args.packing, packed + row * args.w_stride, here, taken.codes[i], taken.scales[i],
-                               taken.minimums[i]);
-                } else {
-                    memset(taken.codes[i], 0, sizeof taken.codes[i]);
-                    memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
-                }
-            }
+            take_rows(args, panel, c, at, taken);
             const int64_t stop_here = smaller(here, end - at);
             typename M::Operand* to = out + ((at + from) / M::kPair - start) * kPanel + c;
-            const bool floats = args.packing == BlockType::FP8_G32 || args.packing == BlockType::FP8_G128;
-            if (floats) put_taken<M, T, true>(taken, from, stop_here, to);
+            if (is_fp8(args.packing)) put_taken<M, T, true>(taken, from, stop_here, to);
             else put_taken<M, T, false>(taken, from, stop_here, to);
         }
     }

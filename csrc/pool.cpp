@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <new>
 #include <string>
@@ -194,16 +195,31 @@ int default_threads() {
 std::atomic<Pool*> the_pool{nullptr};
 std::atomic<int> thread_count{0};
 
+// Of each set of CPUs that was used, never deleted: a loop may be at one, and threads may outlast the end of main.
+std::mutex pools_mutex;
+std::map<std::vector<int>, Pool*> pools;
+
+void forget_pools_in_forks() {
+    static std::once_flag once;
+    // Threads do not come along into a forked process: it makes its own.
+    std::call_once(once, [] {
+        pthread_atfork([] { pools_mutex.lock(); }, [] { pools_mutex.unlock(); },
+                       [] {
+                           the_pool.store(nullptr);
+                           pools.clear();
+                           pools_mutex.unlock();
+                       });
+    });
+}
+
 Pool& pool() {
-    Pool* found = the_pool.load(std::memory_order_acquire);
-    if (!found) {
-        static std::once_flag forked;
-        // Threads do not come along into a forked process: it makes its own.
-        std::call_once(forked, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
-        Pool* made = new Pool(own_cpus());  // never deleted: its threads may outlast the end of main
-        if (the_pool.compare_exchange_strong(found, made)) return *made;
-        delete made;
-    }
+    if (Pool* found = the_pool.load(std::memory_order_acquire)) return *found;
+    forget_pools_in_forks();
+    std::vector<int> cpus = own_cpus();
+    std::lock_guard lock(pools_mutex);
+    Pool*& found = pools[cpus];
+    if (!found) found = new Pool(std::move(cpus));
+    the_pool.store(found, std::memory_order_release);
     return *found;
 }
 
@@ -231,6 +247,11 @@ int num_threads() {
 }
 
 void set_num_threads(int count) { thread_count.store(std::max(1, count), std::memory_order_relaxed); }
+
+void follow_affinity() {
+    the_pool.store(nullptr, std::memory_order_release);
+    thread_count.store(0, std::memory_order_relaxed);
+}
 
 void set_alone(bool value) { alone = value; }
 

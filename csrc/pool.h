@@ -1,4 +1,4 @@
-// Threads that share out the items of a loop. One pool a process, its threads pinned to the cores the process may use.
+// Threads that share out the items of a loop, pinned to the cores that the thread which ran the first loop may use.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -28,6 +28,8 @@ struct Loop {
 int num_threads();
 // For the loops after it. At least 1.
 void set_num_threads(int count);
+// From the next loop on, threads are those of the cores that the thread which runs it may use.
+void follow_affinity();
 // Whether loops of the calling thread are run by it alone.
 void set_alone(bool alone);
 

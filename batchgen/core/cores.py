@@ -1,4 +1,4 @@
-"""Cores that a process has for itself, among several on a machine that each take some."""
+"""Cores that a process has for itself, among several on a machine that each take some; and those that a thread keeps to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from batchgen.core.errors import InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 
 _held: list[int] = []  # descriptors whose locks end with the process, however it ends
@@ -54,3 +55,25 @@ def _keep_process_to(cores: Iterable[int]) -> None:
     for thread in [*os.listdir("/proc/self/task"), "0"] if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), wanted)
+
+
+def own_core() -> tuple[frozenset[int], frozenset[int]]:
+    """A core for an emulated accelerator, and those that are left to the CPU. Raises InputError where there are not two cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        raise InputError(
+            "an emulated accelerator with a slowdown needs a core of its own, and this process has one core at most that it can"
+            " keep to: leave out slowdown"
+        )
+    return frozenset(cores[-1:]), frozenset(cores[:-1])
+
+
+@contextlib.contextmanager
+def on_cores(cores: Iterable[int]) -> Iterator[None]:
+    """Meanwhile the calling thread, and the threads and processes that it begins, run on these cores alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,9 @@ from batchgen.core.errors import InputError
 from batchgen.core.units import format_bytes, parse_bytes
 
 _EMULATED = "emulated"
-_KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s]"
+_KNOWN = "auto, cpu, cuda or emulated:gpu-memory=512MiB[,h2d=2GiB/s][,d2h=2GiB/s][,slowdown=2][,step-overhead=1ms][,cpu-slowdown=2]"
+_SIZES, _FACTORS = ("gpu-memory", "h2d", "d2h"), ("slowdown", "cpu-slowdown")
+_OF_OWN_CORE = ("cpu-slowdown", "step-overhead")
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,24 @@ class Device:
         kind: "cpu", "cuda" or "emulated".
         gpu_memory_bytes: memory of an emulated one.
         h2d_bytes_per_s, d2h_bytes_per_s: throttled rates of its links; None: as fast as they are.
+        slowdown: an emulated one has a core of its own, on which it takes this many times as long as the core by itself, 1 or more;
+            None: it takes turns with CPU attention, on all cores.
+        cpu_slowdown: the same of CPU attention, on the other cores, where the device has its own.
+        step_overhead_s: which one layer of one micro-batch takes beside, there.
     """
 
     kind: str
     gpu_memory_bytes: int | None = None
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
+    slowdown: float | None = None
+    cpu_slowdown: float = 1.0
+    step_overhead_s: float = 0.0
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether it computes on the cores that attend, so that they take turns."""
+        return self.kind == _EMULATED and self.slowdown is None
 
     @property
     def accelerated(self) -> bool:
@@ -39,6 +54,10 @@ class Device:
         text = f"{_EMULATED}:gpu-memory={format_bytes(self.gpu_memory_bytes or 0).replace(' ', '')}"
         for name, rate in (("h2d", self.h2d_bytes_per_s), ("d2h", self.d2h_bytes_per_s)):
             text += "" if rate is None else f",{name}={format_bytes(rate).replace(' ', '')}/s"
+        if self.slowdown is not None:
+            text += f",slowdown={self.slowdown:g}"
+            text += f",step-overhead={self.step_overhead_s * 1e3:g}ms" if self.step_overhead_s else ""
+            text += f",cpu-slowdown={self.cpu_slowdown:g}" if self.cpu_slowdown != 1 else ""
         return text
 
 
@@ -82,14 +101,41 @@ def parse_device(text: str) -> Device:
     kind, _, options = text.partition(":")
     if kind != _EMULATED:
         raise InputError(f"device {text!r} is not supported: use {_KNOWN}")
-    values: dict[str, int] = {}
+    values: dict[str, float] = {}
     for option in filter(None, options.split(",")):
-        name, _, size = option.partition("=")
-        if name not in ("gpu-memory", "h2d", "d2h") or name in values or not size:
+        name, _, value = option.partition("=")
+        if name not in (*_SIZES, *_FACTORS, "step-overhead") or name in values or not value:
             raise InputError(f"--device {text}: {option!r} is not understood; use {_KNOWN}")
-        values[name] = parse_bytes(size.removesuffix("/s"))
+        if name == "step-overhead":
+            values[name] = _number(text, name, value.removesuffix("ms"), 0) / 1e3
+            continue
+        values[name] = _number(text, name, value, 1) if name in _FACTORS else parse_bytes(value.removesuffix("/s"))
         if values[name] <= 0:
             raise InputError(f"--device {text}: {name} must be above 0")
     if "gpu-memory" not in values:
         raise InputError(f"--device {text} needs the size of its memory: use {_KNOWN}")
-    return Device(_EMULATED, values["gpu-memory"], values.get("h2d"), values.get("d2h"))
+    for name in _OF_OWN_CORE:
+        if name in values and "slowdown" not in values:
+            raise InputError(
+                f"--device {text}: {name} is for a device with a core of its own; give slowdown too, which may be 1"
+            )
+    return Device(
+        _EMULATED,
+        int(values["gpu-memory"]),
+        values.get("h2d"),
+        values.get("d2h"),
+        values.get("slowdown"),
+        values.get("cpu-slowdown", 1.0),
+        values.get("step-overhead", 0.0),
+    )
+
+
+def _number(text: str, name: str, value: str, least: float) -> float:
+    """The number of an option. Raises InputError below `least`: nothing is faster than the core that does it."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise InputError(f"--device {text}: {name} must be a number from {least:g} on, not {value!r}")
+    return number

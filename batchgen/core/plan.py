@@ -123,6 +123,11 @@ def kv_on_device(num_layers: int, kv_layers: int) -> tuple[bool, ...]:
     return tuple((j + 1) * streamed // num_layers == j * streamed // num_layers for j in range(num_layers))
 
 
+def window_blocks(window: int, block_size: int) -> int:
+    """Most blocks that the last `window` tokens of a sequence, one of them new, lie in."""
+    return (window + block_size - 2) // block_size + 1
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Where memory goes.
@@ -134,6 +139,9 @@ class MemoryPlan:
         staging_blocks: of each buffer through which KV passes on its way to the compute device.
         batch_tokens: the most tokens of one micro-batch.
         logit_rows: rows of logits that are made together; None: all of a micro-batch.
+        window: tokens that layers with a sliding window see, where these give back blocks that no later token sees; None: all layers
+            keep all blocks.
+        window_blocks: blocks of such layers' own pools, by tier; `kv_blocks` are of the other layers. KV on disk has none.
     """
 
     budgets: Mapping[str, int]
@@ -142,6 +150,8 @@ class MemoryPlan:
     staging_blocks: int
     batch_tokens: int
     logit_rows: int | None = None
+    window: int | None = None
+    window_blocks: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -21,11 +21,12 @@ from typing import Any
 from batchgen.core.errors import BatchgenError, one_line
 
 _LENGTH = struct.Struct("<Q")
-_READY, _FAILED = "ready", "failed"
+_READY, _FAILED, _PEAKS = "ready", "failed", "peaks"
 _MOST_HELLO_BYTES = 4096  # whoever it is that calls
 _END = b""  # instead of a message: all is done
 _HELLO_S = 5.0  # for a rank that is connected to say who it is
 _POLL_S = 0.1  # how often rank 0 looks whether a process that it started has ended before it came
+_PEAKS_S = 5.0  # for the others to come to their end, once they have been told that all is done
 _TOLD_AGAIN = "the same command goes on from there"
 
 
@@ -39,8 +40,14 @@ class Hub:
         self._connections: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
         self._ended: dict[int, str] = {}  # rank -> what became of it
+        self.peaks: dict[
+            int, dict[str, int]
+        ] = {}  # rank -> the most bytes of each tier that it held, once it has come to its end
         self._changed = threading.Condition()
         self._closing = False
+        self.on_lost: Callable[[], None] = lambda: (
+            None
+        )  # called, in a thread, where another rank has ended before all was done
 
     @property
     def port(self) -> int:
@@ -91,12 +98,15 @@ class Hub:
         fate = "ended"
         with suppress(OSError, EOFError, ValueError):
             while True:
-                kind, line = json.loads(_read_frame(self._connections[rank]))
+                kind, said = json.loads(_read_frame(self._connections[rank]))
                 if kind == _FAILED:
-                    fate = f"failed: {line}"
+                    fate = f"failed: {said}"
                     break
                 with self._changed:
-                    self._ready.add(rank)
+                    if kind == _PEAKS:
+                        self.peaks[rank] = said
+                    else:
+                        self._ready.add(rank)
                     self._changed.notify_all()
         with self._changed:
             self._ended.setdefault(rank, f"rank {rank} of {self._size} {fate}")
@@ -105,6 +115,7 @@ class Hub:
             for connection in list(self._connections.values()):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+            self.on_lost()
 
     def tell(self, message: Any) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""
@@ -145,10 +156,16 @@ class Hub:
         if self._closing:
             return
         self._closing = True
+        if done:
+            for connection in self._connections.values():
+                with suppress(OSError):
+                    connection.sendall(_frame(_END))
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self.peaks.keys() | self._ended.keys() >= self._connections.keys(), _PEAKS_S
+                )
         for connection in self._connections.values():
             with suppress(OSError):
-                if done:
-                    connection.sendall(_frame(_END))
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         self._server.close()
@@ -196,6 +213,10 @@ class Line:
     def ready(self) -> None:
         """Tell rank 0 that what it asked for is done."""
         self._send(json.dumps([_READY, ""]))
+
+    def end(self, peaks: Mapping[str, int]) -> None:
+        """Tell rank 0, which waits for it, that this one has come to its end. peaks: the most bytes of each tier that it held."""
+        self._send(json.dumps([_PEAKS, dict(peaks)]))
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this one ends."""

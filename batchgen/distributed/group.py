@@ -1,14 +1,15 @@
 """A group of processes that run one model together: rank 0, which leads, and others that do what it says.
 
 Rank 0 has the job: it alone reads the input, schedules, samples and writes the output. The others know nothing but what they are
-told. Tensors go by torch.distributed's gloo.
+told. Tensors go by torch.distributed's gloo, those of a CUDA device by its NCCL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,28 @@ START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold di
 # For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one that hangs.
 SWEEP_TIMEOUT_S = 900.0
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
-_WHERE = "batchgen/rank-0"
+# In the store: where rank 0 is, or that it has refused the job; and how many others have read that.
+_WHERE, _REFUSED, _HEARD = "batchgen/rank-0", "refused", "batchgen/heard"
+_REFUSED_S = 3.0  # for others to read it, which may be starting
+_POLL_S = 0.05
 
 
 class OthersLost(BatchgenError):
     """A rank other than 0 has lost the group: rank 0 finds out which one has ended."""
 
 
+class RankZeroRefused(BatchgenError):
+    """Rank 0 has refused the job, and ends with the same exit code."""
+
+    def __init__(self, place: Rank, exit_code: int) -> None:
+        super().__init__(f"rank {place.rank} of {place.size} ends: rank 0 has refused the job, and says why")
+        self.exit_code = exit_code
+
+
 class Group:
-    """This process's place among the ranks, and how it reaches them. Tensors are in host memory.
+    """This process's place among the ranks, and how it reaches them.
+
+    Tensors are in host memory, or of a sum on the process's CUDA device.
 
     Attributes:
         rank, size: of this process, and of the group.
@@ -67,17 +81,39 @@ class Group:
             self._gloo = dist.ProcessGroupGloo(prefix, place.rank, place.size, options)
         self._options = dist.AllreduceOptions()
         self._options.timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+        self._nccl: Any = None  # once there is a sum on a CUDA device
 
     # Tensors.
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the sum of those of all ranks, which is the same everywhere to the last bit.
 
+        All ranks have theirs on the same kind of device. On CUDA the current stream waits for the sum, not the caller.
+
         Raises:
             BatchgenError: A rank has ended, or does not answer.
         """
         with self._naming_ranks():
-            self._gloo.allreduce([tensor], self._options).wait()
+            backend = self._on_cuda() if tensor.is_cuda else self._gloo
+            backend.allreduce([tensor], self._options).wait()
+
+    def _on_cuda(self) -> Any:
+        """NCCL, which connects the ranks in their first sum. It is ended where a rank is lost, or kernels would wait for it for ever."""
+        if self._nccl is None:
+            import torch.distributed as dist
+
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
+            store = dist.PrefixStore("batchgen/nccl", self._store)
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            if self._hub is not None:
+                self._hub.on_lost = self._nccl.abort
+        return self._nccl
+
+    def check(self) -> None:
+        """Raise BatchgenError where another rank has ended, as rank 0: sums on a CUDA device do not say so."""
+        assert self._hub is not None
+        self._hub.raise_ended(fate_of=self._fate_of)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a contiguous tensor; returns when it is on its way. Raises BatchgenError as `all_reduce`."""
@@ -130,6 +166,19 @@ class Group:
         """Tell rank 0 why this one ends."""
         assert self._line is not None
         self._line.fail(error)
+
+    def end(self, peaks: Mapping[str, int]) -> None:
+        """Tell rank 0 that this one has come to its end. peaks: the most bytes of each tier that it held."""
+        assert self._line is not None
+        self._line.end(peaks)
+
+    def peaks(self) -> list[dict[str, int] | None]:
+        """Of the other ranks, in order, the most bytes of each tier that they held, for rank 0; None: it has not said so.
+
+        They are there once the group is closed and all has come to its end.
+        """
+        assert self._hub is not None
+        return [self._hub.peaks.get(rank) for rank in range(1, self.size)]
 
     def _fate_of(self, rank: int) -> str | None:
         return self._processes.fate_of(rank) if self._processes else None
@@ -209,8 +258,11 @@ def early_group(size: int, shares: list[set[int]]) -> Iterator[Group | None]:
     group = lead(size, shares)
     try:
         yield group
+    except BaseException:
+        group.close(done=False)
+        raise
     finally:
-        group.close(done=True)  # nothing happens where what failed has closed it
+        group.close(done=True)  # nothing happens where it is closed
 
 
 @contextlib.contextmanager
@@ -218,10 +270,24 @@ def dismissing(size: int) -> Iterator[None]:
     """What is refused inside ends the ranks that a launcher has started too, which wait for this one. size: of the group."""
     try:
         yield
-    except BatchgenError:
-        with contextlib.suppress(BatchgenError), early_group(size, []):
-            pass
+    except BatchgenError as error:
+        with contextlib.suppress(BatchgenError):
+            place = rank_of_environment() if size > 1 else None
+            if place is not None and place.rank == 0:
+                _refuse(place, error.exit_code)
         raise
+
+
+def _refuse(place: Rank, exit_code: int) -> None:
+    """Tell the other ranks that there is nothing to do; those that have not come shortly after are not waited for."""
+    try:
+        store = _store_of(place, timedelta(seconds=_REFUSED_S))
+        store.set(_WHERE, f"{_REFUSED} {exit_code}")
+        deadline_s = time.monotonic() + _REFUSED_S
+        while store.add(_HEARD, 0) < place.size - 1 and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+    except RuntimeError as error:  # the store is torch's
+        raise BatchgenError(f"cannot tell the other ranks: {error}") from error
 
 
 def follow(
@@ -236,17 +302,21 @@ def follow(
         timeout_s: In which rank 0 must have come.
 
     Raises:
+        RankZeroRefused: It has come, and there is nothing to do.
         BatchgenError: It has not.
     """
     try:
         store = _store_of(place, timedelta(seconds=timeout_s))
-        host, port, secret = store.get(_WHERE).decode().split()
+        host, port, *secret = store.get(_WHERE).decode().split()
+        if host == _REFUSED:
+            store.add(_HEARD, 1)
+            raise RankZeroRefused(place, int(port))
     except RuntimeError as error:
         raise BatchgenError(
             f"rank 0 of {place.size} did not come to {place.host}:{place.port} within {timeout_s:,.0f} s: start it, and see that"
             f" rank {place.rank} reaches it"
         ) from error
-    line = Line(place.rank, host, int(port), secret, timeout_s, on_lost)
+    line = Line(place.rank, host, int(port), secret[0], timeout_s, on_lost)
     group = Group(place, store, on_loopback=on_loopback, line=line)
     group.ready()
     return group

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batchgen.core.errors import InputError
 from batchgen.core.python_command import python_command
+from batchgen.ops.instruction_set import follow_affinity
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -68,6 +69,20 @@ def rank_of_environment(environment: Mapping[str, str] | None = None) -> Rank | 
     return Rank(rank, size, environment["MASTER_ADDR"], port, rank == 0 and not by_torchrun, of_host)
 
 
+def own_device(index: int, environment: Mapping[str, str] | None = None) -> str:
+    """The one CUDA device of a process, as CUDA_VISIBLE_DEVICES has it.
+
+    Args:
+        index: The process's number among the ranks of its host.
+        environment: Of the process that has started it. What a launcher has narrowed to a single device stays.
+    """
+    environment = os.environ if environment is None else environment
+    if not (visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip()):
+        return str(index)
+    names = visible.split(",")
+    return names[min(index, len(names) - 1)]
+
+
 def core_shares(size: int, cores: set[int], nodes: list[set[int]]) -> list[set[int]]:
     """The cores of each of `size` processes of a host: whole NUMA nodes where these can be shared out evenly, else as many each.
 
@@ -97,7 +112,7 @@ def shares_here(size: int) -> list[set[int]]:
 
 
 def keep_to(cores: set[int]) -> set[int]:
-    """From now on this thread, and those that it starts, run on these cores only; returns those of before.
+    """From now on this thread, those that it starts and the kernels run on these cores only; returns those of before.
 
     Nothing happens where there are none.
     """
@@ -105,6 +120,7 @@ def keep_to(cores: set[int]) -> set[int]:
         return set()
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
+    follow_affinity()
     return before
 
 
@@ -157,6 +173,7 @@ class Processes:
             place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
+            variables["CUDA_VISIBLE_DEVICES"] = own_device(rank)
             self._running[rank] = subprocess.Popen(
                 python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank]))),
                 env=variables,

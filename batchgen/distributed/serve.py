@@ -6,15 +6,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchgen.core.errors import BatchgenError
 from batchgen.distributed.group import Group, OthersLost, follow
-from batchgen.distributed.launch import Rank, keep_to, rank_of_environment, shares_here
+from batchgen.distributed.launch import Rank, keep_to, own_device, rank_of_environment, shares_here
 
 # What rank 0 says first: a function of a module, which the others call with the group, and what else it takes.
-Work = tuple[Callable[..., None], tuple[Any, ...]]
+# It returns the most bytes of each tier that the process held, if it knows.
+Work = tuple[Callable[..., Mapping[str, int] | None], tuple[Any, ...]]
 # For rank 0 to end, and this process with it: it is to find out who has ended, and not to hear of this one first.
 _LOST_S = 15.0
 
@@ -22,8 +23,8 @@ _LOST_S = 15.0
 def serve(place: Rank, *, cores: set[int] | None = None) -> int:
     """Be a rank that is not 0 until rank 0 has ended; returns the process's exit code.
 
-    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join: what fails
-    later rank 0 is told, and says.
+    The process ends at once where rank 0 ends without having said so. It writes nothing but why it could not join, and under a launcher
+    that rank 0 has ended: what fails later rank 0 is told, and says.
 
     Args:
         place: This process's.
@@ -31,15 +32,18 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
     """
     started_here = cores is not None
     keep_to(shares_here(place.of_host[1])[place.of_host[0]] if cores is None else cores)
+    if not started_here:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_device(place.of_host[0])
     try:
-        group = follow(place, lambda: os._exit(1), on_loopback=started_here)
+        group = follow(place, lambda: _lost(place, started_here), on_loopback=started_here)
     except BatchgenError as error:
         print(f"batchgen: {error}", file=sys.stderr)
         return error.exit_code
     try:
         function, arguments = group.told()
-        function(group, *arguments)
+        group.end(function(group, *arguments) or {})
     except EOFError:
+        group.end({})
         return 0
     except OthersLost as error:
         time.sleep(_LOST_S)
@@ -52,6 +56,14 @@ def serve(place: Rank, *, cores: set[int] | None = None) -> int:
     return 0
 
 
+def _lost(place: Rank, started_here: bool) -> None:
+    """Ends the process, whatever it is at."""
+    if not started_here:  # rank 0 says why, where it can: on its own host perhaps
+        print(f"batchgen: rank {place.rank} of {place.size} ends: rank 0 has ended before it was done", file=sys.stderr)
+        sys.stderr.flush()
+    os._exit(1)
+
+
 def main() -> None:
     """The program of a rank that rank 0 has started. Its first argument is a JSON list of cores."""
     place = rank_of_environment()
@@ -59,6 +71,6 @@ def main() -> None:
     sys.exit(serve(place, cores=set(json.loads(sys.argv[1]))))
 
 
-def put_to_work(group: Group, function: Callable[..., None], *arguments: Any) -> None:
+def put_to_work(group: Group, function: Callable[..., Mapping[str, int] | None], *arguments: Any) -> None:
     """Have all other ranks call a function of a module with their group and these arguments; for rank 0."""
     group.tell((function, arguments))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import EXPANDED
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
@@ -28,7 +27,7 @@ from batchgen.engine.loader import (
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.scoring import Scoring
-from batchgen.engine.tensor_parallel import first_shard, load_on_ranks
+from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_quantization
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import cache_dir, read_config, resolve_model
 from batchgen.runtime.grammar import check_grammar
@@ -203,11 +202,13 @@ class Engine:
         shard = None
         if tensor_parallel != 1:
             shard = first_shard(files, config, tensor_parallel, where, quantization)
-            config, quantization = shard.config, EXPANDED
+            config = shard.config
         budgets = resolve_budgets(
             where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
         )
         quantization = choose_quantization(files, config, quantization, dtype, where, lambda: budgets["cpu"])
+        if shard is not None:
+            quantization = shard_quantization(shard, quantization)
         policy = in_memory_policy(
             config,
             where,
@@ -220,7 +221,9 @@ class Engine:
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
-        store = find_or_convert(files, cache_dir(), dtype, quantization) if needs_store(policy) else None
+        store = None
+        if needs_store(policy):
+            store = find_or_convert(files, cache_dir(), dtype, quantization, shard=shard)
         request = LoadRequest(
             files,
             config,
@@ -231,6 +234,7 @@ class Engine:
             min_output_len=sampling.max_tokens,
             sampling=sampling,
             task=None,
+            offload_dir=cache_dir(),
             store=store,
             on_load=on_load,
             shard=shard,
@@ -288,8 +292,9 @@ class Engine:
 
     @property
     def used_kv_blocks(self) -> int:
-        """Blocks that sequences in flight hold, in all tiers."""
-        return sum(pool.num_used for pool in self._pools.values())
+        """Blocks that sequences in flight hold, in all tiers; those of layers with a sliding window besides, where they are apart."""
+        pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
+        return sum(pool.num_used for pool in pools)
 
     def close(self) -> None:
         """Ends what runs beside the engine and gives files back. An engine that is closed cannot be used again."""

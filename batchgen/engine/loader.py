@@ -33,7 +33,8 @@ from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest, resolve_quantization
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
-from batchgen.planner.memory import Demand, chunk_tokens, group_bytes, plan_memory, stream_bytes
+from batchgen.planner.kv_memory import Demand
+from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -168,7 +169,7 @@ def choose_quantization(
 ) -> str:
     """As of `resolve_quantization`; weights that were found packed are expanded where that takes little of the memory.
 
-    Both hold the same numbers. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
+    Both hold the same numbers, but for their rounding to the dtype. Products of packed weights are faster with few tokens, those of expanded ones a little with many; packed ones leave memory.
 
     Args:
         files: The model.
@@ -246,13 +247,15 @@ def in_memory_policy(
     )
 
 
-def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, quantization: str) -> bool:
-    """Whether the model is a weight store of these formats, or one was made of it before."""
-    if files.kind == "store":
+def existing_store(
+    files: ModelFiles, offload_dir: Path, dtype: str, quantization: str, shard: Shard | None = None
+) -> bool:
+    """Whether the model is a weight store of these formats, or one was made of it, or of the shard, before."""
+    if shard is None and files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
             return True
-    return is_store(store_path(offload_dir, files, dtype, quantization))
+    return is_store(store_path(offload_dir, files, dtype, quantization, shard))
 
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
@@ -341,15 +344,9 @@ def load_parts(
     config, policy = request.config, request.policy
     memory = plan_load(request)
     words = load_words(request, tokenizer)
-    sampling = request.sampling or SamplingParams()
     on_planned(memory)
     executor, tiers = load_executor(request, memory, words.check)  # refused before weights are read
-    with contextlib.ExitStack() as undo:
-        undo.callback(executor.close)
-        split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
-        if tiers.driver is not None:
-            warm_up(executor, policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
-        undo.pop_all()
+    split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
     return EngineParts(
         config=config,
         tokenizer=words.tokenizer,
@@ -376,7 +373,7 @@ def load_executor(
     before_weights: Callable[[], object] = lambda: None,
     neighbours: Neighbours | None = None,
 ) -> tuple[Executor, Tiers]:
-    """Load what runs sweeps: weights, and room for KV.
+    """Load what runs sweeps: weights, and room for KV; a device has been warmed up then.
 
     Args:
         request: What to load; for a stage of a pipeline its `config` is the stage's.
@@ -405,6 +402,13 @@ def load_executor(
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
         executor = _make_executor(request, memory, tiers, weights, kv_cache, neighbours)
+        undo.pop_all()
+    with contextlib.ExitStack() as undo:
+        undo.callback(executor.close)
+        if tiers.driver is not None:
+            split, pack = splitter(request.policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
+            sampling = request.sampling or SamplingParams()
+            warm_up(executor, request.policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
         undo.pop_all()
     return executor, tiers
 
@@ -476,6 +480,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         staging_blocks=memory.staging_blocks,
         offload_dir=request.offload_dir,
         on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
+        window_blocks=memory.window_blocks or None,
     )
     return kv_cache
 
@@ -523,13 +528,13 @@ def _make_executor(
         deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
-        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu else 0,
+        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
         attention_isa=request.kernels.attention_isa(*heads, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
         neighbours=neighbours,
         serial=request.serial,
-        shared_cores=request.device.kind == "emulated",
+        shared_cores=request.device.shares_cores,
         on_step=request.on_step,
     )
     executor = Executor(request.config, weights, kv_cache, tiers, options)

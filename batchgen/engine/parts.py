@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
@@ -50,7 +51,8 @@ class EngineParts:
     sampler.sample, `scorer` is scorer.Scorer. `grammars`: over its tokens; without them no request may have one.
     `kernels`: what each shape runs on. `sweeps_in_flight`: the most that may be under way at once, no sequence in two of them but
     with chunks of its prompt. With more than one, tokens are chosen where the last stage of a pipeline is (`engine.pipeline`): what
-    `executor` hands over for logits is for `sample` and `scorer` alone to know.
+    `executor` hands over for logits is for `sample` and `scorer` alone to know. `peaks_of_others`: of the other processes that run the
+    model, `process_peaks`, once the executor is closed; None: of one that did not come to its end.
     """
 
     config: ModelConfig
@@ -70,6 +72,12 @@ class EngineParts:
     grammars: Grammars | None = None
     kernels: KernelChoice = PROCESS_SET
     sweeps_in_flight: int = 1
+    peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
+
+
+def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
+    """The most bytes of each tier that this process held. What an emulated accelerator has of the host's memory counts as both."""
+    return {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {}) | {"cpu": peak_resident_bytes()}
 
 
 @dataclass

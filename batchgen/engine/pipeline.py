@@ -11,7 +11,7 @@ import contextlib
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,7 @@ from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
 from batchgen.distributed.serve import put_to_work
 from batchgen.engine.loader import LoadRequest, load_executor, load_words, pack_for, plan_load
-from batchgen.engine.parts import EngineParts
+from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
 from batchgen.runtime.batch import PackedBatch
 from batchgen.runtime.executor import Executor, OnLogits
@@ -62,6 +62,8 @@ class StageGroup(Protocol):
     def send(self, tensor: Tensor, rank: int) -> None: ...
 
     def receive(self, tensor: Tensor, rank: int) -> None: ...
+
+    def peaks(self) -> list[dict[str, int] | None]: ...
 
     def close(self, *, done: bool = True) -> None: ...
 
@@ -267,6 +269,7 @@ def load_pipeline(
         load_s=words.seconds(),
         grammars=words.grammars,
         sweeps_in_flight=len(stages),
+        peaks_of_others=group.peaks,
     )
 
 
@@ -297,17 +300,29 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
             on_load=None,
         )
         loads.append((own, plan_load(own)))
-    tiers = loads[0][1].kv_blocks
-    blocks = {tier: min(memory.kv_blocks[tier] for _, memory in loads) for tier in tiers}
-    return [(own, replace(memory, kv_blocks=blocks)) for own, memory in loads]
+    fewest = _fewest([memory.kv_blocks for _, memory in loads])
+    of_windows = [memory for _, memory in loads if memory.window is not None]  # of stages that have such layers
+    pools = {
+        "kv_blocks": fewest,
+        "window": max((memory.window for memory in of_windows), default=None),
+        "window_blocks": _fewest([memory.window_blocks for memory in of_windows]),
+    }
+    return [(own, replace(memory, **pools)) for own, memory in loads]
 
 
-def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> None:
+def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {tier: min(blocks[tier] for blocks in pools) for tier in (pools[0] if pools else ())}
+
+
+def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan]]) -> dict[str, int]:
     """Be one of the other stages, until rank 0 says that all is done.
 
     Args:
         group: Of the pipeline.
         loads: What rank 0 has said: what each rank loads.
+
+    Returns:
+        The most bytes of each tier that this process held.
 
     Raises:
         BatchgenError: This stage has failed, or another one.
@@ -321,11 +336,12 @@ def serve_stage(group: StageGroup, loads: Sequence[tuple[LoadRequest, MemoryPlan
                 try:
                     sweep: _Sweep = group.told()
                 except EOFError:
-                    return
+                    break
                 chooser = _Scoring() if sweep.vocabulary_chunks else _Sampling()
                 executor.run(sweep.batches, chooser.take, vocabulary_chunks=sweep.vocabulary_chunks)
                 if request.config.has_head:
                     answering.send(chooser.answers())
+    return process_peaks(executor)
 
 
 class _Sampling:

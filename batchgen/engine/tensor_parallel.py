@@ -11,14 +11,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8
+from batchgen.core.dtypes import AS_FOUND, CODE_GROUP, EXPANDED, INT4, INT8, KEPT_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.distributed.launch import ranks_of_host
 from batchgen.distributed.serve import put_to_work
-from batchgen.engine.loader import LoadRequest, load_executor, load_parts, needs_store
-from batchgen.engine.parts import EngineParts, SweepRunner
+from batchgen.engine.loader import LoadRequest, load_executor, load_parts
+from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
 from batchgen.engine.rank_zero import RankZeroCounts
-from batchgen.models.config import DTYPES, ModelConfig
+from batchgen.models.config import ModelConfig
+from batchgen.models.convert import find_or_convert
 from batchgen.models.files import ModelFiles, stored_quantization
 from batchgen.models.shard import Shard, shard_of
 from batchgen.runtime.batch import PackedBatch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.tokenizer import Tokenizer
+    from batchgen.models.weight_store import WeightStore
 
 # Where KV may be. Whether a sequence whose attention is deferred joins a sweep depends on time, which differs between ranks.
 KV_CLASSES = ("gpu", "cpu", "streamed", "disk")
@@ -40,9 +43,11 @@ class Ranks(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None: ...
+    def check(self) -> None: ...
     def tell(self, message: Any) -> None: ...
     def told(self) -> Any: ...
     def ready(self) -> None: ...
+    def peaks(self) -> list[dict[str, int] | None]: ...
     def close(self, *, done: bool = True) -> None: ...
 
 
@@ -62,10 +67,10 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
     if size < 1:
         raise InputError(f"--tensor-parallel must be at least 1, not {size}")
     if device.kind == "cuda":
-        raise InputError("--tensor-parallel is for CPUs, and not for --device cuda yet: leave it out")
-    if quantization not in (AS_FOUND, EXPANDED):
+        _check_cuda(size)
+    if quantization == INT8:
         raise InputError(
-            f"--tensor-parallel does not cut weights of {quantization}: leave --quantization out, or --tensor-parallel"
+            "--tensor-parallel does not cut weights of int8, whose rows have one scale: give --quantization int4, or leave it out"
         )
     if quantization == AS_FOUND and stored_quantization(files) == INT8:
         raise InputError(
@@ -74,12 +79,43 @@ def first_shard(files: ModelFiles, config: ModelConfig, size: int, device: Devic
     return shard_of(config, 0, size)
 
 
+def _check_cuda(size: int) -> None:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        raise InputError(
+            "--tensor-parallel on --device cuda needs a torch with NCCL: install one, or give --device cpu"
+        )
+    if (here := ranks_of_host(size)) > (count := torch.cuda.device_count()):
+        raise InputError(f"--tensor-parallel {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
+
+
+def shard_quantization(shard: Shard, quantization: str) -> str:
+    """What ranks have their weights in.
+
+    Args:
+        shard: One of them.
+        quantization: As of `loader.choose_quantization`.
+
+    Returns:
+        The same; weights in blocks that would be cut are expanded, which are the same numbers.
+
+    Raises:
+        InputError: Groups of int4 would be cut.
+    """
+    if quantization not in (INT4, *KEPT_FORMATS) or shard.divides(quantization):
+        return quantization
+    if quantization in KEPT_FORMATS:
+        return EXPANDED
+    raise InputError(
+        f"--tensor-parallel {shard.size} would cut groups of {CODE_GROUP} weights of int4: give fewer ranks, or leave out --quantization"
+    )
+
+
 def check_policy(policy: Policy) -> None:
     """Refuse what ranks cannot run together. Raises InputError."""
-    if policy.weight_format not in DTYPES or needs_store(policy):
-        raise InputError(
-            "--tensor-parallel needs all weights in memory, in the dtype that is computed in: make another plan"
-        )
+    if policy.weight_format == INT8:
+        raise InputError("--tensor-parallel does not cut weights of int8: make another plan")
     if other := [name for name, count in policy.kv_seqs.items() if count and name not in KV_CLASSES]:
         raise InputError(f"--tensor-parallel has no KV of class {other[0]}: make another plan")
 
@@ -136,10 +172,10 @@ def load_parts_on_ranks(request: LoadRequest, tokenizer: Callable[[], Tokenizer]
     except BaseException:
         ranks.close(done=False)
         raise
-    return replace(parts, executor=LeadingRunner(parts.executor, ranks))
+    return replace(parts, executor=LeadingRunner(parts.executor, ranks), peaks_of_others=ranks.peaks)
 
 
-def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> None:
+def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> dict[str, int]:
     """Be another rank than 0: load its part, and run the sweeps that rank 0 runs, until that ends.
 
     Args:
@@ -147,20 +183,40 @@ def follow_sweeps(ranks: Ranks, request: LoadRequest, memory: MemoryPlan) -> Non
         request: As rank 0 has it.
         memory: As rank 0 has planned it; all ranks' parts are equally large.
 
+    Returns:
+        The most bytes of each tier that this process held.
+
     Raises:
         BatchgenError: The part cannot be loaded, or the others are lost.
     """
     shard = replace(request.shard, rank=ranks.rank)
+    if request.store is not None:
+        request = replace(request, store=rank_store(request, shard))
     executor, _ = load_executor(replace(request, shard=shard, reduce=ranks.all_reduce), memory)
     try:
         ranks.ready()
         while True:
             batches, vocabulary_chunks = ranks.told()
-            executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks)
+            if wait := executor.run(batches, _no_logits, vocabulary_chunks=vocabulary_chunks):
+                wait()
     except EOFError:
         pass
     finally:
         executor.close()
+    return process_peaks(executor)
+
+
+def rank_store(request: LoadRequest, shard: Shard) -> WeightStore:
+    """The weight store of a rank's part: one that was made before, or a new one beside those of the other ranks."""
+    assert request.offload_dir is not None
+    found = request.policy.weight_format
+    return find_or_convert(
+        request.files,
+        request.offload_dir,
+        request.dtype,
+        EXPANDED if found == request.dtype else found,
+        shard=shard,
+    )
 
 
 class LeadingRunner(RankZeroCounts):
@@ -177,7 +233,10 @@ class LeadingRunner(RankZeroCounts):
         """As `Executor.run`; the sweep has run when this returns. Raises BatchgenError where a rank is lost."""
         self._in_sweep = True
         self._ranks.tell(([_for_others(batch) for batch in batches], vocabulary_chunks))
-        self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts)
+        # Tokens are on rank 0's device alone: another sweep cannot begin with them before this one has run.
+        if wait := self._executor.run(batches, on_logits, vocabulary_chunks=vocabulary_chunks, cohorts=cohorts):
+            wait()
+            self._ranks.check()
         self._in_sweep = False
 
     def drop(self, cohorts: Cohorts) -> None:

@@ -57,7 +57,13 @@ def load_engine(
     if needs_store(policy):
         with progress.layers() as on_layer:
             store = find_or_convert(
-                files, job.offload_dir, plan.dtype, quantization, notify=progress.say, on_layer=on_layer
+                files,
+                job.offload_dir,
+                plan.dtype,
+                quantization,
+                notify=progress.say,
+                on_layer=on_layer,
+                shard=job.shard,
             )
     scheme = stated_scheme(files)
     progress.say(

@@ -224,7 +224,7 @@ class JobOptions:
         default="auto",
         metavar="DEVICE",
         help="cpu; cuda; or an accelerator that is emulated on the CPU, with memory and links of its own:"
-        " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s.",
+        " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s; with slowdown=2 on a core of its own.",
     )
     gpu_memory: str | int | None = _option(
         RESOURCES, f"{_COMMANDS} lm_eval helm engine", metavar="SIZE", help="GPU memory budget [default: all of it]."
@@ -255,7 +255,7 @@ class JobOptions:
     )
     tensor_parallel: int = _option(
         RESOURCES,
-        f"{_COMMANDS} engine",
+        f"{_COMMANDS} lm_eval helm engine",
         default=1,
         type=int,
         metavar="N",
@@ -295,7 +295,7 @@ class JobOptions:
     )
     pipeline: int = _option(
         RESOURCES,
-        _ROWS,
+        f"{_ROWS} lm_eval helm",
         default=1,
         type=int,
         metavar="N",

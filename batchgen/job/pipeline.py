@@ -9,7 +9,7 @@ from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan, Policy, spread_layers
-from batchgen.job.pipeline_time import simulate_pipeline
+from batchgen.job.pipeline_time import planned_sweeps_s, simulate_pipeline
 from batchgen.models.config import ModelConfig
 from batchgen.planner.ranks import Link
 from batchgen.planner.stages import split_layers
@@ -17,7 +17,7 @@ from batchgen.planner.stages import split_layers
 
 def check_stages(config: ModelConfig, count: int, device: Device) -> None:
     """Refuse more stages than layers, and a device that runs none. Raises InputError."""
-    if device.kind == "cuda":
+    if count > 1 and device.kind == "cuda":
         raise InputError("--pipeline does not run on CUDA yet: leave it out, or give --device cpu")
     if count > config.num_layers:
         raise InputError(f"--pipeline {count} is more than the model's {config.num_layers} layers: give fewer stages")
@@ -43,14 +43,14 @@ def over_stages(plan: Plan, config: ModelConfig, hardware: HardwareProfile, coun
     """
     stages = [(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in split_layers(config, count)]
     seconds = simulate_pipeline(plan, config, hardware, stages, link=link)
-    return _taking(plan, seconds, plan.workload.num_seqs * hardware.row_overhead_s)
+    return _taking(plan, seconds, planned_sweeps_s(plan, hardware))
 
 
-def _taking(plan: Plan, sweeps_s: float, rows_s: float) -> Plan:
-    """The plan with another time for all sweeps."""
+def _taking(plan: Plan, sweeps_s: float, planned_s: float) -> Plan:
+    """The plan with another time for all sweeps. planned_s: the one that it has."""
     before = plan.prediction
-    slower = sweeps_s / max(before.total_s - before.startup_s - rows_s, 1e-9)
-    total_s = before.startup_s + rows_s + sweeps_s
+    slower = sweeps_s / planned_s
+    total_s = before.total_s - planned_s + sweeps_s
 
     def stretched(seconds: float) -> float:
         return before.startup_s + (seconds - before.startup_s) * slower

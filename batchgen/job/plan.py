@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from batchgen.core.device import Device, has_cuda, parse_device
@@ -24,6 +25,7 @@ from batchgen.job.plan_page import plan_page
 from batchgen.job.planning import (
     Case,
     case_here,
+    find_for,
     find_hardware,
     plan_case,
     plan_problem,
@@ -269,15 +271,16 @@ def run_profile(options: ProfileOptions) -> list[str]:
     where = Device("cuda") if options.device == "auto" and has_cuda() else parse_device(options.device)
     device = "cuda" if where.kind == "cuda" else "cpu"
     formats = dict.fromkeys(native_format(device) if name == "auto" else name for name in options.dtype or ("auto",))
-    profile = None
+    profile = core = None
     for name in formats:
-        profile = find_hardware(
-            "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
+        find = partial(
+            find_hardware, "", dtype=name, offload_dir=Path(options.offload_dir or cache_dir()), device=device,
             refresh=options.refresh and profile is None, notify=progress.say,
         )  # fmt: skip
+        profile, core = find_for(where, find)
     assert profile is not None  # there is at least one format
     if where.kind == "emulated":
-        profile = emulated_profile(profile, where)
+        profile = emulated_profile(profile, where, core)
     if options.output == "-":
         return [json.dumps(profile.to_json(), indent=2)]
     if options.output:

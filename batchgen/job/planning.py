@@ -9,9 +9,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.cores import on_cores, own_core
+from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
     FORMAT_BYTES,
@@ -108,8 +111,7 @@ class Case:
     @property
     def link(self) -> Link:
         """Between the job's processes."""
-        one_host = self.job.processes <= self.job.of_host
-        return link_of(self.hardware, self.job.link_bytes_per_s, one_host=one_host)
+        return _link_of(self.hardware, self.job)
 
 
 def make_plan(
@@ -216,7 +218,8 @@ def request_of(job: ResolvedJob) -> PlanRequest:
 def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, quantization = job.process_config, job.dtype, job.device, job.options.quantization
-    profile = find_hardware(
+    find = partial(
+        find_hardware,
         job.options.hardware,
         dtype=dtype,
         offload_dir=job.offload_dir,
@@ -230,6 +233,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
+    profile, core = find_for(device, find)
     if profile.gpu is not None and device.kind != "cuda":
         raise InputError(
             f"{profile.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
@@ -245,17 +249,22 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         profile = corrected_by_disk_probe(profile, job.offload_dir)
     profile = process_profile(profile, job, whole=given)
     if device.kind == "emulated":
-        profile = emulated_profile(profile, device)
+        profile = emulated_profile(profile, device, core)
     store = has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        store = existing_store(job.files, job.offload_dir, dtype, quantization)
+        store = existing_store(job.files, job.offload_dir, dtype, quantization, job.shard)
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
+    to_write = 0 if store else store_bytes(config, dtype, quantization)
+    if (
+        job.shard is not None and quantization == INT4 and not has_int4_store
+    ):  # of the whole, which ranks cut theirs from
+        to_write += store_bytes(config, dtype, quantization)
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
-        store_bytes=0 if store else store_bytes(config, dtype, quantization),
+        store_bytes=to_write,
         has_int4_store=has_int4_store,
     )
     return profile, request
@@ -264,10 +273,24 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
     """What one process of a job has. whole: as of `ranks.part_of_host`."""
     part = part_of_host(hardware, job.of_host, whole=whole)
-    if job.shard is None:
-        return part
-    link = link_of(hardware, job.link_bytes_per_s, one_host=job.processes <= job.of_host)
-    return with_sums(part, job.shard.size, link)
+    return part if job.shard is None else with_sums(part, job.shard.size, _link_of(hardware, job))
+
+
+def _link_of(hardware: HardwareProfile, job: ResolvedJob) -> Link:
+    """Between the job's processes."""
+    gpus_of_a_host = job.device.kind == "cuda" and job.processes <= job.of_host
+    return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
+
+
+def find_for(device: Device, find: Callable[..., HardwareProfile]) -> tuple[HardwareProfile, HardwareProfile | None]:
+    """The profile of the cores that the CPU has, and of the core that an emulated device has, where it has one of its own.
+
+    find: `find_hardware`, but for `cores`. Raises InputError.
+    """
+    if device.slowdown is None:
+        return find(), None
+    core, others = own_core()
+    return find(cores=others), find(cores=core)
 
 
 def find_hardware(
@@ -280,6 +303,7 @@ def find_hardware(
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
+    cores: frozenset[int] | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> HardwareProfile:
     """Find the profile of a machine.
@@ -294,6 +318,7 @@ def find_hardware(
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
+        cores: To measure on; None: all that this process may use.
         notify: Told what is measured.
 
     Raises:
@@ -312,15 +337,16 @@ def find_hardware(
     wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
-    profile = recall_or_measure(
-        wanted,
-        cache_dir=cache_dir(),
-        offload_dir=offload_dir,
-        refresh=refresh,
-        memory_bytes=memory_bytes,
-        notify=notify,
-    )
-    return corrected_by_probe(profile, dtype)
+    with contextlib.nullcontext() if cores is None else on_cores(cores):
+        profile = recall_or_measure(
+            wanted,
+            cache_dir=cache_dir(),
+            offload_dir=offload_dir,
+            refresh=refresh,
+            memory_bytes=memory_bytes,
+            notify=notify,
+        )
+        return corrected_by_probe(profile, dtype)
 
 
 def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload, request: PlanRequest) -> Problem:
@@ -346,7 +372,7 @@ def problem_of(hardware: HardwareProfile, model: ModelConfig, workload: Workload
     if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if request.gpu_memory is None else request.gpu_memory
     tiers: tuple[str, ...] = TIERS
-    if request.ranks > 1 or budgets["disk"] < request.store_bytes:
+    if budgets["disk"] < request.store_bytes:
         tiers = ("gpu", "cpu")
     else:
         budgets["disk"] -= request.store_bytes
@@ -451,7 +477,7 @@ def runnable(plan: Plan, job: ResolvedJob) -> Plan:
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     weights = {weight_format_of(job.dtype, options.quantization)}
-    # Rows of blocks hold the same numbers as found and expanded; kernels for GPUs know the latter alone.
+    # Rows of blocks hold the same numbers as found and expanded, but for rounding; kernels for GPUs know the latter alone.
     if not changes_results(options.quantization) and job.device.kind != "cuda":
         weights |= {job.dtype, stored_quantization(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (
@@ -471,7 +497,8 @@ def _first_touch_s(best: Candidate) -> float:
     workload = s.workload
     tokens = workload.num_seqs * (workload.computed_prompt_len + workload.output_len.mean)
     tokens = min(tokens, kv_tokens_used(workload, s.block_size))
-    on_host = (at.kv_cpu + at.kv_streamed) * tokens * s.kv_token_bytes * s.model.num_layers
+    token_bytes = s.seq_kv_bytes / (s.seq_blocks * s.kv_block_size)  # of all layers
+    on_host = (at.kv_cpu + at.kv_streamed) * tokens * token_bytes
     return float(on_host / s.hardware.first_touch_bytes_per_s)
 
 

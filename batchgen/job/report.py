@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen._version import __version__
-from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.files import write_text
 from batchgen.job.kernels import kernels_report
@@ -93,7 +92,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
     Returns:
         JSON values. Times are in seconds, sizes in bytes.
     """
-    from batchgen.engine.parts import EngineStats
+    from batchgen.engine.parts import EngineStats, process_peaks
 
     stats = engine.stats if engine else EngineStats()
     tokens = stats.prompt_tokens + stats.generated_tokens
@@ -102,7 +101,8 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
     if executor:
         lanes |= executor.busy_s
         lanes["compute"] += stats.busy_s["sampling"]
-    peaks = {"gpu": 0, "disk": 0} | (executor.peak_bytes if executor else {})
+    peaks = process_peaks(executor)
+    others = engine.parts.peaks_of_others() if engine else ()
     return {
         "prompt_tokens": stats.prompt_tokens,
         "cached_prompt_tokens": stats.cached_prompt_tokens,
@@ -116,7 +116,8 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "predicted": plan.prediction.to_json() if plan else None,
         "hardware": plan.hardware if plan else None,
         "bottleneck": max(lanes, key=lambda lane: lanes[lane]) if engine else None,
-        "peak_bytes": peaks | {"cpu": peak_resident_bytes()},  # an emulated accelerator's memory is a part of it
+        "peak_bytes": peaks,
+        "processes": [{"rank": rank, "peak_bytes": of} for rank, of in enumerate([peaks, *others])],
         "bytes_moved": executor.bytes_moved if executor else {},
         "busy_s": dict(stats.busy_s) | {lane: s for lane, s in lanes.items() if lane not in ("input", "compute")},
         "stalled_s": executor.stalled_s if executor else {},
@@ -159,6 +160,7 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"{report['prompt_tokens']:,} prompt tokens{shared}, {made}: {report['total_tokens_per_s']:,.0f} tokens/s{rate};"
             f" peak memory {format_bytes(report['peak_bytes']['cpu'])}"
         )
+        lines += _other_processes(report["processes"])
     lines += [f"{kind['rows']:,} failed: {kind['error']}" for kind in report["errors"]]
     if failed and report["state"] != "stopped":
         lines.append("the error column tells why rows failed; --retry-failed runs just those again")
@@ -167,6 +169,14 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"output: {report['output']}" + (f", {report['errors_output']}" if report.get("errors_output") else "")
         )
     return lines
+
+
+def _other_processes(processes: list[dict[str, Any]]) -> list[str]:
+    """A line of the peak memory of each process, where there are several."""
+    if len(processes) == 1:
+        return []
+    peaks = [(p["peak_bytes"] and format_bytes(p["peak_bytes"]["cpu"])) or "unknown" for p in processes]
+    return [f"peak memory of the {len(processes)} processes, rank 0 first: {', '.join(peaks)}"]
 
 
 def _at_first(report: dict[str, Any]) -> str:

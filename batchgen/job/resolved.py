@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import EXPANDED
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_budgets, resolve_context, resolve_dtype
-from batchgen.engine.tensor_parallel import first_shard
+from batchgen.engine.tensor_parallel import first_shard, shard_quantization
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import check_stages, largest_stage
 from batchgen.models.config import ModelConfig
@@ -93,14 +92,19 @@ def resolve_job(
     config = config or read_config(files)
     device = parse_device(options.device)
     dtype = resolve_dtype(config, options.dtype, device)
-    options, config, shard = _split(options, files, config, device)
+    config, shard = _split(options, files, config, device)
     of_host = of_host or ranks_of_host(max(options.tensor_parallel, options.pipeline))
 
     def memory_bytes() -> int:
-        return resolve_budgets(device, cpu_memory=options.cpu_memory, gpu_memory=options.gpu_memory)["cpu"]
+        return resolve_budgets(
+            device,
+            cpu_memory=options.cpu_memory,
+            gpu_memory=options.gpu_memory,
+            processes=of_host,
+        )["cpu"]
 
     job = _resolved(options, files, config, device, dtype, memory_bytes)
-    return replace(job, shard=shard, of_host=of_host)
+    return replace(_in_shards(job, shard), of_host=of_host)
 
 
 def resolve_for(
@@ -118,7 +122,7 @@ def resolve_for(
     Raises:
         InputError: A value means nothing there.
     """
-    options, config, shard = _split(options, files, config, Device("cpu"))
+    config, shard = _split(options, files, config, Device("cpu"))
     dtype = options.dtype
     if dtype == "auto":
         dtype = config.dtype if hardware.compute.has_rates("gemm_flops_per_s", config.dtype) else "float32"
@@ -128,14 +132,13 @@ def resolve_for(
         return hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
 
     job = _resolved(options, files, config, device, dtype, memory_bytes)
-    return replace(job, shard=shard, of_host=of_host or job.processes)
+    return replace(_in_shards(job, shard), of_host=of_host or job.processes)
 
 
 def why_not_run(job: ResolvedJob) -> str:
-    """Why `run` refuses to split this job's model on its device; "" where it does not."""
-    whole = job.config if job.shard is None else job.shard.whole
+    """Why this version does not run the stages of a job on its device; "" where it does."""
     try:
-        _split(job.options, job.files, whole, job.device)
+        check_stages(job.config, job.options.pipeline, job.device)
     except InputError as error:
         return str(error)
     return ""
@@ -143,14 +146,21 @@ def why_not_run(job: ResolvedJob) -> str:
 
 def _split(
     options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device
-) -> tuple[JobOptions, ModelConfig, Shard | None]:
-    """Options, shape and shard of rank 0, where ranks share every layer; stages are checked. Raises InputError."""
-    if options.pipeline > 1:
-        check_stages(config, options.pipeline, device)
+) -> tuple[ModelConfig, Shard | None]:
+    """Shape and shard of rank 0, where ranks share every layer; stages are checked. Raises InputError."""
+    check_stages(config, options.pipeline, device)
     if options.tensor_parallel == 1:
-        return options, config, None
+        return config, None
     shard = first_shard(files, config, options.tensor_parallel, device, options.quantization)
-    return replace(options, quantization=EXPANDED), shard.config, shard
+    return shard.config, shard
+
+
+def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
+    """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
+    if shard is None:
+        return job
+    quantization = shard_quantization(shard, job.options.quantization)
+    return replace(job, options=replace(job.options, quantization=quantization), shard=shard)
 
 
 def _resolved(

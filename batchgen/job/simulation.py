@@ -21,7 +21,8 @@ from batchgen.job.demand import longest_tokens, most_kv_tokens, process_share
 from batchgen.job.step_costs import BatchLoad, StepCosts, load_of, streams_of
 from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Phase
-from batchgen.planner.memory import Demand, plan_memory
+from batchgen.planner.kv_memory import Demand
+from batchgen.planner.memory import plan_memory
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler
 from batchgen.runtime.scheduling.sequence import Sequence

@@ -36,6 +36,7 @@ from batchgen.runtime.scheduling.extents import runs_of
 from batchgen.runtime.scheduling.micro_batches import residency_of
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import tier_of
+from batchgen.runtime.scheduling.window_pool import HOLE
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
 _NOTHING_PLACED = Placement(*[0] * 13)
@@ -60,8 +61,8 @@ class BatchLoad:
 
     tokens: those of sequences that only begin a token in the sweep (`deferred`) included.
     attended: by residency (`micro_batches.residency_of`); in layers with a sliding window, where no prefix is shared, `windowed`.
-    sampled: sequences that reach their last token, in this sweep or a later one; logits_rows: rows of logits. host_blocks: KV blocks that come from the host's
-    pool; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
+    sampled: sequences that reach their last token, in this sweep or a later one; logits_rows: rows of logits. host_blocks: KV blocks that come
+    from the host's pool; windowed_host_blocks: in layers with a sliding window; new_tokens: tokens whose KV goes there. disk_*: blocks (and runs of neighbouring ones) that are read and written,
     and all that pass through the staging buffer. hidden_on_host: activations wait in host memory between layers.
     """
 
@@ -71,6 +72,7 @@ class BatchLoad:
     attended: dict[str, Attended]
     windowed: dict[str, Attended]
     host_blocks: int = 0
+    windowed_host_blocks: int = 0
     new_tokens: int = 0
     disk_reads: tuple[int, int] = (0, 0)
     disk_writes: tuple[int, int] = (0, 0)
@@ -120,7 +122,10 @@ def load_of(
     staged = by_residency.get("staged", ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
-    host_blocks = {b for s in on_host for b in s.sequence.block_table[: _blocks(s.sequence.num_computed, block_size)]}
+    host_blocks, windowed_host_blocks = (
+        {b for s in on_host for b in s.sequence.table(w)[: _blocks(s.sequence.num_computed, block_size)]} - {HOLE}
+        for w in (False, True)
+    )
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
     blocks = 0
@@ -136,6 +141,7 @@ def load_of(
         attended=attended,
         windowed=windowed,
         host_blocks=len(host_blocks),
+        windowed_host_blocks=len(windowed_host_blocks),
         new_tokens=sum(s.num_tokens for s in on_host),
         disk_reads=(sum(count for _, count in reads), len(reads)),
         disk_writes=(sum(count for _, count in writes), len(writes)),
@@ -412,7 +418,9 @@ class StepCosts:
             rows = load.tokens - (0 if kind == "embed" or step.layer == 0 else load.deferred)
             return 0.0 if kind == "embed" and load.hidden_on_host else rows * s.hidden_bytes
         if kind == "load_cache":
-            return (load.host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
+            windowed = self.config.windows[step.layer] is not None
+            host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
+            return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * s.kv_block_bytes
         if kind == "store_cache":
             return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
         residency = "delegated" if step.cohort is None else "deferred"

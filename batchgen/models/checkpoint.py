@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT8, KEPT_FORMATS, block_format, matrix_format, weight_row_bytes
+from batchgen.core.dtypes import INT8, KEPT_FORMATS, PACKED_FORMATS, block_format, matrix_format, weight_row_bytes
 from batchgen.core.errors import InputError
 from batchgen.models import fp8, fused_experts, group_codes, reading
 from batchgen.models.config import ModelConfig
@@ -188,7 +188,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
     """The model's weights. Every tensor's presence and shape is checked here, before any is read.
 
     Of a weight store, only that its files have their sizes. config: where it has been read already. shard: the part of each layer
-    that is wanted, in numbers and not as it is packed; None: the whole. Raises InputError where the model is not supported, or a
+    that is wanted, packed in a format that it `divides`; None: the whole. Raises InputError where the model is not supported, or a
     file is missing, corrupt or of another shape.
     """
     if files.kind == "store":
@@ -355,7 +355,8 @@ def _part_checkpoint(
         fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
     """
     if shard is not None:
-        config, stored_format = shard.config, None
+        config = shard.config
+        stored_format = stored_format if stored_format in KEPT_FORMATS else None  # a row of int8 has one scale
         fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer), fill, fill_cut)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -412,8 +413,9 @@ def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoi
         layout = _layout_of(shard.whole, "head" if which == "sinks" else which, layer)  # which are stored together
         return cut_tensors(shard, layout, load(which, layer, dtype))
 
-    if shard is not None:
-        return Checkpoint(shard.config, load_own)
+    def load_own_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        layout = _layout_of(shard.whole, "layer", layer)
+        return cut_tensors(shard, layout, load_stored(layer, dtype), store.weight_format)
 
     def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         file = store.layers[layer]
@@ -421,7 +423,10 @@ def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoi
         tensors = {name: tensor for group in groups for name, tensor in group.items()}
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
-    kept = store.weight_format if store.weight_format in (INT8, *KEPT_FORMATS) else None
+    kept = store.weight_format if store.weight_format in PACKED_FORMATS else None
+    if shard is not None:
+        kept = kept if kept != INT8 else None
+        return Checkpoint(shard.config, load_own, kept, load_own_stored if kept else None)
     return Checkpoint(store.config, load, kept, load_stored if kept else None)
 
 

@@ -25,6 +25,7 @@ from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import (
+    RANK_KEY,
     STORE_FORMAT,
     STORE_MANIFEST,
     STORE_UNFINISHED,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.checkpoint import Checkpoint
+    from batchgen.models.shard import Shard
     from batchgen.models.weight_store import Extent, StoreFile, WeightStore
 
 _LOCK = "convert.lock"
@@ -63,12 +65,14 @@ def convert(
     quantization: str = "none",
     overwrite: bool = False,
     on_layer: Callable[[int, int], None] = _ignore,
+    shard: Shard | None = None,
 ) -> WeightStore:
     """Puts the model's weights, in `dtype`, into a weight store in the directory `target`.
 
     quantization: "int4" and "int8" pack the matrices of the layers; "none" leaves them packed as the model has them, "bf16" does
     not (`models.files.resolve_quantization`). overwrite: replace a store of something else.
-    on_layer(done, total): called after each layer. Peak memory is about one layer, or the embeddings.
+    on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
+    store of the whole. Peak memory is about one layer, or the embeddings.
 
     Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
     or damaged is written. Raises InputError where the model is broken or `target` is something else, BatchgenError
@@ -82,12 +86,12 @@ def convert(
         raise InputError(f"dtype {dtype!r} is not supported: use {', '.join(DTYPES)}")
     _check_apart(files, target)
     weight_format = weight_format_of(dtype, resolve_quantization(files, quantization))
-    checkpoint = open_checkpoint(files)
+    checkpoint = open_checkpoint(files, shard=shard)
     header = {
         "format": STORE_FORMAT,
         "format_version": STORE_VERSION,
         "batchgen": __version__,
-        "source": {"name": files.name, "identity": model_identity(files)},
+        "source": {"name": files.name, "identity": _identity(files, shard)},
         "dtype": dtype,
         "weight_format": weight_format,
         "config": replace(checkpoint.config, dtype=dtype).to_json(),
@@ -117,12 +121,18 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
         raise InputError(f"{target} has the model {files.path} in it: give another directory for the store")
 
 
-def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str) -> Path:
-    """Where jobs keep the store that is made of a model."""
+def _identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
+    return model_identity(files) | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
+
+
+def store_path(offload_dir: Path, files: ModelFiles, dtype: str, quantization: str, shard: Shard | None = None) -> Path:
+    """Where jobs keep the store that is made of a model, or of a rank's part of it."""
     packed = weight_format_of("none", quantization)
-    key = json_sha256([model_identity(files), dtype, packed, STORE_VERSION])
+    key = json_sha256([_identity(files, shard), dtype, packed, STORE_VERSION])
     name = re.sub(r"[^\w.-]+", "-", files.name).strip("-.")[:60]
     kind = dtype if packed == "none" else f"{packed}-{dtype}"
+    if shard is not None:
+        kind += f"-rank-{shard.rank}-of-{shard.size}"
     return Path(offload_dir) / "stores" / f"{name}-{kind}-{key[:16]}"
 
 
@@ -134,25 +144,34 @@ def find_or_convert(
     *,
     notify: Callable[[str], None] = lambda line: None,
     on_layer: Callable[[int, int], None] = _ignore,
+    shard: Shard | None = None,
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
-    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion begins. on_layer and errors as `convert`.
+    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion begins. on_layer, shard and errors as
+    `convert`.
     """
     from batchgen.models.weight_store import open_store
 
-    if files.kind == "store":
+    if shard is None and files.kind == "store":
         store = open_store(files.path)
         if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
             return store
-    target = store_path(offload_dir, files, dtype, quantization)
+    target = store_path(offload_dir, files, dtype, quantization, shard)
     if (target / STORE_MANIFEST).exists():
         with contextlib.suppress(InputError):  # what is missing is made anew
             return open_store(target)
+    source = files
+    if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
+        whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
+        source = replace(files, path=whole.path, kind="store")
+    part = f"rank {shard.rank} of {shard.size} of " if shard else ""
     notify(
-        f"converting {files.name} to {weight_format_of(dtype, quantization)} in {target}, which later jobs will find there"
+        f"converting {part}{files.name} to {weight_format_of(dtype, quantization)} in {target}, which later jobs will find there"
     )
-    return convert(files, target, dtype=dtype, quantization=quantization, overwrite=True, on_layer=on_layer)
+    return convert(
+        source, target, dtype=dtype, quantization=quantization, overwrite=True, on_layer=on_layer, shard=shard
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +279,7 @@ class _Conversion:
 
         missing = [p.path.name not in self.finished for p in self.planned]
         measured_layers = 0  # all up to the last that is missing: each is measured on what those before it make
-        if self.header["weight_format"] == INT4:
+        if self.header["weight_format"] == INT4 and checkpoint.weight_format != INT4:
             layers = [
                 p.layer + 1 for p, absent in zip(self.planned, missing, strict=True) if absent and p.which == "layer"
             ]
@@ -281,9 +300,8 @@ class _Conversion:
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
         weight_format = self.header["weight_format"]
-        if (
-            planned.which == "layer" and weight_format in PACKED_FORMATS and weight_format != INT4
-        ):  # packed as it is written
+        as_stored = weight_format != INT4 or checkpoint.weight_format == INT4  # else it is packed as it is written
+        if planned.which == "layer" and weight_format in PACKED_FORMATS and as_stored:
             return checkpoint.load_packed_layer(planned.layer, dtype, weight_format)
         return checkpoint.load(planned.which, planned.layer, dtype)
 
@@ -391,7 +409,8 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     for stored in extent.tensors:
         put(bytes(stored.offset - position))
         values = tensors.pop(stored.name)
-        packed = quantize(values, importance=importance[stored.name]) if stored.dtype == INT4 else values
+        to_pack = stored.dtype == INT4 and values.is_floating_point()
+        packed = quantize(values, importance=importance[stored.name]) if to_pack else values
         put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
     put(bytes(extent.offset + extent.num_bytes - position))
     return digest.hexdigest()

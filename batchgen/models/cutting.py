@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import INT4
 from batchgen.models.shard import Cut, Shard
 
 Fill = Callable[[str, int, Tensor], None]  # (part, layer, tensor to fill)
@@ -34,23 +35,36 @@ def cut_while_filling(
         elif cut.zero:
             out.zero_()
         elif not fill_cut(part, layer, out, cut):
-            whole = torch.empty(shape, dtype=out.dtype)
+            columns = (
+                [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
+            )  # bytes, of packed rows
+            whole = torch.empty((shape[0], *columns), dtype=out.dtype)
             fill(part, layer, whole)
             out.copy_(cut.of(whole))
 
     return fill_own
 
 
-def cut_tensors(shard: Shard, layout: Mapping[str, _Parts], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rank's part of whole tensors, each made of the parts that the layout says."""
-    return {name: _cut_tensor(shard, name, layout[name], tensor) for name, tensor in tensors.items()}
+def cut_tensors(
+    shard: Shard, layout: Mapping[str, _Parts], tensors: Mapping[str, Tensor], weight_format: str | None = None
+) -> dict[str, Tensor]:
+    """The rank's part of whole tensors, each made of the parts that the layout says.
+
+    weight_format: of matrices that are packed, one that `Shard.divides`.
+    """
+    is_int4 = weight_format == INT4
+    return {name: _cut_tensor(shard, name, layout[name], tensor, is_int4) for name, tensor in tensors.items()}
 
 
-def _cut_tensor(shard: Shard, name: str, parts: _Parts, tensor: Tensor) -> Tensor:
+def _cut_tensor(shard: Shard, name: str, parts: _Parts, tensor: Tensor, is_int4: bool) -> Tensor:
     cuts = [shard.cut(name, part) for part, _ in parts]
     if cuts[0].whole:
         return tensor
     if cuts[0].zero:
         return torch.zeros_like(tensor)
     pieces = tensor.split([shape[0] for _, shape in parts])
-    return torch.cat([cut.of(piece) for cut, piece in zip(cuts, pieces, strict=True)])
+    if is_int4 and tensor.dtype == torch.uint8:
+        own = [c.of_int4(piece, shape[1]) for c, piece, (_, shape) in zip(cuts, pieces, parts, strict=True)]
+    else:
+        own = [cut.of(piece) for cut, piece in zip(cuts, pieces, strict=True)]
+    return torch.cat(own)

@@ -41,6 +41,7 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "use_cache"}
 # A weight store (docs/weight_store.md) by its manifest; until the last of its files is there it has the other name.
 STORE_FORMAT, STORE_VERSION = "batchgen weight store", 1
 STORE_MANIFEST, STORE_UNFINISHED = "manifest.json", "manifest.partial.json"
+RANK_KEY = "rank"  # of the source's identity, of a store that has one rank's part of a model
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,11 @@ def read_config(files: ModelFiles) -> ModelConfig:
         return _gguf_config(files.path)
     if files.kind == "store":
         path = files.path / STORE_MANIFEST
-        stored = read_store_manifest(path)["config"]
+        manifest = read_store_manifest(path)
         with _naming(path):
-            return ModelConfig.from_json(stored)
+            if part := manifest["source"]["identity"].get(RANK_KEY):
+                raise InputError(f"the store has the part of rank {part[0]} of {part[1]} alone: give the model itself")
+            return ModelConfig.from_json(manifest["config"])
     if files.kind == "dummy":
         return _config_without_weights(files.path)
     path = files.path / "config.json"

@@ -113,16 +113,22 @@ def post_attention(
     return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
 
 
-def route_tokens(config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor) -> Routes:
+def route_tokens(
+    config: ModelConfig, weights: Weights, hidden: Tensor, attention: Tensor, reduce: Reduce | None = None
+) -> Routes:
     """`post_attention` of a layer with experts up to where these are needed: where each token goes. `hidden` becomes what MLPs add to."""
-    return route(
-        config, weights, _mlp_input(config, weights, _with_attention(config, weights, hidden, attention, hidden))
-    )
+    hidden = _with_attention(config, weights, hidden, attention, hidden, reduce=reduce)
+    return route(config, weights, _mlp_input(config, weights, hidden))
 
 
-def add_experts(config: ModelConfig, weights: Weights, hidden: Tensor, routes: Routes) -> None:
+def add_experts(
+    config: ModelConfig, weights: Weights, hidden: Tensor, routes: Routes, reduce: Reduce | None = None
+) -> None:
     """The rest of `post_attention`: adds to `hidden` what the experts make of it."""
-    torch.add(hidden, experts(config, weights, _mlp_input(config, weights, hidden), routes=routes), out=hidden)
+    y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes)
+    if reduce:
+        reduce(y)
+    torch.add(hidden, y, out=hidden)
 
 
 def _with_attention(

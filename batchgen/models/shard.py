@@ -11,6 +11,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
+    CODE_GROUP,
+    EXPERT_FORMATS,
+    INT4,
+    WEIGHT_CODE_BITS,
+    block_format,
+    code_bytes,
+)
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 
@@ -46,6 +55,18 @@ class Shard:
             shared_expert_size=whole.shared_expert_size // size,
             dense_size=whole.dense_size // size,
         )
+
+    def divides(self, weight_format: str) -> bool:
+        """Whether matrices packed in int4 or in blocks can be split by columns: groups and blocks of a row stay whole.
+
+        weight_format: int4, or one of `KEPT_FORMATS`.
+        """
+        own = self.config
+        values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
+        columns = [own.intermediate_size]
+        if weight_format not in EXPERT_FORMATS:
+            columns += [own.num_heads * own.head_dim, own.shared_expert_size, own.dense_size]
+        return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
         """What of a part this rank has. name, part: of the tensor and of its part, as a layout of `checkpoint.py` has them."""
@@ -97,8 +118,17 @@ class Cut:
         """Whether it is rows that are neighbours in the whole."""
         return self.sections == (0,)
 
+    def of_int4(self, packed: Tensor, n: int) -> Tensor:
+        """As `of`, of rows of `n` weights of int4 (`ops/quant.py`): codes, then scales and minimums, each of whole groups."""
+        if not self.by_columns:
+            return self.of(packed)
+        import torch
+
+        codes = code_bytes(n, WEIGHT_CODE_BITS)
+        return torch.cat([self.of(packed[:, :codes]), self.of(packed[:, codes:])], dim=1)
+
     def of(self, tensor: Tensor) -> Tensor:
-        """The rank's rows, one after the other, or its columns, of the whole part."""
+        """The rank's rows, one after the other, or its columns, of the whole part; of rows of blocks its blocks."""
         if self.by_columns:
             return tensor.chunk(self.size, dim=1)[self.rank]
         if self.is_stretch:

@@ -7,6 +7,7 @@ BATCHGEN_ISA names, or the machine's first.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_byt
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
 from batchgen.ops import attention_plan as plans
-from batchgen.ops.instruction_set import instruction_set, num_threads  # noqa: F401 num_threads is of this module, too
+from batchgen.ops import instruction_set as _of_process
+from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
@@ -62,9 +64,34 @@ def using(name: str) -> Iterator[None]:
         _kernels.use(before)
 
 
+_of_thread = threading.local()
+
+
 def run_alone() -> None:
     """Loops of the calling thread are run by it alone from now on."""
+    _of_thread.alone = True
     _kernels.set_alone(True)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Meanwhile loops of the calling thread are run by it alone."""
+    run_alone()
+    try:
+        yield
+    finally:
+        _of_thread.alone = False
+        _kernels.set_alone(False)
+
+
+def num_threads() -> int:
+    """Threads that a loop of the calling thread is shared by, itself among them."""
+    return 1 if getattr(_of_thread, "alone", False) else _of_process.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """As many threads share a loop from now on, of whichever thread that does not run them alone."""
+    _kernels.set_num_threads(count)
 
 
 def supports_head_dim(head_dim: int) -> bool:
@@ -248,7 +275,8 @@ def linear(
 
     With a gated activation the weight is the gate's rows before those it is multiplied with, and there are columns / 2 results.
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
-    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight.
+    says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight. With bf16 on
+    AVX-512 BF16 their codes are multiplied and scales applied to sums in fp32: these are sums of weights that are not rounded.
     """
     packed, coded, in_gguf = (
         isinstance(weight, PackedWeight),

@@ -26,6 +26,14 @@ def num_threads() -> int:
     return _kernels.num_threads()
 
 
+def follow_affinity() -> None:
+    """From the next loop of the kernels on, have threads on the cores that the calling thread may run on now.
+
+    To be called where these were changed. What is under way goes on where it is.
+    """
+    _kernels.follow_affinity()
+
+
 def usable_instruction_sets() -> list[str]:
     """All that kernels may be asked to run on here: the machine's, the most capable first, then the plain twins."""
     return [*_kernels.instruction_sets(), *_kernels.plain_twins()]

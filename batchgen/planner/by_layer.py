@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.planner.deferring import layers_bytes
+from batchgen.planner.kv_memory import giving_window
 from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
 
@@ -30,9 +31,10 @@ def by_layer_candidates(problem: Problem, worth: Callable[[float], bool]) -> Ite
 
 
 def may_part(problem: Problem) -> bool:
-    """Whether KV of one sequence may lie on the GPU and in host memory."""
+    """Whether KV of one sequence may lie on the GPU and in host memory: not where layers with a sliding window give blocks back."""
     allowed = problem.allowed
-    return (
+    longest = problem.longest_tokens or problem.workload.prompt_len.max + problem.workload.max_output_len
+    return giving_window(problem.model, problem.kv_block_size, longest) is None and (
         problem.hardware.gpu is not None
         and not problem.runtime.serial
         and "gpu" in allowed.weight_tiers

@@ -199,7 +199,7 @@ def dequantize_weights_s(s: CostInputs) -> float:
 
 
 def _history_tokens(s: CostInputs, phase: Phase) -> float:
-    """Tokens whose KV is brought in for one decoding sequence: all of it whatever the window, in whole blocks."""
+    """Tokens whose KV is brought in for one decoding sequence, in whole blocks, where nothing of it is given back."""
     return phase.context - 1 + (s.kv_block_size - 1) / 2
 
 
@@ -209,8 +209,17 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     A shared prefix comes once for each micro-batch.
     """
     shared = s.workload.shared_prefix_len
-    own = phase.decode_seqs * max(0.0, _history_tokens(s, phase) - shared)
-    return (own + shared * min(phase.decode_seqs, s.num_gpu_batches)) * s.kv_token_bytes
+    own = max(0.0, _history_tokens(s, phase) - shared)
+
+    def brought(own: float, shared: float) -> float:
+        return phase.decode_seqs * own + shared * min(phase.decode_seqs, s.num_gpu_batches)
+
+    tokens = brought(own, shared)
+    if s.window:  # the mean over layers
+        most = s.window - 1 + s.kv_block_size - 1
+        windowed = brought(min(own, most), min(shared, max(0.0, most - own)))
+        tokens += (windowed - tokens) * s.window_layers / s.model.num_layers
+    return tokens * s.kv_token_bytes
 
 
 def _disk_bytes(s: CostInputs, phase: Phase) -> tuple[float, float]:
@@ -426,10 +435,11 @@ def bounds(runtime: RuntimeModel, lanes: Mapping[str, Linear]) -> list[Linear]:
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     """KV reserved in each tier: of its sequences, and in memory once for a prefix that they share."""
     all_seqs = s.swept_seqs * s.seq_kv_bytes
-    shared = s.workload.shared_prefix_len * s.kv_token_bytes * s.model.num_layers
+    shared, chunks = s.shared_kv_bytes, s.chunk_kv_bytes * s.swept_seqs / s.block_size
+    deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.block_size)
     return {
-        "gpu": at.kv_gpu * all_seqs + (shared if s.on_gpu else 0.0),
-        "cpu": (at.kv_cpu + at.kv_streamed) * all_seqs + s.deferred_seqs * s.seq_kv_bytes + shared,
+        "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0),
+        "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks) + deferred + shared,
         "disk": at.kv_disk * (s.swept_seqs * s.disk_seq_kv_bytes),
     }
 

@@ -14,10 +14,12 @@ from typing import Any
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, kv_row_bytes, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Deferral
-from batchgen.planner.memory import group_bytes, kv_block_bytes, slot_bytes
+from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
+from batchgen.planner.memory import group_bytes, slot_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
@@ -197,9 +199,44 @@ class CostInputs:
         """The same on disk, where no prefix is shared."""
         return self.kv_blocks(self.workload.prompt_len.mean + self.workload.max_output_len)
 
+    # Layers with a sliding window give back what no later token sees (runtime/scheduling/window_pool.py), but on disk.
+
+    @cached_property
+    def window_layers(self) -> int:
+        """How many there are, in pools of their own."""
+        return self.model.num_layers - self.model.window_layers.get(None, 0) if self.window else 0
+
+    @cached_property
+    def window(self) -> int | None:
+        """Tokens that they see; None: no sequence gets longer than that."""
+        return giving_window(self.model, self.kv_block_size, self.longest_blocks * self.kv_block_size)
+
+    def held_blocks(self, blocks: int) -> int:
+        """Of a table of so many blocks, those that a decoding sequence holds in layers with a sliding window."""
+        return min(blocks, window_blocks(self.window, self.kv_block_size)) if self.window else blocks
+
+    def kv_bytes_of(self, blocks: int) -> int:
+        """KV of a sequence with so many blocks, in all layers."""
+        keeping = self.model.num_layers - self.window_layers
+        return (keeping * blocks + self.window_layers * self.held_blocks(blocks)) * self.kv_block_bytes
+
     @property
     def seq_kv_bytes(self) -> float:
-        return self.seq_blocks * self.kv_block_bytes * self.model.num_layers
+        return self.kv_bytes_of(self.seq_blocks)
+
+    @property
+    def shared_kv_bytes(self) -> float:
+        """Of the prefix that sequences share."""
+        shared = self.workload.shared_prefix_len
+        in_window = min(shared, self.held_blocks(self.kv_blocks(shared)) * self.kv_block_size)
+        tokens = (self.model.num_layers - self.window_layers) * shared + self.window_layers * in_window
+        return tokens * self.kv_token_bytes
+
+    @property
+    def chunk_kv_bytes(self) -> int:
+        """Of prompts beyond their windows, in the sweep that computes them."""
+        blocks = chunk_blocks(self.max_num_batched_tokens, self.kv_block_size) + 1
+        return self.window_layers * blocks * self.kv_block_bytes
 
     @property
     def disk_seq_kv_bytes(self) -> float:

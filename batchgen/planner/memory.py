@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, kv_row_bytes, matrix_format, weight_row_bytes
-from batchgen.core.errors import InputError
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, matrix_format, weight_row_bytes
 from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
-from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
+from batchgen.planner.kv_memory import Demand, kv_block_bytes, kv_pools
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20
@@ -24,7 +22,6 @@ _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 Add = Callable[[str, str, int], None]  # tier, what for, bytes
-_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
 
 def activation_bytes(
@@ -131,30 +128,6 @@ def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
     return (_DEVICE_CODED_BYTES if on_gpu else _CODED_ROWS_BYTES) if weight_format == INT8 else 0
 
 
-def kv_block_bytes(
-    config: ModelConfig, block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
-) -> int:
-    """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
-    return 2 * config.num_kv_heads * block_size * row(config.head_dim, kv_format)
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What rows ask of the memory.
-
-    Attributes:
-        min_tokens: of the smallest row that must fit, prompt and output.
-        longest_tokens: of the longest row that staging buffers must hold.
-        most_kv_tokens: KV that the job is expected to use at most; None: nothing is known of it.
-        task: as for `planned_logit_rows`.
-    """
-
-    min_tokens: int
-    longest_tokens: int
-    most_kv_tokens: int | None = None
-    task: str | None = "generate"
-
-
 def plan_memory(
     config: ModelConfig, policy: Policy, demand: Demand, *, dtype: str, budgets: Mapping[str, int], process_bytes: int
 ) -> MemoryPlan:
@@ -187,12 +160,12 @@ def plan_memory(
     _add_weights(config, policy, dtype, device, task, add)
     _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
     _add_staging(config, policy, device, staging_blocks, add)
-    sizes = _pool_block_bytes(config, policy)
-    kv_blocks = _kv_blocks(policy, parts, budgets, sizes, demand)
-    for pool, count in kv_blocks.items():
-        for tier, size in sizes[pool].items():
-            add(tier, "KV", count * size)
-    return MemoryPlan(dict(budgets), parts, kv_blocks, staging_blocks, batch_tokens, rows)
+    pools = kv_pools(config, policy, parts, budgets, demand)
+    for tier, size in pools.tier_bytes.items():
+        add(tier, "KV", size)
+    return MemoryPlan(
+        dict(budgets), parts, pools.blocks, staging_blocks, batch_tokens, rows, pools.window, pools.window_blocks
+    )
 
 
 def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add: Add) -> None:
@@ -300,62 +273,3 @@ def _add_staging(config: ModelConfig, policy: Policy, device: str, staging_block
         add("gpu", "KV in transit", links * passing_bytes(aligned(block), staging_blocks))
     if policy.kv_seqs.get("disk") and (device == "gpu" or block % ALIGNMENT):
         add("cpu", "KV in transit", 4 * staging_blocks * aligned(block))
-
-
-def _pool_block_bytes(config: ModelConfig, policy: Policy) -> dict[str, dict[str, int]]:
-    """Bytes of a block of all layers: pool -> tier -> bytes there."""
-    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-    sizes = {tier: {tier: config.num_layers * (aligned(block) if tier == "disk" else block)} for tier in TIERS}
-    if policy.kv_layers:
-        sizes["cpu"] = {"gpu": policy.kv_layers * block, "cpu": (config.num_layers - policy.kv_layers) * block}
-    return sizes
-
-
-def _kv_blocks(
-    policy: Policy,
-    parts: Mapping[str, Mapping[str, int]],
-    budgets: Mapping[str, int],
-    sizes: Mapping[str, Mapping[str, int]],
-    demand: Demand,
-) -> dict[str, int]:
-    """Blocks of each pool: what is left of the budgets, but no more than its sequences can make use of.
-
-    sizes: pool -> tier -> bytes of a block there.
-    """
-    block_size = policy.kv_block_size
-    seqs: dict[str, int] = {}
-    for kv_class, count in policy.kv_seqs.items():
-        if count:
-            seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
-    least = -(-demand.min_tokens // block_size)
-    found, short = {}, {}
-    for pool, count in seqs.items():
-        # More than every sequence at full length is never used; the demand may know better, but any row must fit.
-        useful = count * -(-policy.max_model_len // block_size)
-        if demand.most_kv_tokens is not None:
-            expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
-            useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
-        fitting = []
-        for tier, size in sizes[pool].items():
-            left = budgets[tier] - sum(parts[tier].values())
-            fitting.append(left // size)
-            if left < least * size:
-                short[tier] = least * size - left
-        found[pool] = max(0, min(*fitting, useful))
-    for tier, own in parts.items():
-        if sum(own.values()) > budgets[tier]:
-            short.setdefault(tier, sum(own.values()) - budgets[tier])
-    if short:
-        raise InputError(_too_small(short, parts, budgets, demand.min_tokens))
-    return found
-
-
-def _too_small(
-    short: Mapping[str, int], parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int], min_tokens: int
-) -> str:
-    tier, missing = max(short.items(), key=lambda item: item[1])
-    own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
-    return (
-        f"{_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens beside {own};"
-        f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batchgen.core.hardware import HardwareProfile
+from batchgen.core.hardware import HardwareProfile, known
 
 _COMPUTE = (
     "gemm",
@@ -42,19 +42,17 @@ GLOO = Link(8e8, 1.75e-4)
 _GPU_OVERHEAD_S = 2e-5
 
 
-def link_of(hardware: HardwareProfile, given_bytes_per_s: float | None, *, one_host: bool) -> Link:
+def link_of(hardware: HardwareProfile, given_bytes_per_s: float | None, *, gpus_of_a_host: bool) -> Link:
     """The link between the processes of a job.
 
     Args:
         hardware: What each has.
         given_bytes_per_s: Its rate as the user says it; None: that of gloo, and between GPUs of a host of their bus, through host memory.
-        one_host: Whether all processes are on one host.
+        gpus_of_a_host: Whether all processes are on one host, each with a GPU.
     """
-    own_gpus = hardware.gpu is not None and not hardware.shared_cores and one_host
-    if own_gpus and hardware.h2d_bytes_per_s and hardware.d2h_bytes_per_s:
-        link = Link(min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s), _GPU_OVERHEAD_S)
-    else:
-        link = GLOO
+    link = GLOO
+    if gpus_of_a_host:
+        link = Link(min(known(hardware.h2d_bytes_per_s), known(hardware.d2h_bytes_per_s)), _GPU_OVERHEAD_S)
     return link if given_bytes_per_s is None else replace(link, bytes_per_s=given_bytes_per_s)
 
 

@@ -22,7 +22,7 @@ from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
-from batchgen.core.machine import available_memory_bytes, keep_freed_memory
+from batchgen.core.machine import available_cores, available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
@@ -147,11 +147,22 @@ def probe_s(dtype: str) -> float:
     """Seconds of a fixed piece of work, half arithmetic and half memory traffic: a spot benchmark of the CPU.
 
     It compares one moment with another: on a machine shared with others the same work takes up to a third longer at times.
-    Takes half a second.
+    Takes half a second. Of torch's threads it has no more than the calling thread may use cores.
     """
     import torch
 
     keep_freed_memory()
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, available_cores()))
+    try:
+        return _probe_s(dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _probe_s(dtype: str) -> float:
+    import torch
+
     weights = torch.ones(8, 1024, 1024, dtype=getattr(torch, dtype))
     x = torch.ones(512, 1024, dtype=weights.dtype)
     source, target = torch.ones(2, 1 << 27, dtype=torch.uint8)

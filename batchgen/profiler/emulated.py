@@ -1,4 +1,4 @@
-"""The profile of an emulated accelerator: the CPU's own compute rates behind links that are measured in use."""
+"""The profile of an emulated accelerator: rates of the CPU's cores, all or one of them, behind links that are measured in use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
 
 
-def emulated_profile(cpu: HardwareProfile, device: Device) -> HardwareProfile:
+def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile | None = None) -> HardwareProfile:
     """The machine of `cpu`, a profile without GPU, as it is with an emulated one.
 
     Takes less than a second.
 
-    Its memory is taken from the host's. Compute and CPU attention have the same cores, and copies take them for as long
-    as they would last unthrottled: a link that is throttled sleeps for the rest of its time. (Measured on two cores:
+    Args:
+        cpu: Measured on all cores, or, where the device has a core of its own, on the others.
+        device: An emulated one.
+        core: Where the device has a core of its own, what was measured on that one.
+
+    Its memory is taken from the host's. Unless the device has a core of its own, compute and CPU attention have the same cores,
+    and copies take them for as long as they would last unthrottled: a link that is throttled sleeps for the rest of its time. (Measured on two cores:
     copies at 2, 6 and 19 GB/s make a matrix product take 1.05, 1.2 and 1.8 times as long, at 35 to 40 GB/s
     unthrottled.)
     """
     h2d_s, d2h_s, free_s = (piece_times(rate) for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s, None))
-    return replace(
+    emulated = replace(
         cpu,
         name=f"{device} on {cpu.name}",
         gpu=replace(cpu.cpu, step_overhead_s=cpu.cpu.step_overhead_s + handover_s()),
@@ -38,6 +43,42 @@ def emulated_profile(cpu: HardwareProfile, device: Device) -> HardwareProfile:
         # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
         copy_bytes_per_s=1 / min(free_s),
     )
+    return emulated if device.slowdown is None else own_core_profile(emulated, device, core or cpu)
+
+
+# What a slower device does all of more slowly. Tokens are sampled on it, too.
+_SLOWED = (
+    "gemm",
+    "prefill_attention",
+    "shared_attention",
+    "decode_attention",
+    "elementwise",
+    "expand",
+    "sampling_logits_per_s",
+)
+
+
+def own_core_profile(profile: HardwareProfile, device: Device, core: HardwareProfile) -> HardwareProfile:
+    """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
+
+    Args:
+        profile: With any `gpu` that computes on the CPU's cores. What its layers take longer than the CPU's stays.
+        device: How much slower it is than its core.
+        core: What was measured on a core, as a CPU.
+    """
+    assert profile.gpu is not None and device.slowdown is not None
+    waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
+    step_s = device.slowdown * core.cpu.step_overhead_s + device.step_overhead_s + waits_s
+    profile = replace(
+        profile,
+        gpu=replace(core.cpu, step_overhead_s=step_s),
+        sampling_logits_per_s=core.sampling_logits_per_s,
+        sweep_overhead_s=core.sweep_overhead_s,
+        sequence_overhead_s=core.sequence_overhead_s,
+        shared_cores=False,
+        copy_bytes_per_s=None,
+    )
+    return profile.scaled(**dict.fromkeys(_SLOWED, 1 / device.slowdown), cpu_decode_attention=1 / device.cpu_slowdown)
 
 
 def piece_times(bytes_per_s: float | None) -> list[float]:

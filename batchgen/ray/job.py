@@ -7,13 +7,16 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from xxhash import xxh3_64_intdigest
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import BatchgenError, InputError
@@ -74,6 +77,7 @@ def run(
     done = ids_done(folder, id_column)
     total = dataset.count()
     if len(done) < total:
+        _check_ids(input, id_column)
         left = dataset
         if len(done):
             left = dataset.map_batches(
@@ -105,12 +109,49 @@ def run(
         with _refusals():
             for _ in written.iter_batches(batch_format="pyarrow"):
                 pass
-    now = ids_done(folder, id_column)
-    if len(now) != total or pc.count_distinct(now).as_py() != total:
-        raise InputError(
-            f"column {id_column!r} has the same value in several rows: give an id_column whose values differ"
-        )
+    if len(now := ids_done(folder, id_column)) != total:
+        raise InputError(f"{folder} has {len(now):,} rows, the input {total:,}: one of them was changed meanwhile")
     return {"rows": total, "rows_resumed": len(done)}
+
+
+def _check_ids(input: str, id_column: str) -> None:
+    """Read the ids alone, hashed where they are read. Raises InputError where two of them are equal, or one is missing."""
+    import ray.data
+
+    ids = ray.data.read_parquet(input, columns=[id_column])
+    hashed = ids.map_batches(hash_ids, fn_args=(id_column,), batch_format="pyarrow", batch_size=None)
+    with _refusals():
+        found = [batch.column(0) for batch in hashed.iter_batches(batch_format="pyarrow", batch_size=None)]
+    repeated = pa.array(_repeated(np.concatenate([column.to_numpy() for column in found])))
+    if not len(repeated):
+        return
+    # A hash may be that of several ids: those that have one of these are compared themselves.
+    suspects = ids.map_batches(_with_hash, fn_args=(id_column, repeated), batch_format="pyarrow", batch_size=None)
+    counts = Counter(row[id_column] for row in suspects.iter_rows())
+    if equal := [value for value, count in counts.items() if count > 1]:
+        raise InputError(
+            f"column {id_column!r} has {equal[0]!r} in {counts[equal[0]]:,} rows: give an id_column whose values differ"
+        )
+
+
+def hash_ids(batch: pa.Table, id_column: str) -> pa.Table:
+    """Of each id 64 bits, the same on every machine. Raises InputError for a row without an id."""
+    column = batch.column(id_column)
+    if column.null_count:
+        raise InputError(f"column {id_column!r} has rows without a value: give an id_column that all rows have")
+    return pa.table(
+        {"hash": pa.array([xxh3_64_intdigest(str(value).encode()) for value in column.to_pylist()], pa.uint64())}
+    )
+
+
+def _with_hash(batch: pa.Table, id_column: str, hashes: pa.Array) -> pa.Table:
+    return batch.filter(pc.is_in(hash_ids(batch, id_column).column(0), value_set=hashes))
+
+
+def _repeated(values: np.ndarray) -> np.ndarray:
+    """Those that are there more than once."""
+    found, counts = np.unique(values, return_counts=True)
+    return found[counts > 1]
 
 
 def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], batch_size: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -15,15 +16,25 @@ from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.memory.kv_cache import Moves
 
 Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
+A, B = TypeVar("A"), TypeVar("B")
+
+
+def for_each(by_window: Mapping[int | None, A], make: Callable[[A], B]) -> dict[int | None, B]:
+    """The same of each value; once where several windows have the same one."""
+    made: dict[int, B] = {}
+    for value in by_window.values():
+        if id(value) not in made:
+            made[id(value)] = make(value)
+    return {window: made[id(value)] for window, value in by_window.items()}
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A segment of a batch, ready for attention."""
+    """A segment of a batch, ready for attention: by sliding window, as of `batch.Segment`."""
 
     tokens: slice
-    slots: Tensor
-    rows: tuple[Tensor, Tensor] | None  # of K and of V, where they go to host memory by themselves
+    slots: Mapping[int | None, Tensor]
+    rows: Mapping[int | None, tuple[Tensor, Tensor]] | None  # of K and of V, where they go to host memory by themselves
     plans: Plans
 
 
@@ -35,7 +46,7 @@ class BatchState:
     queries of delegated sequences and memory for what comes of them; used up by CPU attention, which may be layers
     behind, and by what is launched after it. logits_indices: None: all of them. buffers: of a sweep that is a CUDA graph.
     begins: its last tokens, which leave it in the first layer. joined: cohorts that are with it. in_place: its staged part, in
-    layers in which that is not staged. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
+    layers in which that is not staged. moves: by sliding window. routes: of a layer whose experts are read on demand, where its tokens go, by chunk.
     """
 
     packed: PackedBatch | None
@@ -43,7 +54,7 @@ class BatchState:
     positions: Tensor
     logits_indices: Tensor | None
     parts: Mapping[str, BatchPart]
-    moves: Moves | None
+    moves: Mapping[int | None, Moves] | None
     on_host: bool
     hidden: Tensor | None = None
     qkv: Tensor | None = None

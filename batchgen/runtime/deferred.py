@@ -29,7 +29,7 @@ class CohortRows:
     positions: Tensor
     slots: Tensor
     slots_on_device: Tensor
-    kv_rows: tuple[Tensor, Tensor]
+    kv_rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Mapping[int | None, ops.PreparedAttention]
     hidden: Tensor | None = None
     sending: tuple[Tensor, Tensor, Tensor] | None = None
@@ -42,11 +42,11 @@ class CohortRows:
         # Kept until compute has waited for the CPU, which has waited for the copies.
         self.sending = q.flatten(1).contiguous(), k.contiguous(), v.contiguous()
 
-    def send(self, to_host: Link, pool: Tensor, queries: Tensor) -> None:
+    def send(self, to_host: Link, pool: Tensor, window: int | None, queries: Tensor) -> None:
         """New KV to the host's pool of the layer, queries to their table."""
         q, k, v = self.sending
         flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(self.kv_rows, (k, v), strict=True):
+        for rows, new in zip(self.kv_rows[window], (k, v), strict=True):
             to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
         to_host.scatter(queries, self.slots_on_device, q)
 

@@ -7,6 +7,7 @@ import torch
 from batchgen.core.device import Device
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
+from batchgen.runtime.own_core import OwnCore
 
 
 def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
@@ -15,6 +16,9 @@ def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
     Args:
         device: What computes.
         gpu_bytes: The budget of its own memory; None: all there is.
+
+    Raises:
+        InputError: An emulated accelerator is to have a core of its own, and there are not two.
     """
     if device.kind == "cuda":
         from batchgen.runtime.cuda import CudaDriver, CudaLink, GpuMemory, PinnedMemory, cap_memory
@@ -31,4 +35,7 @@ def open_tiers(device: Device, gpu_bytes: int | None = None) -> Tiers:
     arenas = {"cpu": Arena("--cpu-memory"), "gpu": Arena("--gpu-memory", gpu_bytes)}
     if not device.accelerated:
         return Tiers("cpu", arenas)
-    return Tiers("gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)))
+    own_core = (
+        None if device.slowdown is None else OwnCore(device.slowdown, device.cpu_slowdown, device.step_overhead_s)
+    )
+    return Tiers("gpu", arenas, (Link(device.h2d_bytes_per_s), Link(device.d2h_bytes_per_s)), own_core=own_core)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -26,13 +27,14 @@ from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.quant import kv_code_bits
 from batchgen.runtime.batch import PackedBatch, Segment, empty_batch
-from batchgen.runtime.batch_state import BatchPart, BatchState, Plans
+from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import CohortRows, slices, with_cohorts
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.own_core import OwnCore
 from batchgen.runtime.scheduling.sequence import PENDING, LogitsRow
 from batchgen.runtime.steps.cohorts import Cohorts
 from batchgen.runtime.steps.graph import Step, Sweeps
@@ -65,7 +67,7 @@ class SweepOptions:
     `Activations`. chunk_tokens, logit_rows: tokens that go through a layer's products, sequences whose logits
     are made together; None: a micro-batch. captured_tokens: decode sweeps up to this size become CUDA graphs (`graphs`); for models
     whose weights and KV are all on the device. attention_isa: the instruction set that attends on the CPU; "": the
-    process's. reduce: as of `layers.post_attention`, on CPU tensors. makes_logits: False: of a rank that is not asked for them.
+    process's. reduce: as of `layers.post_attention`, on tensors of the compute device. makes_logits: False: of a rank that is not asked for them.
     neighbours: of a stage of a pipeline. For the rest see `Lanes`.
     """
 
@@ -138,7 +140,8 @@ class Executor:
         return self._compute_tier
 
     def _make_lanes(self) -> Lanes | StreamLanes:
-        options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": _prepare_thread}
+        on_thread = partial(_prepare_thread, own_core=self._tiers.own_core)
+        options = {"serial": self._options.serial, "on_step": self._options.on_step, "on_thread": on_thread}
         perform = weakref.WeakMethod(self._perform)  # lanes' threads keep no engine alive that nobody has any more
         if self._tiers.driver is None:
             return Lanes(lambda step: perform()(step), shared_cores=self._options.shared_cores, **options)
@@ -164,7 +167,7 @@ class Executor:
         On a device with streams the sweep may only have been launched; then the function returned waits for it.
         """
         self._vocabulary_chunks = vocabulary_chunks
-        with _kernels_alone():
+        with _kernels_alone(), self._computing():
             wait = self._run(batches, on_logits, Cohorts() if cohorts is None else cohorts)
         if wait is not None and self._tokens is None:
             wait()
@@ -196,7 +199,7 @@ class Executor:
         made = Sweeps(self.weights.residency.of_layers(chosen).streams(self._compute_tier, on_device))
         self._on_logits, self._vocabulary_chunks = on_logits, vocabulary_chunks
         cohorts = Cohorts()
-        with self.lanes.one_by_one(), _kernels_alone():
+        with self.lanes.one_by_one(), _kernels_alone(), self._computing():
             for batches in sweeps:
                 to_run = batches
                 while to_run:
@@ -238,11 +241,14 @@ class Executor:
         """Zeros in the blocks of memory that the batch's new KV went to."""
         for segment in packed.segments:
             resident = segment.residency == "resident"
-            slots = packed.staging.host_slots if segment.residency == "staged" else segment.slots
-            blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
-            for layer in layers if len(blocks) else ():
-                pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
-                pool.index_fill_(0, blocks.to(pool.device), 0)
+            for layer in layers:
+                window = self.config.windows[layer]
+                staged = segment.residency == "staged"
+                slots = packed.staging[window].host_slots if staged else segment.slots[window]
+                blocks = torch.from_numpy(np.unique(slots // self.kv_cache.shape.block_size))
+                if len(blocks):
+                    pool = self.kv_cache.pools[self._compute_tier if resident else "cpu"][layer]
+                    pool.index_fill_(0, blocks.to(pool.device), 0)
 
     def _run(self, batches: Sequence[PackedBatch], on_logits: OnLogits, cohorts: Cohorts) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
@@ -312,24 +318,33 @@ class Executor:
                 begins = self._prepare_cohort(packed, segment, plans)
                 continue
             rows = self._rows_on_host(segment) if segment.residency == "delegated" else None
-            tokens, slots = slice(segment.start, segment.stop), upload(segment.slots, self._device)
+            tokens, slots = slice(segment.start, segment.stop), self._uploaded(segment.slots)
             parts[segment.residency] = BatchPart(tokens, slots, rows, plans)
         in_place = None
         if packed.in_place:
             plans = {window: self._prepared(plan, self._device) for window, plan in packed.in_place.plans.items()}
-            in_place = replace(parts["staged"], slots=upload(packed.in_place.slots, self._device), plans=plans)
-        moves = self.kv_cache.prepare(packed.staging, self._device) if packed.staging else None
+            in_place = replace(parts["staged"], slots=self._uploaded(packed.in_place.slots), plans=plans)
+        moves = None
+        if packed.staging:
+            moves = for_each(packed.staging, lambda staging: self.kv_cache.prepare(staging, self._device))
         positions = torch.from_numpy(packed.positions), upload(packed.positions, self._device)
         indices = None  # all rows, in their order
         if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
             indices = upload(packed.logits_indices, self._device)
         return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
 
-    def _rows_on_host(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """The rows of the host's pool, flat, where K and V of the segment's tokens go."""
+    def _uploaded(self, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
+        return for_each(slots, lambda own: upload(own, self._device))
+
+    def _rows_on_host(self, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """By sliding window, the rows of the host's pool, flat, where K and V of the segment's tokens go."""
         shape = self.kv_cache.shape
-        keys = upload(ops.kv_rows(segment.slots, shape.kv_heads, shape.block_size).numpy(), self._device)
-        return keys, keys + shape.kv_heads * shape.block_size
+
+        def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
+            keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.block_size).numpy(), self._device)
+            return keys, keys + shape.kv_heads * shape.block_size
+
+        return for_each(segment.slots, rows)
 
     def _prepare_cohort(self, packed: PackedBatch, segment: Segment, plans: Plans) -> CohortRows:
         positions = upload(packed.positions[segment.start : segment.stop], self._device)
@@ -396,8 +411,14 @@ class Executor:
         if step.cohort is not None:  # it may be through before a lane of the host comes to its Steps
             self._cohort_of[step.id] = self._cohorts.setdefault(step.cohort, batch.begins)
 
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        own_core = self._tiers.own_core
+        return contextlib.nullcontext() if own_core is None else own_core.computing()
+
     def _perform(self, step: Step) -> None:
-        getattr(self, f"_{step.kind}")(step, self._batch_of.pop(step.id))
+        work, own_core = getattr(self, f"_{step.kind}"), self._tiers.own_core
+        with contextlib.nullcontext() if own_core is None else own_core.pace(step):
+            work(step, self._batch_of.pop(step.id))
 
     # Each kind of Step by its name. Weights.
 
@@ -419,16 +440,16 @@ class Executor:
     # KV of staged sequences.
 
     def _read_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.read(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.read(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _load_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.load(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.load(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _store_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.store(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.store(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     def _write_cache(self, step: Step, b: BatchState) -> None:
-        self.kv_cache.write(step.layer, step.kv_slot, b.moves)
+        self.kv_cache.write(step.layer, step.kv_slot, b.moves[self.config.windows[step.layer]])
 
     # Activations.
 
@@ -512,7 +533,7 @@ class Executor:
                 part, kv = b.in_place, self.kv_cache.pools["cpu"][step.layer]
             options = self._rotary(step, b.positions_of(part.tokens))
             qkv = b.qkv if len(b.parts) == 1 else b.qkv[part.tokens]
-            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots, **options)
+            q = ops.rotary_store(qkv, self.config.num_heads, kv, part.slots[window], **options)
             b.attended[residency] = ops.paged_attention(q, kv, part.plans[window], **self._softmax(step, self._device))
 
     def _softmax(self, step: Step, device: torch.device) -> dict:
@@ -531,7 +552,7 @@ class Executor:
         q, k, v = self._qkv_for_host(step, b.qkv[part.tokens], b.positions_of(part.tokens))
         pool = self.kv_cache.pools["cpu"][step.layer]
         flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(part.rows, (k, v), strict=True):
+        for rows, new in zip(part.rows[self.config.windows[step.layer]], (k, v), strict=True):
             d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
         sent, attended = self.activations.exchange(len(q))
         d2h.copy(sent, q.contiguous())
@@ -551,8 +572,8 @@ class Executor:
     # Sequences whose attention is deferred: they are in no batch meanwhile.
 
     def _send_deferred(self, step: Step, b: BatchState) -> None:
-        pool = self.kv_cache.pools["cpu"][step.layer]
-        self._cohort_of.pop(step.id).send(self.links[1], pool, self.activations.deferred[0])
+        pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
+        self._cohort_of.pop(step.id).send(self.links[1], pool, window, self.activations.deferred[0])
 
     def _attend_deferred(self, step: Step, b: BatchState) -> None:
         pool, window = self.kv_cache.pools["cpu"][step.layer], self.config.windows[step.layer]
@@ -591,14 +612,14 @@ class Executor:
         b.hidden, attention = going_on
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for part, attended in self._chunks(b.hidden, attention):
-            b.routes.append(layers.route_tokens(self.config, tensors, part, attended))
+            b.routes.append(layers.route_tokens(self.config, tensors, part, attended, self._options.reduce))
 
     def _through_experts(self, step: Step, b: BatchState) -> None:
         """The rest of `_post`, once the experts are read."""
         self.weights.dequantize_experts(step.layer, step.weight_slot, b.experts)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for (part,), routes in zip(self._chunks(b.hidden) if b.routes else (), b.routes, strict=True):
-            layers.add_experts(self.config, tensors, part, routes)
+            layers.add_experts(self.config, tensors, part, routes, self._options.reduce)
         b.routes = None
 
     def _post(self, step: Step, b: BatchState) -> None:
@@ -675,8 +696,10 @@ class Executor:
 _of_thread = threading.local()
 
 
-def _prepare_thread(lane: str) -> None:
+def _prepare_thread(lane: str, own_core: OwnCore | None = None) -> None:
     """Copies are made by their lane's thread alone: a team of threads would wait for the cores that compute has."""
+    if own_core is not None:
+        own_core.keep_lane(lane)
     _of_thread.inference = torch.inference_mode()  # until the thread ends
     _of_thread.inference.__enter__()
     torch.set_num_threads(1)

@@ -39,14 +39,14 @@ class StaticBuffers:
     Attributes:
         hidden: [tokens, hidden], the input, and then the result.
         positions: int64 [tokens].
-        slots: int64 [tokens].
+        slots: int64 [tokens], by window.
         plans: by window.
         replay: runs the layers; None: not captured yet.
     """
 
     hidden: Tensor
     positions: Tensor
-    slots: Tensor
+    slots: Mapping[int | None, Tensor]
     plans: Mapping[int | None, DevicePlan]
     replay: Replay | None = None
 
@@ -106,8 +106,9 @@ class DecodeGraphs:
         self._buffers.move_to_end(size)
         count = packed.num_tokens
         buffers.positions[:count].copy_(upload(packed.positions, self._device))
-        buffers.slots[:count].copy_(upload(segment.slots, self._device))
-        buffers.slots[count:].fill_(NOT_STORED)
+        for window, slots in segment.slots.items():
+            buffers.slots[window][:count].copy_(upload(slots, self._device))
+            buffers.slots[window][count:].fill_(NOT_STORED)
         return buffers
 
     def run(self, buffers: StaticBuffers, hidden: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class DecodeGraphs:
         return StaticBuffers(
             hidden=torch.zeros(tokens, self._hidden_size, dtype=self._dtype, **where),
             positions=torch.zeros(tokens, dtype=torch.int64, **where),
-            slots=torch.full((tokens,), NOT_STORED, dtype=torch.int64, **where),
+            slots={w: torch.full((tokens,), NOT_STORED, dtype=torch.int64, **where) for w in cuts},
             plans={window: cuts[window].prepare(self._device, capacity) for window, capacity in capacities},
         )
 

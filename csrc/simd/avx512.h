@@ -68,6 +68,11 @@ struct Table {
     explicit Table(const int8_t* values) : numbers(load(values)) {}
     vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
 };
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
+    _mm_storeu_si128((__m128i*)out, found);
+}
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.
@@ -158,6 +163,14 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 
 #ifdef BATCHGEN_FAST_BF16
 inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+// Of each half of a lane, which of some numbers of bf16 its lowest bits stand for.
+struct PairTable {
+    vi first, second;
+    explicit PairTable(const bf16* numbers)
+        : first(load_int((const uint32_t*)numbers)), second(load_int((const uint32_t*)(numbers + 32))) {}
+    vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, first); }
+    vi of_64(vi index) const { return _mm512_permutex2var_epi16(first, index, second); }
+};
 // Numbers as bf16: pairs of neighbours of the first, then of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: the first half of them, and the second.

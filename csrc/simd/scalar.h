@@ -144,6 +144,10 @@ inline vi load_bytes(const uint8_t* p) {
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
 #include "table.h"
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    for (int i = 0; i < 16; i++) out[i] = table[index[i]];
+}
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
@@ -225,6 +229,19 @@ inline vf dot_pairs(vi a, vi b, vf c) {
     c = fma(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u), c);
     return fma(as_float(a << 16), as_float(b << 16), c);
 }
+struct PairTable {
+    bf16 numbers[4 * W];
+    explicit PairTable(const bf16* from) { memcpy(numbers, from, sizeof numbers); }
+    vi of(vi index, int mask) const {
+        uint16_t halves[2 * W];
+        memcpy(halves, &index, sizeof halves);
+        for (uint16_t& half : halves) half = numbers[half & mask].bits;
+        memcpy(&index, halves, sizeof halves);
+        return index;
+    }
+    vi of_32(vi index) const { return of(index, 2 * W - 1); }
+    vi of_64(vi index) const { return of(index, 4 * W - 1); }
+};
 inline vi to_pairs(vf first, vf second) {
     bf16 all[2 * W];
     store(all, first), store(all + W, second);

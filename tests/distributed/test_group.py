@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ import torch
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.distributed import control
+from batchgen.distributed import group as group_module
 from batchgen.distributed.control import Hub, Line
-from batchgen.distributed.group import follow, lead
-from batchgen.distributed.launch import Rank, core_shares, rank_of_environment
+from batchgen.distributed.group import dismissing, follow, lead
+from batchgen.distributed.launch import Rank, core_shares, own_share, rank_of_environment
 from batchgen.distributed.serve import put_to_work
+from batchgen.ops.instruction_set import follow_affinity, num_threads
 
 SUPPORT = str(Path(ranks.__file__).parent)
 
@@ -91,6 +94,60 @@ def in_environment(monkeypatch, rank, size):
     values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ranks.free_port()}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
+
+
+def test_what_rank_0_refuses_ends_it_though_others_never_come(monkeypatch):
+    in_environment(monkeypatch, 0, 3)
+    monkeypatch.setattr(group_module, "_REFUSED_S", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(InputError, match=r"^no such option$"), dismissing(3):
+        raise InputError("no such option")
+    assert time.monotonic() - begun < 60, "others are not waited for as long as for a job"
+
+
+def test_others_end_with_a_line_where_rank_0_refuses(monkeypatch):
+    in_environment(monkeypatch, 0, 2)
+    monkeypatch.setattr(group_module, "_REFUSED_S", 60)
+    place, said = replace(rank_of_environment(), rank=1, hosts_store=False), []
+
+    def come():
+        try:
+            follow(place, lambda: None)
+        except BatchgenError as error:
+            said.append((error.exit_code, str(error)))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    with pytest.raises(InputError), dismissing(2):
+        raise InputError("no such option")
+    thread.join(60)
+    assert said == [(2, "rank 1 of 2 ends: rank 0 has refused the job, and says why")]
+
+
+def test_a_number_of_ranks_that_is_not_the_launchers_is_told_to_all(monkeypatch):
+    in_environment(monkeypatch, 0, 4)
+    monkeypatch.setattr(group_module, "_REFUSED_S", 0.2)
+    with pytest.raises(InputError, match=r"^4, not 2$"), dismissing(2):
+        raise InputError("4, not 2")
+
+
+def test_rank_0_has_the_peaks_of_others_once_it_is_closed():
+    group = lead(3)
+    put_to_work(group, ranks.hold, [100, 200])
+    assert group.peaks() == [None, None]
+    group.close()
+    assert group.peaks() == [{"cpu": 100}, {"cpu": 200}]
+
+
+def test_kernels_have_the_threads_of_their_share(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "BATCHGEN_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    cores = os.sched_getaffinity(0)
+    follow_affinity()
+    assert num_threads() == len(cores)  # which is kept
+    with own_share(2) as shares:
+        assert num_threads() == len(shares[0])
+    assert num_threads() == len(cores)
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):

@@ -18,17 +18,19 @@ from command_line import invoke
 from processes import batchgen, start_batchgen
 from rank_threads import make_parts_on_ranks
 from ranks import free_port
-from tiered import CPU, make_policy
+from thorough import quick_or
+from tiered import CPU, make_parts, make_policy, make_request
 from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.engine.tensor_parallel import check_policy, first_shard
+from batchgen.engine.tensor_parallel import check_policy, first_shard, load_on_ranks, shard_quantization
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
-from batchgen.models.convert import convert
+from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
+from batchgen.models.tokenizer import load_tokenizer
 
 
 def loaded(checkpoint, config):
@@ -99,8 +101,7 @@ def test_ranks_have_all_of_a_model_that_is_stored_otherwise(tmp_path):
     [
         (3, "cpu", "none", "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
         (0, "cpu", "none", "must be at least 1, not 0"),
-        (2, "cuda", "none", "not for --device cuda yet"),
-        (2, "cpu", "int8", "does not cut weights of int8: leave --quantization out"),
+        (2, "cpu", "int8", "does not cut weights of int8, whose rows have one scale: give --quantization int4"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(size, device, quantization, message, tiny_models):
@@ -110,9 +111,24 @@ def test_what_ranks_cannot_share_is_refused(size, device, quantization, message,
 
 
 @pytest.mark.parametrize(
+    ("has_nccl", "message"),
+    [
+        (False, "needs a torch with NCCL: install one, or give --device cpu"),
+        (True, "needs 2 GPUs here, one for each rank"),
+    ],
+)
+def test_cards_that_are_not_there_are_refused(has_nccl, message, tiny_models, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    files = resolve_model(str(tiny_models("llama")[0]))
+    with pytest.raises(InputError, match=message):
+        first_shard(files, read_config(files), 2, Device("cuda"), "none")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_format": "int4"}, "all weights in memory"),
+        ({"weight_format": "int8"}, "does not cut weights of int8"),
         ({"kv_seqs": {"cpu": 4, "deferred": 4}}, "no KV of class deferred"),
     ],
 )
@@ -188,6 +204,50 @@ def test_a_job_goes_on_after_a_rank_was_killed(job, tmp_path):
     assert pq.read_table(output).column("text").to_pylist() == texts
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose groups of int4 four ranks can share, its tokens in int4 in one process, and where stores of it are kept."""
+    folder = tmp_path_factory.mktemp("wide")
+    make_tiny_tokenizer(folder / "model")
+    sizes = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
+    make_tiny_model("qwen3", folder / "model", **sizes)
+    policy = make_policy(folder / "model", CPU, weight_format="int4")
+    return folder / "model", tokens_of(make_parts(folder / "model", CPU, policy, folder)), folder
+
+
+def tokens_of(parts):
+    with Engine.from_parts(parts, sampling=SamplingParams(max_tokens=8, ignore_eos=True)) as engine:
+        done = {c.index: c for c in engine.generate([Request([5, 6, k]) for k in range(7, 12)])}
+    return [done[k].samples[0].token_ids for k in range(5)]
+
+
+@pytest.mark.parametrize("size", quick_or([2], [2, 4]))
+def test_processes_stream_and_unpack_their_parts(size, wide):
+    path, tokens, folder = wide
+    files = resolve_model(str(path))
+    layers = {group: (0, 1, 1) for group in read_config(files).layer_tensors}
+    policy = make_policy(path, CPU, weight_format="int4", weight_layers=layers, kv_seqs={"cpu": 4, "disk": 4})
+    request = make_request(path, CPU, policy, folder, shard=shard_of(read_config(files), 0, size))
+    assert tokens_of(load_on_ranks(request, lambda: load_tokenizer(files))) == tokens
+
+
+def test_a_store_of_a_part_is_no_model(wide):
+    path, _, folder = wide
+    config = read_config(resolve_model(str(path)))
+    store = find_or_convert(resolve_model(str(path)), folder, "float32", shard=shard_of(config, 1, 2))
+    with pytest.raises(InputError, match=r"has the part of rank 1 of 2 alone: give the model itself"):
+        read_config(resolve_model(str(store.path)))
+
+
+def test_blocks_that_ranks_would_cut_are_expanded(tiny_models):
+    config = read_config(resolve_model(str(tiny_models("llama", intermediate_size=512, head_dim=64)[0])))
+    assert [shard_quantization(shard_of(config, 0, 2), name) for name in ("q4_0", "q4_k", "none")] == [
+        "q4_0",
+        "bf16",
+        "none",
+    ]
+
+
 @pytest.mark.thorough
 def test_a_launcher_may_start_all_ranks(job, tmp_path):
     arguments, texts = job
@@ -206,7 +266,11 @@ def test_a_launcher_may_start_all_ranks(job, tmp_path):
         (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1, not 0"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the model's 2 key/value heads: use 2"),
         (["--tensor-parallel", "2", "--share"], "--tensor-parallel does not go with --share"),
-        (["--tensor-parallel", "2", "--quantization", "int4"], "does not cut weights of int4"),
+        (["--tensor-parallel", "2", "--quantization", "int8"], "does not cut weights of int8"),
+        (
+            ["--tensor-parallel", "2", "--quantization", "int4"],
+            "--tensor-parallel 2 would cut groups of 64 weights of int4",
+        ),
     ],
 )
 def test_jobs_that_ranks_cannot_run_are_refused(more, message, job, tmp_path):

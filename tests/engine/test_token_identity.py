@@ -14,7 +14,7 @@ from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requ
 from rank_threads import make_parts_on_ranks
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
-from tiny_models import MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import FAMILIES, MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS
 from batchgen.core.errors import InputError
@@ -129,6 +129,11 @@ def expected(tiny_models):
     return get
 
 
+def prompts_of(*lengths):
+    rng = random.Random(7)
+    return [[rng.randrange(4, 250) for _ in range(n)] for n in lengths]
+
+
 def greedy(model, prompt):
     with torch.inference_mode():
         out = model.generate(
@@ -226,7 +231,9 @@ def expected_as_found(tmp_path_factory):
         if weight_format not in made:
             directory = tmp_path_factory.mktemp(weight_format)
             tokenizer = make_tiny_tokenizer(directory)
-            sizes = {} if weight_format in EXPERT_FORMATS else {"hidden_size": 256, "intermediate_size": 512}
+            sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}  # for two ranks too
+            if weight_format in EXPERT_FORMATS:
+                sizes = {"intermediate_size": 128}
             family = "gpt_oss" if weight_format in EXPERT_FORMATS else "llama"
             model = make_tiny_model(family, directory, num_hidden_layers=2, **sizes)
             path = directory
@@ -237,8 +244,7 @@ def expected_as_found(tmp_path_factory):
                 in_mxfp4(path, seed=2)  # most tokens are clear
             else:
                 requantize(path, CODE_SCHEMES[weight_format])
-            rng = random.Random(7)
-            prompts = [[rng.randrange(4, 250) for _ in range(n)] for n in (1, 3, 17, 9, 30, 5)]
+            prompts = prompts_of(1, 3, 17, 9, 30, 5)
             samples = samples_of(
                 make_parts(path, CPU, policy_of(path, "memory", DTYPE, "continuous", 1), path), prompts, logprobs=2
             )
@@ -266,25 +272,26 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
-# Of a model that ranks run together: weights are in memory, and no attention is deferred.
+# Of a model that ranks run together: no attention is deferred.
 RANK_TIERS = {
-    "memory": TIERS["memory"],
+    **{tier: TIERS[tier] for tier in ("memory", "disk", "memory and disk", "experts on demand")},
     "KV on disk": (CPU, lambda path: {"kv_seqs": {"cpu": 2, "disk": 4}}),
     "device": TIERS["device"],
     "streamed": TIERS["streamed"],
     "mixed": (EMULATED, lambda path: {
-        "weight_layers": layers(path, 0, 1), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1}, "activations on the host": 1,
+        "weight_layers": mixed_layers(path), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1}, "activations on the host": 1,
     }),
 }  # fmt: skip
-_ON_RANKS = [(model, tier) for model in MODELS for tier in RANK_TIERS]
-_QUICK_ON_RANKS = [(model, list(RANK_TIERS)[i % len(RANK_TIERS)]) for i, model in enumerate(MODELS)]
+_ON_RANKS = [(m, tier) for m in MODELS for tier in RANK_TIERS if (m, tier) in _CELLS or tier not in TIERS]
+_QUICK_ON_RANKS = [[cell for cell in _ON_RANKS if cell[0] == model] for model in MODELS]
+_QUICK_ON_RANKS = [cells[i % len(cells)] for i, cells in enumerate(_QUICK_ON_RANKS)]
 
 
 @pytest.mark.parametrize(("model", "tier"), quick_or(_QUICK_ON_RANKS, _ON_RANKS))
 def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stores):
     path, prompts, wanted = expected(model)
     heads = read_config(resolve_model(str(path))).num_kv_heads
-    for admission, num_batches in schedules(model, list(TIERS)[list(RANK_TIERS).index(tier)]):
+    for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, DTYPE, admission, num_batches, tiers=RANK_TIERS)
         if heads == 1:
             with pytest.raises(InputError, match="--tensor-parallel 2 does not divide the model's 1 key/value heads"):
@@ -296,9 +303,62 @@ def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stor
         assert first.shared.reduced >= 2 * parts.config.num_layers * MAX_TOKENS
 
 
+# Rows long enough for groups and blocks of two ranks: 64 of int4, 256 of a GGUF's.
+_WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_WIDE_OF = {
+    "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
+    "qwen2_moe": {**_WIDE, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {**_WIDE, "moe_intermediate_size": 128},
+}
+_INT4_ON_RANKS = [
+    (family, tier) for family in FAMILIES for tier in RANK_TIERS if tier != "experts on demand" or family in MIXTURES
+]
+
+
+@pytest.mark.parametrize(("family", "tier"), some_of(_INT4_ON_RANKS, 6, "int4 on ranks"))
+def test_ranks_give_the_tokens_of_one_process_in_int4(family, tier, tiny_models, stores):
+    path, _ = tiny_models(family, **_WIDE_OF.get(family, _WIDE))
+    prompts = prompts_of(1, 3, 16, 17, 9, 30)
+    one = policy_of(path, "memory", DTYPE, "continuous", 1, INT4)
+    wanted = [clear_tokens(sample) for sample in samples_of(make_parts(path, CPU, one, stores), prompts, logprobs=2)]
+    assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
+    for admission, num_batches in schedules(family, tier):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, INT4, RANK_TIERS)
+        parts, first = make_parts_on_ranks(2, path, RANK_TIERS[tier][0], policy, stores, longest_tokens=80)
+        found = tokens_of(parts, prompts)
+        assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+        assert first.shared.failures == []
+
+
+_AS_FOUND_ON_RANKS = [
+    (weight_format, tier)
+    for weight_format in KEPT_FORMATS
+    for tier in RANK_TIERS
+    if tier != "experts on demand" or weight_format in EXPERT_FORMATS
+]
+
+
+@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND_ON_RANKS, 10, "as found on ranks"))
+def test_ranks_give_the_tokens_of_expanded_weights(weight_format, tier, expected_as_found, stores):
+    path, prompts, wanted = expected_as_found(weight_format)
+    for admission, num_batches in schedules("llama", tier):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format, RANK_TIERS)
+        parts, first = make_parts_on_ranks(2, path, RANK_TIERS[tier][0], policy, stores, longest_tokens=80)
+        assert parts.config.num_heads * 2 == read_config(resolve_model(str(path))).num_heads
+        found = tokens_of(parts, prompts)
+        assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+        assert first.shared.failures == []
+
+
 def schedules(model, tier):
     """Admissions and numbers of micro-batches: all, or one that differs from the neighbours' in the table."""
-    turn = list(MODELS).index(model) + list(TIERS).index(tier)
+    turn = list(MODELS).index(model) + list(TIERS | RANK_TIERS).index(tier)
     quick = [(ADMISSIONS[turn % len(ADMISSIONS)], NUM_BATCHES[turn // 2 % len(NUM_BATCHES)])]
     return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
 

@@ -100,6 +100,15 @@ def test_rows_are_a_job_a_kind_and_never_run_again(model, expected, tmp_path):
     assert again.results[more.id]["error"] is None and more.id not in again.found
 
 
+@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
+def test_a_job_may_be_run_by_several_processes(ranks, model, expected, tmp_path):
+    jobs = Jobs(tmp_path, options(model, **{ranks: 2}))
+    jobs.answer(ROWS[:1])
+    assert_answers(jobs.results, expected, ROWS[:1])
+    (report,) = tmp_path.glob("*/report.json")
+    assert len(json.loads(report.read_text())["processes"]) == 2
+
+
 def test_prompts_that_are_half_the_same_are_scored_in_one_row(model, tmp_path):
     jobs = Jobs(tmp_path, options(model), FILES)
     with pytest.raises(JobStopped):

@@ -1,5 +1,6 @@
 """`batchgen run --pipeline`: its plan, its refusals, and once a whole job in processes of its own, one of which is killed."""
 
+import json
 import os
 import queue
 import sys
@@ -12,6 +13,7 @@ import pytest
 from planner_cases import cpu_box, opt
 from processes import batchgen, start_in_process
 from ranks import free_port
+from simulated import planned_stage, stages_of
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
@@ -21,12 +23,10 @@ from batchgen.job.checks import check_options
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import check_stages, stage_policy
 from batchgen.job.pipeline_time import simulate_pipeline
-from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.resolved import resolve_job
 from batchgen.job.simulation import simulate_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.planner.ranks import Link
-from batchgen.planner.stages import split_layers
 
 ROWS = 24
 
@@ -69,25 +69,12 @@ def killing(sweep: int, arguments: list[str]) -> None:
 WORKLOAD = Workload(240, Lengths(tuple(range(50, 300, 10))), Lengths(tuple(range(4, 65, 4))), 64)
 
 
-def stages_of(plan, config, count):
-    return [(first, stop, stage_policy(plan.policy, stop - first)) for first, stop in split_layers(config, count)]
-
-
-def planned(hardware, config, workload, count, **options):
-    """The plan of a stage, as `plan_case` has it."""
-    layers = max(stop - first for first, stop in split_layers(config, count))
-    request = PlanRequest("model", "float16", 2048, process_bytes=1 << 29, admission="continuous", **options)
-    problem = problem_of(hardware, config.first_layers(layers), workload, request)
-    problem = replace(problem, allowed=replace(problem.allowed, kv_classes=("cpu", "disk")))
-    return plan_job(problem, request, startup_s=0.0, loading_s=0.0, output_len_known=True)
-
-
 def test_two_stages_take_little_more_than_half_of_the_time():
     """In memory, with blocks of which half is a full batch too: what is missing of two is the bubble, and the output matrix."""
     hardware, config = cpu_box(), opt(2048, 24, 32)
     seen = []
-    one = simulate_job(planned(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
-    plan = planned(hardware, config, WORKLOAD, 2, max_num_seqs=128)
+    one = simulate_job(planned_stage(hardware, config, WORKLOAD, 1, max_num_seqs=64), config, hardware).total_s
+    plan = planned_stage(hardware, config, WORKLOAD, 2, max_num_seqs=128)
     two = simulate_pipeline(plan, config, hardware, stages_of(plan, config, 2), lambda *step: seen.append(step))
     assert 0.5 * one < two < 0.65 * one
     ends = {(step.sweep, step.batch): end for stage, step, _, end in seen if (stage, step.kind) == (0, "send")}
@@ -102,9 +89,9 @@ def test_one_row_is_in_one_stage_at_a_time():
     """A single row gains nothing: its tokens come one after the other through all layers."""
     hardware, config = cpu_box(), opt(2048, 24, 32)
     workload = Workload.uniform(1, 100, 40)
-    one = simulate_job(planned(hardware, config, workload, 1), config, hardware).total_s
+    one = simulate_job(planned_stage(hardware, config, workload, 1), config, hardware).total_s
     for count in (2, 4):
-        plan = planned(hardware, config, workload, count)
+        plan = planned_stage(hardware, config, workload, count)
         assert simulate_pipeline(plan, config, hardware, stages_of(plan, config, count)) >= one
 
 
@@ -112,7 +99,7 @@ def test_sending_takes_the_links_time():
     """So long for each token's activations, and for each message; a slower link makes no job faster."""
     hardware, config, seen = cpu_box(), opt(2048, 24, 32), []
     workload = Workload.uniform(32, 64, 8)
-    plan = planned(hardware, config, workload, 2, max_num_seqs=16)
+    plan = planned_stage(hardware, config, workload, 2, max_num_seqs=16)
 
     def seconds(link):
         seen.clear()
@@ -130,7 +117,7 @@ def test_sending_takes_the_links_time():
 
 
 def test_a_stage_is_as_evenly_mixed_as_the_largest():
-    plan = planned(cpu_box(), opt(2048, 24, 32), WORKLOAD, 2)
+    plan = planned_stage(cpu_box(), opt(2048, 24, 32), WORKLOAD, 2)
     policy = replace(plan.policy, weight_layers=dict.fromkeys(plan.policy.weight_layers, (0, 6, 6)))
     assert stage_policy(policy, 8).weight_layers == dict.fromkeys(policy.weight_layers, (0, 4, 4))
     assert stage_policy(policy, 12) == policy
@@ -201,6 +188,18 @@ def test_a_stage_that_is_killed_is_named_and_the_job_goes_on(job, tmp_path):
     assert output.read_text() == one.read_text()
 
 
+@pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
+def test_the_report_has_the_memory_of_every_process(flag, job, tmp_path):
+    report, log = tmp_path / "report.json", tmp_path / "log"
+    arguments = job(tmp_path / "out.jsonl", flag, 2, "--report", report)
+    assert batchgen(arguments, log) == 0, log.read_text()
+    found = json.loads(report.read_text())
+    assert [process["rank"] for process in found["processes"]] == [0, 1]
+    assert found["processes"][0]["peak_bytes"] == found["peak_bytes"]
+    assert found["processes"][1]["peak_bytes"]["cpu"] > 100e6, "torch alone takes more"
+    assert "peak memory of the 2 processes, rank 0 first: " in log.read_text()
+
+
 def launched(rank, port, arguments):
     """As a program: the command, as a launcher starts a rank of two."""
     from batchgen import cli
@@ -212,7 +211,7 @@ def launched(rank, port, arguments):
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
 def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_models, tmp_path):
-    """The output is complete; then the job is refused."""
+    """The output is complete; then the job is refused at once, and later."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     output, logs = tmp_path / "out.jsonl", [tmp_path / "log.0", tmp_path / "log.1"]
     arguments = [
@@ -220,14 +219,18 @@ def test_ranks_of_a_launcher_end_where_rank_0_does_not_need_them(flag, tiny_mode
         "--progress", "none", "--cpu-memory", "4GiB", "--offload-dir", tmp_path,
     ]  # fmt: skip
     assert batchgen(arguments, logs[0]) == 0, logs[0].read_text()
-    for more, code, said in ([], 0, ""), (["--report", tmp_path / "none" / "report"], 2, "--report"):
+    for more, codes, said, other in (
+        ([], [0, 0], "already complete", ""),
+        (["--report", tmp_path / "none" / "report"], [2, 2], "--report", "rank 1 of 2 ends: rank 0 has refused the job, and says why"),
+        (["-m", tmp_path / "no model"], [2, 1], "no model", "rank 1 of 2 ends: rank 0 has ended before it was done"),
+    ):  # fmt: skip
         port = free_port()
         words = [str(a) for a in [*arguments, flag, 2, *more]]
         processes = [start_in_process(launched, [rank, port, words], logs[rank]) for rank in (0, 1)]
         for process in processes:
             process.join()
-        assert [process.exitcode for process in processes] == [code, 0], [log.read_text() for log in logs]
-        assert said in logs[0].read_text() and not logs[1].read_text()
+        assert [process.exitcode for process in processes] == codes, [log.read_text() for log in logs]
+        assert said in logs[0].read_text() and logs[1].read_text() == (f"batchgen: {other}\n" if other else "")
 
 
 def test_an_answer_that_cannot_be_sent_is_told():

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import budgets, constant, cpu_box, gpu_box, opt
+from planner_cases import budgets, cpu_box, gpu_box, opt
+from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of
 from thorough import some_draws
 from tiered import BUDGETS, make_parts, make_policy
 from timing import undisturbed
 from tiny_models import make_tiny_model
 
 from batchgen.core.device import Device
-from batchgen.core.hardware import ComputeRates
-from batchgen.core.plan import Plan, Policy, Prediction
+from batchgen.core.plan import Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
@@ -242,12 +242,6 @@ def test_the_lanes_take_as_long(shared_cores):
 GPU_COUNTS = dict.fromkeys(("qkv", "out", "up", "down"), (24, 0, 0))
 
 
-def plan_of(policy: Policy, workload: Workload, on: dict, dtype: str = "float16") -> Plan:
-    """A policy as a plan, of which nothing is predicted."""
-    nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, "compute", {"cpu": {"process": 1 << 29}}, {}, {})
-    return Plan("model", "machine", dtype, workload, on, policy, {}, nothing)
-
-
 def gpu_policy(**changes) -> Policy:
     fields = {
         "admission": "continuous", "gpu_batch_size": 32, "num_gpu_batches": 1, "max_num_batched_tokens": 512,
@@ -276,10 +270,6 @@ def decoding(kv_class: str, count: int, context: int, block_size: int = 16) -> l
         sequence.block_table.extend(range(i * used, (i + 1) * used))
         made.append(ScheduledSequence(sequence, 1))
     return made
-
-
-# Copies to the accelerator that compute makes itself; the planner counts them with the link's.
-SMALL_COPIES = ("embed", "load_attention", "join_deferred")
 
 
 def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequence], **options):
@@ -464,32 +454,6 @@ def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     make_tiny_model("llama", path)
     return path
-
-
-class Eager:
-    """In place of the input thread: all rows are there at once."""
-
-    def __init__(self, items, ahead):
-        self._items = iter(list(items))
-        self.ready = True
-
-    def __next__(self):
-        return next(self._items)
-
-    def close(self):
-        pass
-
-
-def one_byte_a_second():
-    """Seconds of moves are bytes."""
-    rates = ComputeRates(
-        gemm_flops_per_s={"float32": constant(1e12)},
-        prefill_attention_flops_per_s={"float32": constant(1e12)},
-        decode_attention_bytes_per_s={"float32": constant(1e12)},
-        elementwise_bytes_per_s={"float32": constant(1e12)},
-    )
-    lanes = ("h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
-    return rates, dict.fromkeys(lanes, 1.0)
 
 
 CASES = {

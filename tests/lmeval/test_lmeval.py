@@ -86,6 +86,15 @@ def near(found, expected):
         assert ours == pytest.approx(theirs, abs=NEAR)
 
 
+@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
+def test_a_model_may_run_on_several_processes(ranks, llama, tmp_path):
+    requests = instances("loglikelihood", [("The ferry left", " late"), ("Name: The", " Anchor")])
+    model = batchgen_model(llama[0], tmp_path, **{ranks: 2})
+    near(model.loglikelihood(requests), llama[1].loglikelihood(requests))
+    (report,) = reports(tmp_path).values()
+    assert len(report["processes"]) == 2
+
+
 # Registration, and what is refused before weights are read
 
 

@@ -1,4 +1,8 @@
-"""Products with rows of blocks, of a GGUF or not: those of the unpacked weights, on every instruction set, of rows as they lie and of panels."""
+"""Products with rows of blocks, of a GGUF or not, on every instruction set, of rows as they lie and of panels.
+
+They are those of the unpacked weights, bit for bit; or, of bf16 on the sets that multiply codes (csrc/linear_runs.h), those of the
+weights before these are rounded to bf16, but for the rounding of sums in fp32.
+"""
 
 import itertools
 
@@ -10,6 +14,9 @@ from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.ops import cpp as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IN_RUNS = ("avx512_bf16", "avx512_bf16_plain")  # sets that multiply codes with bf16
+_FEW_ROUNDINGS = 2.0**-18  # of the sum of all terms' sizes; a minimum and its codes' part may cancel
+ALL_SETS = [*kernels.instruction_sets(), *kernels.plain_twins()]
 
 
 def both_ways(weight, dtype, gated):
@@ -19,13 +26,14 @@ def both_ways(weight, dtype, gated):
     return weight, panels
 
 
-@pytest.mark.parametrize("isa", [*kernels.instruction_sets(), *kernels.plain_twins()])
+@pytest.mark.parametrize("isa", ALL_SETS)
 @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
 def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
     """Bit for bit: of one block and of several depths that are worked on apart, of few rows and many, gated or not."""
     kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
     generator = torch.Generator().manual_seed(0)
-    for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):
+    dtypes = [dtype for dtype in DTYPES if not (dtype == torch.bfloat16 and isa in IN_RUNS)]
+    for dtype, depth in itertools.product(dtypes, (values, 2112 if values == 32 else 2304)):
         packed = torch.from_numpy(random_rows(kind, 40, depth, seed=depth))
         weight = kernels.BlockWeight(packed, weight_format, isa)
         assert weight.shape == (40, depth)
@@ -52,6 +60,36 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
                 assert torch.equal(kernels.linear(x[:rows], some, **options), expected)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ALL_SETS if isa in IN_RUNS])
+@pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
+def test_products_of_codes_are_those_of_the_weights_in_fp32(weight_format, isa):
+    """Within rounding of sums; a row has the same result, bit for bit, among any rows, of panels and of rows as they lie."""
+    kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
+    generator = torch.Generator().manual_seed(0)
+    for depth in (values, 2112 if values == 32 else 2304):
+        packed = torch.from_numpy(random_rows(kind, 40, depth, seed=depth))
+        numbers = kernels.unpack_blocks(kind, packed, torch.empty(40, depth, dtype=torch.float32)).double()
+        x = torch.randn(30, depth, generator=generator).bfloat16()
+        for columns, gated in ((37, False), (40, True), (38, True)):
+            weight, panels = both_ways(kernels.BlockWeight(packed[:columns], weight_format, isa), torch.bfloat16, gated)
+            activation = "silu_mul" if gated else None
+            options = {"activation": activation, "out_dtype": torch.float32}
+            whole = kernels.linear(x, weight, **options)
+            for rows in (1, 2, 3, 4, 5, 12, 13, 16, 25, 30):
+                first = 30 - rows if rows % 2 else 0
+                for some in (weight, panels):
+                    assert torch.equal(
+                        kernels.linear(x[first : first + rows], some, **options), whole[first : first + rows]
+                    )
+            if gated:
+                continue
+            expected = x.double() @ numbers[:columns].T
+            terms = x.double().abs() @ numbers[:columns].abs().T
+            assert ((whole - expected).abs() <= _FEW_ROUNDINGS * terms).all()
+            rounded = x.double() @ numbers[:columns].bfloat16().double().T
+            assert (whole - expected).abs().sum() <= (rounded - expected).abs().sum() or torch.equal(rounded, expected)
+
+
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
@@ -63,6 +101,14 @@ def test_panels_unpacked_for_many_rows_are_the_same(dtype, isa):
     residual = torch.randn(rows, columns // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
     options = {"activation": "silu_mul", "residual": residual}
     expected = kernels.linear(x, kernels.BoundWeight(numbers, isa), **options)
+    if dtype == torch.bfloat16 and isa in IN_RUNS:
+        some = kernels.BlockWeight(packed, "q4_1", isa)
+        expected = torch.cat(
+            [
+                kernels.linear(x[i : i + 8], some, activation="silu_mul", residual=residual[i : i + 8])
+                for i in range(0, rows, 8)
+            ]
+        )
     for weight in both_ways(kernels.BlockWeight(packed, "q4_1", isa), dtype, True):
         assert torch.equal(kernels.linear(x, weight, **options), expected)
         few = kernels.linear(x[:3], weight, activation="silu_mul", residual=residual[:3])

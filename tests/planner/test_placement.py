@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from thorough import quick_or, some_of
 
-from batchgen.core.direct_io import aligned
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.cost import bounds, head_lanes, layer_lanes, peak_bytes
+from batchgen.planner.cost import bounds, head_lanes, kv_bytes, layer_lanes, peak_bytes
 from batchgen.planner.deferring import deferring
 from batchgen.planner.explain import make_plan
 from batchgen.planner.inputs import BATCHGEN, FLEXGEN
+from batchgen.planner.kv_memory import Demand
 from batchgen.planner.lp import Allowed, Counts, job_seconds, solve
-from batchgen.planner.memory import Demand, kv_block_bytes, plan_memory
+from batchgen.planner.memory import plan_memory
 from batchgen.planner.search import Problem, block_latency_s, frontier, search, search_space
 
 OPT_13B = opt(5120, 40, 40)
@@ -85,6 +85,7 @@ MODELS = (
     OPT_13B,
     llama_8b(),
     replace(llama_8b(), tied_embeddings=True, head_dim=72),
+    replace(llama_8b(), windows=(None, 100, 100, 100) * 8),
 )
 
 
@@ -158,12 +159,15 @@ def check_memory(p, best):
         budgets=p.budgets,
         process_bytes=p.process_bytes,
     )
+    s, at = best.inputs, best.counts.placement(best.inputs)
     for tier, blocks in plan.policy.kv_blocks.items():
         assert memory.kv_blocks[tier] >= blocks, tier
-    peaks = peak_bytes(best.inputs, best.counts.placement(best.inputs))
+        if memory.window is not None and tier != "disk":
+            assert memory.window_blocks[tier] >= blocks // s.seq_blocks * s.held_blocks(s.seq_blocks), tier
+    peaks, kv = peak_bytes(s, at), kv_bytes(s, at)
     for tier, parts in memory.parts.items():
         taken = sum(parts.values()) - parts.get("KV", 0)
-        planned = peaks[tier] - plan.policy.kv_blocks.get(tier, 0) * taken_per_block(p, tier)
+        planned = peaks[tier] - kv[tier]
         # What the planner adds is no waste either.
         assert taken <= planned + 1 <= taken + (64 << 20), tier
 
@@ -190,11 +194,6 @@ def test_input_embeddings_are_on_the_gpu_where_the_plan_leaves_room():
     written = plan.to_json()
     del written["policy"]["embedding_tier"]
     assert Plan.from_json(json.loads(json.dumps(written))).policy == replace(plan.policy, embedding_tier="cpu")
-
-
-def taken_per_block(p, tier):
-    block = kv_block_bytes(p.model, p.kv_block_size, p.kv_formats[0])
-    return p.model.num_layers * (aligned(block) if tier == "disk" else block)
 
 
 def random_counts(s, draw):

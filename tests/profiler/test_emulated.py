@@ -77,6 +77,27 @@ class TestProfile:
         assert profile.cpu.step_overhead_s == box().cpu.step_overhead_s
 
 
+class TestOwnCore:
+    DEVICE = parse_device("emulated:gpu-memory=512MiB,h2d=2GB/s,slowdown=4,cpu-slowdown=2")
+
+    def test_rates_of_its_core_slowed_down(self):
+        """Everything the device computes takes as many times as long; of the CPU's own rates attention alone is another."""
+        cpu = box(cpu_memory_bytes=8 * GIB)
+        core = cpu.scaled(gemm=0.5, decode_attention=0.5, sampling_logits_per_s=0.5)
+        profile = emulated_profile(cpu, self.DEVICE, core)
+        assert not profile.shared_cores and profile.copy_bytes_per_s is None
+        for name in ("gemm_flops_per_s", "prefill_attention_flops_per_s", "elementwise_bytes_per_s"):
+            for key, table in getattr(core.cpu, name).items():
+                assert getattr(profile.gpu, name)[key] == table.scaled(1 / 4), name
+        attention = "decode_attention_bytes_per_s"
+        for key, table in getattr(cpu.cpu, attention).items():
+            assert getattr(profile.cpu, attention)[key] == table.scaled(1 / 2)
+            assert getattr(profile.gpu, attention)[key] == getattr(core.cpu, attention)[key].scaled(1 / 4)
+        assert profile.sampling_logits_per_s == core.sampling_logits_per_s / 4
+        assert profile.gpu.step_overhead_s > 4 * core.cpu.step_overhead_s
+        assert HardwareProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
 def problem(model, hardware, workload, **changes):
     budgets = {"cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
     if hardware.gpu:

@@ -6,6 +6,7 @@ import pytest
 
 import batchgen
 import batchgen.ray
+import batchgen.ray.job as job_module
 from batchgen.core.errors import InputError
 
 ray = pytest.importorskip("ray")
@@ -41,6 +42,30 @@ def test_a_job_over_two_actors_and_its_rerun(tiny_models, tmp_path):
     made = pa.concat_tables(pq.read_table(part) for part in (tmp_path / "out").glob("part-*.parquet")).sort_by("id")
     expected = pq.read_table(tmp_path / "out.parquet")
     assert made.to_pylist() == expected.to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([f"row {i % 40}" for i in range(48)], r"^column 'id' has 'row \d+' in 2 rows: give an id_column whose values differ$"),
+        ([*range(47), None], "^column 'id' has rows without a value: give an id_column that all rows have$"),
+    ],
+)  # fmt: skip
+def test_ids_are_looked_at_before_anything_is_run(ids, message, tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    (tmp_path / "in").mkdir()
+    for first in range(0, 48, 16):  # equal ones are in different blocks
+        table = pa.table({"prompt": ["quay"] * 16, "id": ids[first : first + 16]})
+        pq.write_table(table, tmp_path / "in" / f"{first}.parquet")
+    with pytest.raises(InputError, match=message):
+        batchgen.ray.run(path, str(tmp_path / "in"), tmp_path / "out", id_column="id", plan=False)
+    assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_ids_whose_hashes_are_equal_may_differ(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "in.parquet")
+    monkeypatch.setattr(job_module, "_repeated", lambda values: values)  # as if each were that of another id, too
+    job_module._check_ids(str(tmp_path / "in.parquet"), "id")
 
 
 def test_what_is_refused_in_an_actor_is_one_line(tiny_models, tmp_path):

@@ -100,6 +100,43 @@ def llama_8b() -> ModelConfig:
     )
 
 
+def gpt_oss_20b() -> ModelConfig:
+    """gpt-oss-20b's shape: every second layer sees 128 tokens."""
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "hidden_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "vocab_size": 201088,
+            "max_position_embeddings": 131072,
+        }
+    )
+
+
+def gemma3_27b() -> ModelConfig:
+    """Gemma 3 27B's shape: of six layers, five see 1024 tokens."""
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_size": 5376,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "sliding_window": 1024,
+            "query_pre_attn_scalar": 168,
+        }
+    )
+
+
 def budgets(hardware: HardwareProfile) -> dict[str, int]:
     sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
     return {tier: size for tier, size in sizes.items() if size is not None}

@@ -3,12 +3,12 @@
 import pickle
 import queue
 import threading
-from dataclasses import replace
 
 import torch
 from tiered import make_request
 
 from batchgen.engine.tensor_parallel import load_parts_on_ranks
+from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
 from batchgen.models.tokenizer import load_tokenizer
 
@@ -21,6 +21,7 @@ class _Shared:
         self.sums = [None] * size
         self.messages = [queue.SimpleQueue() for _ in range(size)]
         self.failures = []
+        self.found_peaks = {}
         self.reduced = 0
         self.threads = []
 
@@ -40,6 +41,9 @@ class RankThread:
         shared.reduced += self.rank == 0
         shared.barrier.wait()
         tensor.copy_(total)
+
+    def check(self):
+        assert not self.shared.failures
 
     def tell(self, message):
         for messages in self.shared.messages[1:]:
@@ -62,11 +66,14 @@ class RankThread:
         for thread in self.shared.threads:
             thread.join(_TIMEOUT_S)
 
+    def peaks(self):
+        return [self.shared.found_peaks.get(rank) for rank in range(1, self.size)]
+
     def work(self):
         """As `distributed.serve.serve`."""
         try:
             function, arguments = self.told()
-            function(self, *arguments)
+            self.shared.found_peaks[self.rank] = function(self, *arguments)
         except EOFError:
             pass
         except BaseException as error:
@@ -85,8 +92,7 @@ def start_ranks(size):
 
 def make_parts_on_ranks(size, model, device, policy, offload_dir, **options):
     """As `tiered.make_parts`, on so many ranks; and the first of these."""
-    request = make_request(model, device, policy, offload_dir, **options)
-    shard = shard_of(request.config, 0, size)
+    shard = shard_of(read_config(resolve_model(str(model))), 0, size)
+    request = make_request(model, device, policy, offload_dir, shard=shard, **options)
     ranks = start_ranks(size)
-    request = replace(request, config=shard.config, shard=shard)
     return load_parts_on_ranks(request, lambda: load_tokenizer(request.files), ranks), ranks

@@ -40,6 +40,13 @@ def say_ready(group: Group) -> None:
         group.told()
 
 
+def hold(group: Group, peaks: list[int]) -> dict[str, int]:
+    """Says how much it held, once rank 0 says that all is done."""
+    with contextlib.suppress(EOFError):
+        group.told()
+    return {"cpu": peaks[group.rank - 1]}
+
+
 def refuse(group: Group) -> None:
     raise InputError("no such model\nhere")
 
@@ -67,3 +74,9 @@ def be_killed_as_leader(path: str) -> None:
     put_to_work(group, wait_for_ever, path)
     group.ready()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_device(group: Group, path: str) -> None:
+    """Notes in a file which CUDA device the process sees."""
+    Path(f"{path}.{group.rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    group.ready()

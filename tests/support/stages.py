@@ -63,6 +63,10 @@ class ThreadGroup:
     def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self._all = rank, rendezvous.size, rendezvous
         self.threads: list[threading.Thread] = []
+        self.found_peaks: dict[int, dict[str, int]] = {}
+
+    def peaks(self) -> list[dict[str, int] | None]:
+        return [self.found_peaks.get(rank) for rank in range(1, self.size)]
 
     def tell(self, message) -> None:
         content = pickle.dumps(message)
@@ -108,7 +112,7 @@ def start_threads(size: int) -> ThreadGroup:
     def serve(group: ThreadGroup) -> None:
         try:
             function, arguments = group.told()
-            function(group, *arguments)
+            first.found_peaks[group.rank] = function(group, *arguments)
         except EOFError:
             pass
         except BaseException as error:

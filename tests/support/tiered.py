@@ -75,18 +75,17 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
 
 
 def make_request(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> LoadRequest:
-    files = resolve_model(str(model))
+    files, shard = resolve_model(str(model)), options.get("shard")
     store, dtype = options.pop("store", None), options.pop("dtype", "float32")
     if store is None and needs_store(policy):
         policy = policy if find_spec("xxhash") else without_store(policy)
     if store is None and needs_store(policy):
         quantization = EXPANDED if policy.weight_format == dtype else policy.weight_format
-        store = find_or_convert(files, offload_dir, dtype, quantization)
+        store = find_or_convert(files, offload_dir, dtype, quantization, shard=shard)
     budgets = {tier: size for tier, size in BUDGETS.items() if device.accelerated or tier != "gpu"}
     options = {"budgets": budgets, "min_output_len": 1, "longest_tokens": 128, "most_kv_tokens": 4096} | options
-    return LoadRequest(
-        files, read_config(files), policy, dtype, device, offload_dir=offload_dir, store=store, **options
-    )
+    config = shard.config if shard else read_config(files)
+    return LoadRequest(files, config, policy, dtype, device, offload_dir=offload_dir, store=store, **options)
 
 
 def without_store(policy: Policy) -> Policy:

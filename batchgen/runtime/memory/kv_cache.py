@@ -96,8 +96,9 @@ class KVCache:
         staging_blocks: int = 0,
         offload_dir: Path | None = None,
         on_device: Sequence[bool] = (),
+        window_blocks: Mapping[str, int] | None = None,
     ) -> None:
-        """blocks: of each tier's pool. tiers: None: the host's memory. staging_blocks: of each staging buffer.
+        """blocks: of each tier's pool. window_blocks: in layers with a sliding window; None: the same. tiers: None: the host's memory. staging_blocks: of each staging buffer.
 
         on_device: for each layer whether the host's pool lies on the device there; empty: in none.
 
@@ -117,11 +118,11 @@ class KVCache:
 
         self.pools: dict[str, list[Tensor]] = {
             tier: [
-                arena(tier, j).empty((count, *shape.block), shape.dtype, "the KV pool")
-                for j in range(config.num_layers)
+                arena(tier, j).empty((count if window is None else in_window, *shape.block), shape.dtype, "the KV pool")
+                for j, window in enumerate(config.windows)
             ]
             for tier, count in blocks.items()
-            if tier != "disk" and count
+            if tier != "disk" and (in_window := (window_blocks or blocks)[tier]) and count
         }
         self._file: DirectFile | None = None
         self._prefault: Prefault | None = None

@@ -9,18 +9,20 @@ sequence's last block from the start would leave half of what the outputs take e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # Later sweeps are looked at in at most this many equal steps.
 _MOST_STEPS = 2048
+_ENDLESS = 1 << 40  # blocks
 
 
 class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
     """How one sequence grows in a pool.
 
-    It has `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps` sweeps in all. It holds `num_held` blocks now, `num_sole` of them alone: those it gives back when it ends.
+    It has `num_tokens` of KV after this sweep and one more with each further one, for `num_sweeps` sweeps in all. Its table has `num_held`
+    blocks now, `num_sole` of them it holds alone: those it gives back when it ends.
 
     delayed: its prompt takes more than this sweep, nobody knows how many; it counts at its longest, for good.
     """
@@ -39,9 +41,20 @@ class Growth(NamedTuple):  # one for each sequence in flight, in every sweep
 class Projection:
     """Blocks that sequences will take beyond what they hold now, less what those that end give back, by sweep."""
 
-    def __init__(self, growths: Sequence[Growth], num_available: int, block_size: int, longest_sweeps: int) -> None:
-        """num_available: blocks the pool can hand out now. longest_sweeps: of any sequence that is going to be added."""
+    def __init__(
+        self,
+        growths: Sequence[Growth],
+        num_available: int,
+        block_size: int,
+        longest_sweeps: int,
+        most_sole: int | None = None,
+    ) -> None:
+        """num_available: blocks the pool can hand out now. longest_sweeps: of any sequence that is going to be added.
+
+        most_sole: blocks that a sequence ever holds alone, as it gives back those before a sliding window; None: all it has.
+        """
         self._num_available = num_available
+        self._most_sole = most_sole
         longest = max([longest_sweeps, *(g.num_sweeps for g in growths)])
         self._block_size = block_size
         self._step = -(-longest // _MOST_STEPS)
@@ -52,7 +65,7 @@ class Projection:
         decoding = [g for g in growths if not g.delayed]
         if decoding:
             self._net += self._summed(decoding)
-        self._net += sum(-(-g.most_tokens // block_size) - g.num_held for g in growths if g.delayed)
+        self._net += sum(self._grown(-(-g.most_tokens // block_size), g) for g in growths if g.delayed)
 
     def fits(self, growth: Growth) -> bool:
         """Whether the pool lasts with one sequence more."""
@@ -69,7 +82,15 @@ class Projection:
 
     def _allocated(self, growth: Growth, last: int) -> np.ndarray:
         tokens = np.minimum(growth.num_tokens + self._sweeps[:last], growth.most_tokens)
-        return -(-tokens // self._block_size) - growth.num_held
+        return self._grown(-(-tokens // self._block_size), growth)
+
+    def _grown(self, blocks: Any, growth: Growth) -> Any:
+        """Blocks that a sequence holds more than now when its table has so many."""
+        return np.minimum(blocks, self._most_in_table(growth)) - growth.num_held
+
+    def _most_in_table(self, growth: Growth) -> int:
+        """With a longer table it gives back as many blocks as it gains."""
+        return _ENDLESS if self._most_sole is None else growth.num_held - growth.num_sole + self._most_sole
 
     def _summed(self, growths: Sequence[Growth]) -> np.ndarray:
         size, steps = self._block_size, self._steps
@@ -78,17 +99,23 @@ class Projection:
             for name in ("num_tokens", "num_sweeps", "num_held", "num_sole")
         )
         last = np.minimum(steps, -(-sweeps // self._step)) - 1  # the last step in which each is there
-        whole, rest = np.divmod(tokens, size)
+        # The last one in which it grows; -1: there is none.
+        most = np.array([self._most_in_table(g) for g in growths], dtype=np.int64)
+        growing = np.minimum(last, np.maximum(0, (most * size - tokens + 1) // self._step) - 1)
 
-        def while_there(values: np.ndarray) -> np.ndarray:
-            """Sum over the sequences that are still there, by step."""
-            ending = np.bincount(last, weights=values, minlength=steps)
-            return np.rint(np.cumsum(ending[::-1])[::-1]).astype(np.int64)
+        def until(step: np.ndarray, values: np.ndarray) -> np.ndarray:
+            """Sum over the sequences up to a step of their own, by step."""
+            ending = np.bincount(step + 1, weights=values, minlength=steps + 1)
+            return np.rint(np.cumsum(ending[::-1])[::-1]).astype(np.int64)[1:]
 
         # ceil((whole * size + rest + t) / size), by rest: sequences of equal rest take their next blocks together.
-        there = np.zeros((size, steps), dtype=np.int64)
-        np.add.at(there, (rest, last), 1)
-        there = np.cumsum(there[:, ::-1], axis=1)[:, ::-1]
+        whole, rest = np.divmod(tokens, size)
+        there = np.zeros((size, steps + 1), dtype=np.int64)
+        np.add.at(there, (rest, growing + 1), 1)
+        there = np.cumsum(there[:, ::-1], axis=1)[:, ::-1][:, 1:]
         grown = -(-(np.arange(size)[:, None] + self._sweeps) // size)
-        given_back = sole.sum() - while_there(sole)
-        return while_there(whole) + (there * grown).sum(0) - while_there(held) - given_back
+        total = until(growing, whole) + (there * grown).sum(0)
+        if self._most_sole is not None:
+            total += until(last, most) - until(growing, most)
+        given_back = sole.sum() - until(last, sole)
+        return total - until(last, held) - given_back

@@ -8,59 +8,77 @@ longest unused goes first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from batchgen.runtime.scheduling.block_pool import BlockPool
+from batchgen.runtime.scheduling.window_pool import HOLE, WindowPool
 
 _ROOT = 0
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over."""
+    """What a sequence starts with in a pool: `blocks`, the first `num_matched` of which hold KV that it takes over.
+
+    window_table: the same for layers whose blocks are in a `WindowPool`.
+    """
 
     blocks: list[int]
     num_matched: int
+    window_table: list[int] | None = None
 
 
-class BlockManager:
-    """Invariant: every block is free, or evictable (in the trie, no user), or used (reference count > 0)."""
+class BlockManager(BlockPool):
+    """The blocks of one tier. Those with full prompt blocks are in the trie, and are found there.
 
-    def __init__(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+    Attributes:
+        windowed: the blocks of layers with a sliding window, where these give blocks back; None: all layers share one table. Where all
+            layers have a window, the blocks here hold nothing: they are the trie's.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
+    ) -> None:
+        super().__init__(num_blocks, block_size)
         self.share_prefixes = share_prefixes
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._users = [0] * num_blocks
+        self.windowed = windowed
         self._key_of: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
         self._node_of = [_ROOT] * num_blocks
         self._trie: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent node, tokens) -> block
-        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._last_node = _ROOT
 
     @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._evictable)
+    def longest_tokens(self) -> int:
+        """Of a sequence that has the pool to itself."""
+        longest = self.num_blocks * self.block_size
+        of_window = self.windowed.longest_tokens if self.windowed else None
+        return longest if of_window is None else min(longest, of_window)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_available
-
-    def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
+    def admit(
+        self,
+        tokens: Sequence[int],
+        num_blocks: int,
+        num_reserved: int,
+        window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
+    ) -> Allocation | None:
         """The blocks of a sequence that is to have `num_blocks` blocks in all, or None where there are not enough.
 
         num_reserved: available blocks that are promised to others. The blocks of a known prefix are allocated now, the
-        others are the caller's to reserve.
+        others are the caller's to reserve. window_fits(table of the known prefix): of layers with a sliding window.
         """
         matched = self.match(tokens)
         headroom = self.num_available - self.num_evictable_in(matched) - num_reserved
         if num_blocks - len(matched) > headroom:
             return None
-        self.take(matched)
-        return Allocation(matched, len(matched))
+        return self._allocation(matched, window_fits)
 
-    def admit_if(self, tokens: Sequence[int], fits: Callable[[int], bool]) -> Allocation | None:
+    def admit_if(
+        self,
+        tokens: Sequence[int],
+        fits: Callable[[int], bool],
+        window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
+    ) -> Allocation | None:
         """The same, where the caller decides: fits(blocks of a known prefix that several sequences have already).
 
         Those that only one has, or none, count as new: they would have been given back.
@@ -68,8 +86,17 @@ class BlockManager:
         matched = self.match(tokens)
         if not fits(sum(self._users[block] > 1 for block in matched)):
             return None
+        return self._allocation(matched, window_fits)
+
+    def _allocation(self, matched: list[int], window_fits: Callable[[Sequence[int]], bool]) -> Allocation | None:
+        table = None
+        if self.windowed is not None:
+            table = self.windowed.prefix_table([self._node_of[block] for block in matched])
+            if not window_fits(table):
+                return None
+            self.windowed.take([block for block in table if block != HOLE])
         self.take(matched)
-        return Allocation(matched, len(matched))
+        return Allocation(matched, len(matched), table)
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """How many blocks of a sequence have no other user: the end of its table, as only prefixes are shared."""
@@ -85,7 +112,7 @@ class BlockManager:
         return len(blocks) - low
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks that already hold the KV of a prefix of `tokens`. Takes no reference.
+        """Blocks that already hold the KV of a prefix of `tokens`, in all layers. Takes no reference.
 
         Never of all of it: the last token has yet to be run for its logits.
         """
@@ -99,41 +126,9 @@ class BlockManager:
                 break
             blocks.append(block)
             node = self._node_of[block]
+        if self.windowed is not None:
+            del blocks[self.windowed.longest_prefix([self._node_of[block] for block in blocks]) :]
         return blocks
-
-    def num_evictable_in(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks `num_available` counts as well."""
-        return sum(block in self._evictable for block in blocks)
-
-    def take(self, blocks: Sequence[int]) -> None:
-        """One more user for each of these (matched) blocks."""
-        for block in blocks:
-            self._evictable.pop(block, None)
-            self._users[block] += 1
-
-    def allocate(self, after: int | None = None) -> int:
-        """A block with one user. The caller has made sure that `num_available` > 0.
-
-        after: the table's last block. Any block will do here, as pages in memory need not be neighbours.
-        """
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._evictable.popitem(last=False)
-            self._forget(block)
-        self._users[block] = 1
-        return block
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """One user less for each. The table's tail goes first, so that prefixes outlive what hangs on them."""
-        for block in reversed(blocks):
-            self._users[block] -= 1
-            assert self._users[block] >= 0, f"KV block {block} released twice"
-            if self._users[block] == 0:
-                if self._key_of[block] is None:
-                    self._free.append(block)
-                else:
-                    self._evictable[block] = None
 
     def enter(self, parent: int, tokens: Sequence[int], block: int) -> int:
         """Makes a full block, whose KV is or is about to be written this sweep, findable. Returns its trie node.
@@ -150,15 +145,14 @@ class BlockManager:
         self._trie[key], self._key_of[block], self._node_of[block] = block, key, self._last_node
         return self._last_node
 
-    def withdraw(self, blocks: Sequence[int]) -> None:
-        """Takes blocks that are in use out of the trie again: their KV was never written, as the sweep failed."""
-        for block in blocks:
-            if self._key_of[block] is not None:  # an equal block may have been there before
-                self._forget(block)
-
     def node(self, block: int) -> int:
         return self._node_of[block]
 
+    def _may_be_found(self, block: int) -> bool:
+        return self._key_of[block] is not None
+
     def _forget(self, block: int) -> None:
+        if self.windowed is not None:
+            self.windowed.forget_node(self._node_of[block])
         del self._trie[self._key_of[block]]
         self._key_of[block], self._node_of[block] = None, _ROOT

@@ -15,6 +15,7 @@ class ExtentManager:
     """Invariant: the free runs are disjoint, in ascending order, and no two of them touch."""
 
     share_prefixes = False
+    windowed = None  # a file's runs keep the blocks of all layers
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -27,6 +28,11 @@ class ExtentManager:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of a sequence that has the pool to itself."""
+        return self.num_blocks * self.block_size
 
     def admit(self, tokens: Sequence[int], num_blocks: int, num_reserved: int) -> Allocation | None:
         """`num_blocks` (at least 1) neighbouring blocks: the first free run that is long enough, from its start.

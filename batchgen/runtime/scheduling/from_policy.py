@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.plan import MemoryPlan, Policy, window_blocks
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
 from batchgen.runtime.scheduling.micro_batches import residency_of, split_batches
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, SchedulerLimits
+from batchgen.runtime.scheduling.window_pool import WindowPool
 
 
 def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
@@ -20,9 +21,15 @@ def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | Ext
     return {
         tier: ExtentManager(count, policy.kv_block_size)
         if tier == "disk"
-        else BlockManager(count, policy.kv_block_size, policy.share_prefixes)
+        else BlockManager(count, policy.kv_block_size, policy.share_prefixes, _window_pool(tier, policy, memory))
         for tier, count in memory.kv_blocks.items()
     }
+
+
+def _window_pool(tier: str, policy: Policy, memory: MemoryPlan) -> WindowPool | None:
+    if memory.window is None:
+        return None
+    return WindowPool(memory.window_blocks[tier], policy.kv_block_size, memory.window)
 
 
 def scheduler_limits(
@@ -49,9 +56,14 @@ def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> i
 
     Those of the largest pool, as far as they pass through the staging buffers in one.
     """
-    return policy.kv_block_size * max(
-        count if tier == compute_tier else min(count, memory.staging_blocks) for tier, count in memory.kv_blocks.items()
-    )
+
+    def blocks(tier: str, count: int) -> int:
+        own = memory.window_blocks.get(tier)
+        if memory.window is not None and own is not None and own < window_blocks(memory.window, policy.kv_block_size):
+            count = min(count, own)
+        return count if tier == compute_tier else min(count, memory.staging_blocks)
+
+    return policy.kv_block_size * max(blocks(tier, count) for tier, count in memory.kv_blocks.items())
 
 
 def splitter(

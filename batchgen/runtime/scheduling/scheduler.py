@@ -18,14 +18,16 @@ it leaves, and is preempted only for sequences of the same pool.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from batchgen.runtime.scheduling.admission import Growth, Projection
-from batchgen.runtime.scheduling.block_manager import Allocation, BlockManager
+from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
 from batchgen.runtime.scheduling.sequence import CLASSES, PENDING, Sequence, tier_of
+from batchgen.runtime.scheduling.tier_admission import Expected, TierAdmission
+from batchgen.runtime.scheduling.window_pool import HOLE
 
 
 @dataclass(frozen=True)
@@ -163,16 +165,16 @@ class Scheduler:
 
         The most of prompt and output together, less the last token generated, which is never run.
         """
-        sizes = (
-            self.pools[tier_of(c)].num_blocks * self.pools[tier_of(c)].block_size
-            for c in self._classes()
-            if self.limits.quota(c)
-        )
-        return max(sizes, default=0)
+        lengths = (self.pools[tier_of(c)].longest_tokens for c in self._classes() if self.limits.quota(c))
+        return max(lengths, default=0)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep. Allocates its blocks; empty only if there is no work, or all are on their way (`_on_its_way`)."""
         sweep: list[ScheduledSequence] = []
+        for sequence in self.running:
+            # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
+            if sequence.kv_class != "deferred" or not _on_its_way(sequence):
+                self._give_back(sequence, sequence.num_computed)
         # Decodes always ride along; prefills share what the token budget leaves.
         most = self._most_in_sweep()
         i = 0
@@ -204,7 +206,7 @@ class Scheduler:
             pool = self._pool(sequence)
             blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
             headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
-            count = min(self._chunk(sequence, budget), headroom)
+            count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
             if sequence.num_remaining > 1 and count > 0:
                 self._grow(sequence, count)
                 budget -= count
@@ -220,11 +222,21 @@ class Scheduler:
     def advance(self, num_tokens: int) -> int:
         """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
         needed = Counter[str]()
+        of_windows = Counter[str]()
         for sequence in self.running:
-            blocks = -(-(sequence.num_computed + num_tokens) // self._pool(sequence).block_size)
-            needed[tier_of(sequence.kv_class)] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
+            tier, pool = tier_of(sequence.kv_class), self._pool(sequence)
+            blocks = -(-(sequence.num_computed + num_tokens) // pool.block_size)
+            needed[tier] += max(0, blocks - len(sequence.block_table) - sequence.reserved_blocks)
+            if sequence.window_table is not None:
+                table, first = sequence.window_table, pool.windowed.first_block(sequence.num_computed + num_tokens - 1)
+                of_windows[tier] += blocks - max(first, len(table))
+                of_windows[tier] -= pool.windowed.num_sole(table[sequence.num_given_back : first])
         if any(count > self.pools[tier].num_available - self._reserved[tier] for tier, count in needed.items()):
             return 0
+        if any(count > self.pools[tier].windowed.num_available for tier, count in of_windows.items()):
+            return 0
+        for sequence in self.running:
+            self._give_back(sequence, sequence.num_computed + num_tokens - 1)
         for sequence in self.running:
             self._grow(sequence, num_tokens)
             sequence.num_computed += num_tokens
@@ -280,17 +292,17 @@ class Scheduler:
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]) -> None:
         """Puts those into `held` that are passed over: what they share with another one is still being computed."""
         in_class = Counter(s.kv_class for s in self.running)
-        projections: dict[str, Projection | None] = {}
+        admissions: dict[str, TierAdmission] = {}
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
                 continue
             full = len(self.running) >= self.limits.max_num_seqs
-            if not full and not projections:
+            if not full and not admissions:
                 longest = max(map(self._expected_len, self._may_enter()))
-                projections = {tier: self._projection(tier, sweep, longest) for tier in self.pools}
-            if full or not self._enter(sequence, in_class, projections, budget):
+                admissions = {tier: self._admission(tier, sweep, longest) for tier in self.pools}
+            if full or not self._enter(sequence, in_class, admissions, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -299,7 +311,7 @@ class Scheduler:
             if sequence.token_slot is None:
                 sequence.token_slot = self._token_slots.take()
             in_class[sequence.kv_class] += 1
-            count = self._chunk(sequence, budget)
+            count = min(self._chunk(sequence, budget), self._window_headroom(sequence))
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
@@ -321,9 +333,10 @@ class Scheduler:
         return donor.num_entered_blocks < sequence.num_donated // self._pool(donor).block_size
 
     def _enter(
-        self, sequence: Sequence, in_class: Mapping[str, int], projections: Mapping[str, Projection | None], budget: int
+        self, sequence: Sequence, in_class: Mapping[str, int], admissions: Mapping[str, TierAdmission], chunk: int
     ) -> bool:
         """Admits the sequence to the first class whose quota and pool allow it; False if none does."""
+        expected = Expected(sequence, self._expected_len(sequence) - sequence.num_generated, delayed=False)
         length = sequence.num_prompt + self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no block.
         num_tokens = max(length - 1, len(sequence.tokens))
@@ -338,19 +351,18 @@ class Scheduler:
             classes += [c for c in self._classes() if c not in classes and c != "deferred"]
         for kv_class in classes:
             tier = tier_of(kv_class)
-            pool = self.pools[tier]
+            pool, admission = self.pools[tier], admissions[tier]
             num_blocks = -(-num_tokens // pool.block_size)
-            projection = projections[tier]
-            if projection is None:
-                allocation = pool.admit(sequence.shareable, num_blocks, self._reserved[tier])
-            else:
-                allocation = self._admit_projected(pool, projection, sequence, budget)
+            allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
             if allocation is not None:
                 sequence.kv_class = kv_class
                 sequence.exchange_slot = self._exchange_slots.take() if kv_class == "deferred" else None
                 self._entered_deferred += kv_class == "deferred"
                 sequence.block_table.extend(allocation.blocks)
-                if projection is None:
+                if allocation.window_table is not None:
+                    sequence.window_table = array("i", allocation.window_table)
+                    sequence.num_given_back = allocation.window_table.count(HOLE)
+                if admission.reserves:
                     sequence.reserved_blocks = num_blocks - len(allocation.blocks)
                     self._reserved[tier] += sequence.reserved_blocks
                 matched = allocation.blocks[: allocation.num_matched]
@@ -361,45 +373,17 @@ class Scheduler:
                 return True
         return False
 
-    def _admit_projected(
-        self, pool: BlockManager, projection: Projection, sequence: Sequence, budget: int
-    ) -> Allocation | None:
-        count = len(sequence.tokens)
-        admitted = None
-
-        def fits(num_shared: int) -> bool:
-            nonlocal admitted
-            delayed = count - num_shared * pool.block_size > self._chunk(sequence, budget)
-            sweeps = self._expected_len(sequence) - sequence.num_generated
-            admitted = Growth(count, sweeps, num_shared, delayed=delayed)
-            return projection.fits(admitted)
-
-        allocation = pool.admit_if(sequence.shareable, fits)
-        if allocation is not None:
-            projection.add(admitted)
-        return allocation
-
-    def _projection(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> Projection | None:
-        """What the pool's sequences will hold; None where blocks are reserved beforehand.
-
-        longest: tokens that any sequence that may enter is expected to generate.
-        """
-        pool = self.pools[tier]
-        if self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager):
-            return None
+    def _admission(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> TierAdmission:
+        """longest: tokens that any sequence that may enter is expected to generate."""
         there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
-        growths = [
-            Growth(
-                len(s.tokens),
-                self._expected_len(s) - s.num_generated,
-                len(s.block_table),
-                pool.num_sole(s.block_table),
-                delayed=there.get(s, 0) < len(s.tokens),
-            )
+        running = [
+            Expected(s, self._expected_len(s) - s.num_generated, delayed=there.get(s, 0) < len(s.tokens))
             for s in self.running
             if tier_of(s.kv_class) == tier
         ]
-        return Projection(growths, pool.num_available, pool.block_size, longest)
+        reserves = self.limits.admission == "static" or tier in self._reserving
+        pool = self.pools[tier]
+        return TierAdmission(pool, running, longest, reserves=reserves or isinstance(pool, ExtentManager))
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens it is expected to generate in all, at least one more."""
@@ -415,20 +399,40 @@ class Scheduler:
                 sequence.reserved_blocks -= 1
                 self._reserved[tier] -= 1
             while pool.num_available <= self._reserved[tier]:
-                # Of those whose token is on its way, the CPU may be reading the KV. The sequence itself is not.
-                youngest = next(
-                    s for s in reversed(self.running) if tier_of(s.kv_class) == tier and s.num_remaining > 0
-                )
-                self._preempt(youngest)
-                if youngest is sequence:
+                if self._preempt_youngest(tier) is sequence:
                     return False
             sequence.block_table.append(pool.allocate(sequence.block_table[-1] if sequence.block_table else None))
+        while sequence.window_table is not None and len(sequence.window_table) < needed:
+            while not pool.windowed.num_available:
+                if self._preempt_youngest(tier) is sequence:
+                    return False
+            sequence.window_table.append(pool.windowed.allocate())
         if tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
             # so there `commit` enters them.
             self._enter_prompt_blocks(sequence, sequence.num_computed + count)
         return True
+
+    def _give_back(self, sequence: Sequence, position: int) -> None:
+        """Blocks of layers with a sliding window that no token from `position` on sees."""
+        table = sequence.window_table
+        if table is None:
+            return
+        windowed = self._pool(sequence).windowed
+        held, first = sequence.num_given_back, windowed.first_block(position)
+        if first > held:
+            windowed.release(table[held:first])
+            table[held:first] = array("i", [HOLE]) * (first - held)  # of a longer table than there is, too
+            sequence.num_given_back = first
+
+    def _window_headroom(self, sequence: Sequence) -> int:
+        """Tokens of its prompt for which there are blocks in layers with a sliding window, in this sweep."""
+        if sequence.window_table is None:
+            return sequence.num_remaining
+        windowed = self._pool(sequence).windowed
+        blocks = len(sequence.window_table) + windowed.num_available
+        return blocks * windowed.block_size - sequence.num_computed
 
     def _enter_prompt_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks filled with prompt tokens, up to token `num_tokens`, become findable."""
@@ -439,7 +443,15 @@ class Scheduler:
         for b in range(sequence.num_entered_blocks, min(num_tokens, sequence.num_prompt) // size):
             tokens = sequence.tokens[b * size : (b + 1) * size]
             sequence.node = pool.enter(sequence.node, tokens, sequence.block_table[b])
+            if sequence.window_table is not None:
+                pool.windowed.enter(sequence.node, sequence.window_table[b])
             sequence.num_entered_blocks = b + 1
+
+    def _preempt_youngest(self, tier: str) -> Sequence:
+        """Of those whose token is on its way, the CPU may be reading the KV. A sequence that grows is none of them."""
+        youngest = next(s for s in reversed(self.running) if tier_of(s.kv_class) == tier and s.num_remaining > 0)
+        self._preempt(youngest)
+        return youngest
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -455,7 +467,12 @@ class Scheduler:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.withdraw(sequence.block_table[sequence.num_computed // pool.block_size : sequence.num_entered_blocks])
         pool.release(sequence.block_table)
-        sequence.block_table = type(sequence.block_table)("i")
+        sequence.block_table = array("i")
+        if sequence.window_table is not None:
+            held, unwritten = sequence.num_given_back, sequence.num_computed // pool.block_size
+            pool.windowed.withdraw(sequence.window_table[max(held, unwritten) :])
+            pool.windowed.release(sequence.window_table[held:])
+            sequence.window_table, sequence.num_given_back = None, 0
 
 
 def _on_its_way(sequence: Sequence) -> bool:

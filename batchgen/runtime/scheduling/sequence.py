@@ -61,6 +61,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose KV came from another sequence
     block_table: array = field(default_factory=lambda: array("i"))
+    window_table: array | None = None  # of layers with a sliding window; None: they share the other table
+    num_given_back: int = 0  # leading HOLEs of that
     num_matched_blocks: int = 0  # leading blocks taken from the prefix cache
     num_entered_blocks: int = 0  # leading blocks entered in the prefix cache, and the trie node of the last
     node: int = 0
@@ -76,6 +78,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+
+    def table(self, windowed: bool) -> array:
+        """Its blocks in layers with a sliding window, or in the others."""
+        return self.window_table if windowed and self.window_table is not None else self.block_table
 
     @property
     def num_generated(self) -> int:

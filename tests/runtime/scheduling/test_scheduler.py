@@ -2,19 +2,20 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
 
-from batchgen.core.plan import KV_CLASSES
+from batchgen.core.plan import KV_CLASSES, window_blocks
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
 from batchgen.runtime.scheduling.sequence import CLASSES, PENDING, Sequence, tier_of
+from batchgen.runtime.scheduling.window_pool import HOLE, WindowPool
 
 BLOCK = 4
 
@@ -30,7 +31,8 @@ def make(index, prompt, max_tokens):
 
 @dataclass(frozen=True)
 class Load:
-    """prompts: (tokens, max_tokens, tokens until it ends). pools: home -> blocks. limits: the first one, and what they
+    """prompts: (tokens, max_tokens, tokens until it ends). pools: home -> blocks. window, windowed: of layers with a sliding window, and
+    home -> their blocks; 0: they have none of their own. limits: the first one, and what they
     change to between sweeps, where the seed says so."""
 
     prompts: list
@@ -39,6 +41,8 @@ class Load:
     limits: list
     expected: int | None
     seed: int
+    window: int = 0
+    windowed: dict = field(default_factory=dict)
 
 
 @st.composite
@@ -78,12 +82,20 @@ def loads(draw):
     pools = {h: draw(st.integers(1, 20)) for h in homes}
     pools[draw(st.sampled_from(open_homes))] = longest + draw(st.integers(0, 20))
     expected = draw(st.sampled_from([None, 1, 3]))
-    return Load(prompts, pools, draw(st.booleans()), limits, expected, draw(st.integers(0, 1 << 16)))
+    window = draw(st.sampled_from([0, 0, 1, 3, 4, 5, 9, 14]))
+    # The least with which any row runs to its end, and more.
+    windowed = {h: window_blocks(window, BLOCK) + draw(st.integers(0, 15)) for h in homes if window and h != "disk"}
+    share, seed = draw(st.booleans()), draw(st.integers(0, 1 << 16))
+    return Load(prompts, pools, share, limits, expected, seed, window, windowed)
 
 
-def make_pools(sizes, share=True):
+def make_pools(sizes, share=True, window=0, windowed=()):
+    def in_memory(home, blocks):
+        own = WindowPool(windowed[home], BLOCK, window) if home in windowed else None
+        return BlockManager(blocks, BLOCK, share, own)
+
     return {
-        home: ExtentManager(blocks, BLOCK) if home == "disk" else BlockManager(blocks, BLOCK, share)
+        home: ExtentManager(blocks, BLOCK) if home == "disk" else in_memory(home, blocks)
         for home, blocks in sizes.items()
     }
 
@@ -102,6 +114,24 @@ def check_accounts(scheduler):
             assert not free & set(users) and len(free) == pool.num_available
         else:
             assert all(pool._users[b] == n for b, n in users.items())
+            check_windows(pool.windowed, own)
+
+
+def check_windows(pool, own):
+    """Each sequence has the blocks that its next tokens see, and of those before not one."""
+    if pool is None:
+        assert all(s.window_table is None for s in own)
+        return
+    held = {s: s.window_table[s.num_given_back :] for s in own}
+    users = Counter(b for blocks in held.values() for b in blocks)
+    assert pool.num_used == len(users) and all(pool._users[b] == n for b, n in users.items())
+    for s, blocks in held.items():
+        assert HOLE not in blocks and set(s.window_table[: s.num_given_back]) <= {HOLE}
+        # A token on its way still sees the window before it.
+        begun = s.num_computed - (s.kv_class == "deferred" and s.num_remaining == 0)
+        assert s.num_given_back == pool.first_block(begun)
+        new = len(s.block_table) * BLOCK - s.num_computed
+        assert len(blocks) <= -(-(pool.window + new) // BLOCK) + 1
 
 
 def check_quotas(scheduler, before):
@@ -118,36 +148,40 @@ def check_quotas(scheduler, before):
 class FakeExecutor:
     """Writes and reads KV as batches do: in the order of the sweep, storing behind what is not at home here."""
 
-    def __init__(self, compute_tier):
-        self.compute_tier = compute_tier
-        self.content = {}  # (home, block, offset) -> the tokens that this slot's KV was computed from
+    def __init__(self, compute_tier, window):
+        self.compute_tier, self.window = compute_tier, window
+        self.content = {}  # (home, whether of layers with a window, block, offset) -> the tokens that this slot's KV was computed from
 
     def run(self, sweep):
         written, behind = set(), {}
         for s in sweep:
             sequence, home = s.sequence, tier_of(s.sequence.kv_class)
 
-            def slot(position, sequence=sequence, home=home):
-                return home, sequence.block_table[position // BLOCK], position % BLOCK
+            def slot(position, windowed, sequence=sequence, home=home):
+                block = sequence.table(windowed)[position // BLOCK]
+                assert block != HOLE
+                return home, windowed, block, position % BLOCK
 
-            for position in range(sequence.num_computed):
-                kept = self.content[slot(position)]
-                assert kept == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
             target = self.content if home == self.compute_tier else behind
-            for position in range(sequence.num_computed, s.num_keys):
-                assert slot(position) not in written
-                written.add(slot(position))
-                target[slot(position)] = tuple(sequence.tokens[: position + 1])
+            for windowed in (False, True) if sequence.window_table is not None else (False,):
+                first = max(0, sequence.num_computed - self.window + 1) if windowed else 0
+                for position in range(first, sequence.num_computed):
+                    kept = self.content[slot(position, windowed)]
+                    assert kept == tuple(sequence.tokens[: position + 1]), "attends to another prompt's KV"
+                for position in range(sequence.num_computed, s.num_keys):
+                    assert slot(position, windowed) not in written
+                    written.add(slot(position, windowed))
+                    target[slot(position, windowed)] = tuple(sequence.tokens[: position + 1])
         self.content |= behind
 
 
 @settings(max_examples=some_draws(400), deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
-    pools = make_pools(load.pools, load.share)
+    pools = make_pools(load.pools, load.share, load.window, load.windowed)
     expected = load.expected
     scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
-    executor = FakeExecutor(load.limits[0].compute_tier)
+    executor = FakeExecutor(load.limits[0].compute_tier, load.window)
     change = random.Random(load.seed)
     wanted = {}
     for i, (prompt, budget, wish) in enumerate(load.prompts):
@@ -201,6 +235,8 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     check_accounts(scheduler)
     for home, pool in pools.items():
         assert pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler._reserved[home] == 0
+        if pool.windowed is not None:
+            assert pool.windowed.num_used == 0 and pool.windowed.num_available == load.windowed[home]
     if "disk" in pools:
         assert free_runs(pools["disk"]) == [(0, load.pools["disk"])]
     if expected is None:

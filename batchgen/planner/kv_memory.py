@@ -1,0 +1,172 @@
+"""How large the pools of KV are: what the budgets leave, shared out between layers that keep all KV and those with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from batchgen.core.direct_io import aligned
+from batchgen.core.dtypes import kv_row_bytes
+from batchgen.core.errors import InputError
+from batchgen.core.plan import KV_TIERS, Policy, window_blocks
+from batchgen.core.units import format_at_least, format_bytes
+from batchgen.models.config import ModelConfig
+
+_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What rows ask of the memory.
+
+    Attributes:
+        min_tokens: of the smallest row that must fit, prompt and output.
+        longest_tokens: of the longest row that staging buffers must hold.
+        most_kv_tokens: KV that the job is expected to use at most; None: nothing is known of it.
+        task: as for `memory.planned_logit_rows`.
+    """
+
+    min_tokens: int
+    longest_tokens: int
+    most_kv_tokens: int | None = None
+    task: str | None = "generate"
+
+
+@dataclass(frozen=True)
+class KVPools:
+    """Blocks of each pool, as of `MemoryPlan`, and the bytes that all of them take of each tier."""
+
+    blocks: dict[str, int]
+    window: int | None
+    window_blocks: dict[str, int]
+    tier_bytes: dict[str, int]
+
+
+def kv_block_bytes(
+    config: ModelConfig, block_size: int, kv_format: str, row: Callable[[int, str], int] = kv_row_bytes
+) -> int:
+    """Stored bytes of one block of one layer. row: of one head's K or V of a token, of its size and format."""
+    return 2 * config.num_kv_heads * block_size * row(config.head_dim, kv_format)
+
+
+def giving_window(config: ModelConfig, block_size: int, longest_tokens: int) -> int | None:
+    """Tokens that layers with a sliding window see, where these give blocks back; None where no sequence gets longer than that."""
+    windows = [window for window in config.windows if window is not None]
+    if not windows or window_blocks(max(windows), block_size) >= -(-longest_tokens // block_size):
+        return None
+    return max(windows)
+
+
+def kv_pools(
+    config: ModelConfig,
+    policy: Policy,
+    parts: Mapping[str, Mapping[str, int]],
+    budgets: Mapping[str, int],
+    demand: Demand,
+) -> KVPools:
+    """The pools of the KV classes: what is left of the budgets, but no more than their sequences can make use of.
+
+    Raises:
+        InputError: a budget does not hold one row.
+    """
+    block_size = policy.kv_block_size
+    # With `kv_layers`, KV of a layer lies in one of two tiers: there all layers have one table.
+    window = None if policy.kv_layers else giving_window(config, block_size, policy.max_model_len)
+    seqs: dict[str, int] = {}
+    for kv_class, count in policy.kv_seqs.items():
+        if count:
+            seqs[KV_TIERS[kv_class]] = seqs.get(KV_TIERS[kv_class], 0) + count
+    least = -(-demand.min_tokens // block_size)
+    left = {tier: budgets[tier] - sum(own.values()) for tier, own in parts.items()}
+    blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}
+    for pool, count in seqs.items():
+        # More than every sequence at full length is never used; the demand may know better, but any row must fit.
+        useful = count * -(-policy.max_model_len // block_size)
+        if demand.most_kv_tokens is not None:
+            expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
+            useful = min(useful, max(-(-expected // block_size), -(-policy.max_model_len // block_size)))
+        if window is not None and pool != "disk":
+            split = _Split.of(config, policy, window, count)
+            if left[pool] < split.bytes_of(least, split.least(least)):
+                short[pool] = split.bytes_of(least, split.least(least)) - left[pool]
+                continue
+            blocks[pool], of_windows[pool] = split.shared_out(left[pool], least, useful)
+            taken[pool] += split.bytes_of(blocks[pool], of_windows[pool])
+            continue
+        sizes = _pool_block_bytes(config, policy, pool)
+        for tier, size in sizes.items():
+            if left[tier] < least * size:
+                short[tier] = least * size - left[tier]
+        blocks[pool] = max(0, min(*(left[tier] // size for tier, size in sizes.items()), useful))
+        for tier, size in sizes.items():
+            taken[tier] += blocks[pool] * size
+    for tier, size in left.items():
+        if size < 0:
+            short.setdefault(tier, -size)
+    if short:
+        raise InputError(_too_small(short, parts, budgets, demand.min_tokens))
+    return KVPools(blocks, window if of_windows else None, of_windows, taken)
+
+
+def chunk_blocks(tokens: int, block_size: int) -> int:
+    """Blocks that prompts have beyond a window, in the sweep that computes so many tokens of them."""
+    return -(-tokens // block_size)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Of one pool: bytes of a block of all layers that keep all KV, and of all with a sliding window.
+
+    of_window: blocks of a sequence that decodes, in the latter. most: blocks of them that are of use to all sequences.
+    """
+
+    block_bytes: int
+    window_block_bytes: int
+    of_window: int
+    most: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, policy: Policy, window: int, count: int) -> _Split:
+        block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+        keeping, of_window = config.window_layers.get(None, 0), window_blocks(window, policy.kv_block_size)
+        chunks = -(-policy.max_num_batched_tokens * count // policy.max_num_seqs)
+        most = count * of_window + chunk_blocks(chunks, policy.kv_block_size)
+        return cls(keeping * block, (config.num_layers - keeping) * block, of_window, most)
+
+    def least(self, blocks: int) -> int:
+        """Window blocks of a row with so many blocks, chunk by chunk."""
+        return min(blocks, self.of_window)
+
+    def bytes_of(self, blocks: int, of_windows: int) -> int:
+        return blocks * self.block_bytes + of_windows * self.window_block_bytes
+
+    def shared_out(self, left: int, least: int, useful: int) -> tuple[int, int]:
+        """Blocks of both kinds in so many bytes.
+
+        As many window blocks as sequences hold at once, but never more than blocks of the other layers: rows within the window need
+        as many of both. least: blocks of a row that must fit. useful: blocks of the other layers that are of use.
+        """
+        each, window_each = self.block_bytes, self.window_block_bytes
+        of_windows = min(self.most, useful, left // (each + window_each), (left - least * each) // window_each)
+        of_windows = max(of_windows, self.least(least))
+        # Where all layers have windows the others' blocks take no memory: they are how prefixes are found.
+        return useful if not each else min(useful, (left - of_windows * window_each) // each), of_windows
+
+
+def _pool_block_bytes(config: ModelConfig, policy: Policy, pool: str) -> dict[str, int]:
+    """Bytes of a block of all layers, by tier."""
+    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    if pool == "cpu" and policy.kv_layers:
+        return {"gpu": policy.kv_layers * block, "cpu": (config.num_layers - policy.kv_layers) * block}
+    return {pool: config.num_layers * (aligned(block) if pool == "disk" else block)}
+
+
+def _too_small(
+    short: Mapping[str, int], parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int], min_tokens: int
+) -> str:
+    tier, missing = max(short.items(), key=lambda item: item[1])
+    own = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
+    return (
+        f"{_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens beside {own};"
+        f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
+    )

@@ -1,0 +1,91 @@
+"""An emulated accelerator with a core of its own: where its lanes and the CPU's run, and how long their work is made to take.
+
+Computation runs on the accelerator's core, its links' copies in the time that this core sleeps, CPU attention and the disk's lanes
+on the others. A Step takes a given number of times as long as a core is busy with it: the rest is slept. So a device that is
+slower than a core, or than the CPU beside it, needs no more of the machine than it would have. Steps are still carried out by
+their lanes, one after the other, and nothing has its result before its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from batchgen.core.cores import on_cores, own_core
+from batchgen.ops import cpp as kernels
+from batchgen.runtime.steps.graph import Step
+
+# Sleeps last longer than they were asked to, some 0.1 ms. As much of that, at most, the next one is shorter by.
+_MOST_LATE_S = 0.3e-3
+# Of compute's Steps, those that are copies, which the links slow down.
+_COPIES = ("embed", "load_attention", "join_deferred")
+_LINKS = ("h2d", "d2h")
+
+
+class Pace:
+    """Makes the work of one lane take longer. Not for several threads at once."""
+
+    def __init__(self, slowdown: float) -> None:
+        """slowdown: how many times as long as its thread is busy, 1 or more."""
+        self._slowdown = slowdown
+        self._late_s = 0.0
+
+    @contextlib.contextmanager
+    def kept(self, overhead_s: float = 0.0) -> Iterator[None]:
+        """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
+        started, busy = time.perf_counter(), time.thread_time()
+        yield
+        if self._slowdown == 1 and not overhead_s:
+            return
+        end = started + self._slowdown * (time.thread_time() - busy) + overhead_s - self._late_s
+        if (left := end - time.perf_counter()) > 0:
+            time.sleep(left)
+            self._late_s = min(_MOST_LATE_S, max(0.0, time.perf_counter() - end))
+        else:
+            self._late_s = 0.0
+
+
+class OwnCore:
+    """The cores of a process, shared out between an emulated accelerator and the CPU."""
+
+    def __init__(self, slowdown: float, cpu_slowdown: float = 1.0, step_overhead_s: float = 0.0) -> None:
+        """Take the last of the cores for the accelerator.
+
+        Args:
+            slowdown: Of what the accelerator computes.
+            cpu_slowdown: Of CPU attention.
+            step_overhead_s: Of one layer of one micro-batch.
+
+        Raises:
+            InputError: There are not two cores.
+        """
+        self._core, self._others = own_core()
+        self._paces = {"compute": Pace(slowdown), "cpu_attention": Pace(cpu_slowdown)}
+        self._step_overhead_s = step_overhead_s
+        self._threads = kernels.num_threads()
+        kernels.set_num_threads(min(self._threads, len(self._others)))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Meanwhile the calling thread is the accelerator's."""
+        with on_cores(self._core), kernels.alone():
+            yield
+
+    def keep_lane(self, lane: str) -> None:
+        """Keeps the calling thread, which is the lane's, to where it belongs."""
+        os.sched_setaffinity(0, self._core if lane in _LINKS else self._others)
+
+    def pace(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        """Inside, a Step's work takes as long as it is to."""
+        pace = self._paces.get(step.lane)
+        if pace is None or step.kind in _COPIES:
+            return contextlib.nullcontext()
+        return pace.kept(
+            self._step_overhead_s if step.kind == "pre" else 0.0
+        )  # each micro-batch has one of these in each layer
+
+    def close(self) -> None:
+        """Gives the kernels their threads back."""
+        kernels.set_num_threads(self._threads)

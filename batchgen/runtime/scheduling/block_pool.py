@@ -1,0 +1,76 @@
+"""Blocks with users: which are free, which are in use, and which nobody uses but may be found again. No tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """Invariant: every block is free, or evictable (may be found, no user), or used (reference count > 0)."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._users = [0] * num_blocks
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def num_users(self, block: int) -> int:
+        return self._users[block]
+
+    def num_evictable_in(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks `num_available` counts as well."""
+        return sum(block in self._evictable for block in blocks)
+
+    def take(self, blocks: Sequence[int]) -> None:
+        """One more user for each of these blocks, which have been found."""
+        for block in blocks:
+            self._evictable.pop(block, None)
+            self._users[block] += 1
+
+    def allocate(self, after: int | None = None) -> int:
+        """A block with one user. The caller has made sure that `num_available` > 0.
+
+        after: the table's last block. Any block will do here, as pages in memory need not be neighbours.
+        """
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+        self._users[block] = 1
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less for each. The table's tail goes first, so that prefixes outlive what hangs on them."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            assert self._users[block] >= 0, f"KV block {block} released twice"
+            if self._users[block] == 0:
+                if self._may_be_found(block):
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Blocks that are in use are not found any more: their KV was never written, as the sweep failed."""
+        for block in blocks:
+            if self._may_be_found(block):  # an equal block may have been there before
+                self._forget(block)
+
+    def _may_be_found(self, block: int) -> bool:
+        raise NotImplementedError
+
+    def _forget(self, block: int) -> None:
+        """The block is found no more."""
+        raise NotImplementedError

@@ -1,0 +1,226 @@
+"""Policies drawn at random, predicted and measured, in three settings: links about as fast as compute; the CPU and a disk; a CPU that
+attends slowly beside an accelerator. The first policy of each setting is the planner's own choice.
+
+A draw holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and classes of the KV; where the rest
+lies is the placement that the cost model finds best under these. Draws that do not fit, or whose job would take too long, are drawn again.
+Times are those of the sweeps. Each is predicted twice: by the cost model (the LP), and by the simulator.
+
+    python benchmarks/policy_errors.py --work-dir DIR                 # measures
+    python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
+
+Writes benchmarks/results/policy_errors.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tier_runs import SHAPE as LARGER
+from tier_runs import model_in, prompts, run, write
+from way_settings import MIB, TIMES, request_of
+from way_settings import SHAPE as SMALLER
+
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
+from batchgen.core.workload import Workload
+from batchgen.engine.loader import process_bytes
+from batchgen.job.choice import choose, simulate_candidates
+from batchgen.job.planning import find_for, find_hardware, on_this_machine, plan_maker, problem_of
+from batchgen.job.simulation import simulate_job
+from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.lp import Allowed
+from batchgen.planner.search import Candidate, Problem, search
+from batchgen.profiler.calibration import corrected_by_disk_probe
+from batchgen.profiler.emulated import emulated_profile
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A device and a job. cpu_memory: bytes beside those of the process; None: what is free. tiers, classes: that draws choose from."""
+
+    name: str
+    device: Device
+    rows: int
+    prompt: int
+    output: int
+    shape: dict[str, int]
+    tiers: tuple[tuple[str, ...], ...]
+    classes: tuple[str, ...]
+    cpu_memory: int | None = None
+
+
+_ON_GPU = (("gpu",), ("gpu", "cpu"), ("cpu",))
+SETTINGS = (
+    Setting(
+        "links as fast as compute",
+        Device("emulated", 112 * MIB, 4e8, 4e8, slowdown=2.0, step_overhead_s=5e-4),
+        64, 96, 32, SMALLER, _ON_GPU, ("gpu", "cpu", "streamed"),
+    ),
+    Setting(
+        "CPU and disk",
+        Device("cpu"),
+        48, 96, 16, LARGER, (("disk",), ("cpu", "disk")), ("cpu", "disk"), cpu_memory=550 * MIB,
+    ),
+    Setting(
+        "slow CPU attention",
+        Device("emulated", 112 * MIB, 1e9, 1e9, slowdown=2.0, cpu_slowdown=8.0, step_overhead_s=5e-4),
+        64, 64, 48, SMALLER, (("gpu",), ("gpu", "cpu")), ("gpu", "cpu", "streamed"),
+    ),
+)  # fmt: skip
+_BLOCKS, _BATCHES = (4, 8, 16, 24, 32, 48, 64), (1, 2, 4)
+
+
+def held(setting: Setting, draw: random.Random) -> dict[str, Any]:
+    """What a draw holds the planner to: fields of Problem."""
+    batches = draw.choice(_BATCHES)
+    classes = tuple(draw.sample(setting.classes, draw.randint(1, len(setting.classes))))
+    return {
+        "num_gpu_batches": batches,
+        "block_size": draw.choice([size for size in _BLOCKS if size % batches == 0]),
+        "admissions": (draw.choice(("continuous", "continuous", "static")),),
+        "allowed": Allowed(classes, draw.choice(setting.tiers)),
+    }
+
+
+def drawn(problem: Problem, setting: Setting, seed: int) -> Iterator[tuple[str, Candidate]]:
+    """Endless candidates, each with what it was held to in words; those that do not fit are left out."""
+    draw = random.Random(seed)
+    for _ in range(1000):
+        own = held(setting, draw)
+        allowed = own["allowed"]
+        words = (
+            f"{own['num_gpu_batches']} batches of {own['block_size'] // own['num_gpu_batches']}, {own['admissions'][0]},"
+            f" weights {'+'.join(allowed.weight_tiers)}, KV {'+'.join(sorted(allowed.kv_classes))}"
+        )
+        try:
+            yield words, search(replace(problem, **own))
+        except InputError:
+            continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, required=True, help="for the models, their stores and KV on disk")
+    parser.add_argument("--count", type=int, default=20, help="policies of each setting, the planner's own among them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--longest", type=float, default=12.0, help="simulated seconds of a job; longer ones are drawn again"
+    )
+    parser.add_argument("--only", action="append", help="names of settings")
+    parser.add_argument("--dry", action="store_true", help="measure no job")
+    args = parser.parse_args()
+    found = [_setting(s, args) for s in SETTINGS if not args.only or s.name in args.only]
+    if args.dry:
+        return
+    result = {
+        name: _errors([p for entry in found for p in entry["policies"]], name) for name in ("planned", "simulated")
+    }
+    for name, error in result.items():
+        print(f"{name}: median error {error['median']:.1%}, worst {error['worst']:.1%}")
+    if not args.only:
+        write("policy_errors", {f"{name}_error": error for name, error in result.items()} | {"settings": found})
+
+
+def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
+    errors = [abs(p[f"{name}_s"] / p["measured_s"] - 1) for p in policies]
+    return {"median": statistics.median(errors), "worst": max(errors)}
+
+
+def _setting(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
+    """Draws, and unless it is a dry run measures, the policies of one setting."""
+    work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
+    model = model_in(work_dir, setting.shape)
+    config = read_config(resolve_model(str(model)))
+    find = partial(find_hardware, None, dtype="bfloat16", offload_dir=work_dir, model=config, notify=print)
+    cpu, core = find_for(setting.device, find)
+    process = process_bytes()
+    hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)
+    if setting.device.accelerated:
+        hardware = emulated_profile(hardware, setting.device, core)
+    budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
+    request = replace(request_of(config, process), **budgets)
+    problem = problem_of(hardware, config, Workload.uniform(setting.rows, setting.prompt, setting.output), request)
+    plan_of = plan_maker(problem, request, **TIMES)
+    own = choose(simulate_candidates(problem, lambda candidate: plan_of(candidate, None)))
+    assert own is not None  # there is no limit of the latency
+    rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])
+    policies: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for words, candidate in [
+        ("planned", own.candidate),
+        *_distinct(drawn(problem, setting, args.seed), args.count * 3),
+    ]:
+        if len(policies) == args.count:
+            break
+        plan = plan_of(candidate, None)
+        key = json.dumps(plan.policy.to_json(), sort_keys=True)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            simulated = simulate_job(plan, config, hardware)
+        except InputError:  # the memory plan does not hold what the cost model thought would fit
+            continue
+        if simulated.total_s > args.longest and words != "planned":
+            continue
+        entry: dict[str, Any] = {
+            "name": words,
+            "planned_s": candidate.seconds,
+            "simulated_s": simulated.total_s,
+            "policy": plan.policy.to_json(),
+        }
+        line = f"{setting.name}: {words}: planned {candidate.seconds:.2f} s, simulated {simulated.total_s:.2f} s"
+        if not args.dry:
+            kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
+            measured = run(
+                model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
+                kv_tokens=kv_tokens, planned_process_bytes=process, **budgets,
+            )  # fmt: skip
+            seconds = measured["seconds"]
+            entry |= {"measured_s": seconds, "busy_s": measured["busy_s"], "simulated_busy_s": simulated.busy_s}
+            line += f", measured {seconds:.2f} s: {candidate.seconds / seconds - 1:+.0%}, {simulated.total_s / seconds - 1:+.0%}"
+        policies.append(entry)
+        print(line, flush=True)
+    result = {"setting": setting.name, "device": str(setting.device), "policies": policies}
+    result |= {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
+    if not args.dry:
+        result |= _ranked(policies)
+        print(
+            f"{setting.name}: of {len(policies)} policies the plan is number {result['rank_of_plan']},"
+            f" {result['plan_against_fastest']:.2f} times as long as the fastest"
+        )
+    return result
+
+
+def _distinct(pairs: Iterator[tuple[str, Candidate]], most: int) -> Iterator[tuple[str, Candidate]]:
+    """At most so many, none held to the same as one before."""
+    seen: set[str] = set()
+    for words, candidate in pairs:
+        if words not in seen:
+            seen.add(words)
+            yield words, candidate
+        if len(seen) == most:
+            return
+
+
+def _ranked(policies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where the plan, the first of the policies, stands among all, and how well each prediction does."""
+    times = [p["measured_s"] for p in policies]
+    return {
+        "rank_of_plan": 1 + sum(t < times[0] for t in times),
+        "plan_against_fastest": times[0] / min(times),
+        "planned_error": _errors(policies, "planned"),
+        "simulated_error": _errors(policies, "simulated"),
+    }
+
+
+if __name__ == "__main__":
+    main()

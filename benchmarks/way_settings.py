@@ -1,0 +1,157 @@
+"""Settings of an emulated accelerator and a job, in each of which something else is scarce, so that another way is the fastest.
+
+The accelerator has a core of its own. The model is small, with as many KV heads as query heads, so that attention is a large part of
+a sweep. A setting that APEX's way wins is missing: a deferred token takes a sweep for each layer and one more, and jobs that are short
+enough to be measured were over before that paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchgen.core.device import Device
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Workload
+from batchgen.engine.loader import store_bytes
+from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
+from batchgen.job.ways import NoWay, best_plan, way_of, ways_for
+from batchgen.models.config import ModelConfig
+from batchgen.profiler.emulated import own_core_profile
+
+MIB = 1 << 20
+TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A device, and rows of equal lengths in tokens.
+
+    Attributes:
+        scarce: what there is too little of, and so which way is to be the fastest.
+        winners: names of ways; the plan is to go one of them.
+    """
+
+    name: str
+    scarce: str
+    winners: tuple[str, ...]
+    device: Device
+    rows: int
+    prompt: int
+    output: int
+
+    @property
+    def workload(self) -> Workload:
+        return Workload.uniform(self.rows, self.prompt, self.output)
+
+
+SETTINGS = (
+    Setting(
+        "all fits",
+        "nothing: all KV fits the device, a second batch would double what each layer takes by itself, and the CPU attends slowly",
+        ("GPU-only",),
+        Device("emulated", 320 * MIB, 2e8, 2e8, slowdown=1.0, cpu_slowdown=64.0, step_overhead_s=2e-3),
+        rows=64,
+        prompt=128,
+        output=24,
+    ),
+    Setting(
+        "fast CPU",
+        "memory of the device and its link: the CPU attends to all, sooner than the device computes the other batch",
+        ("NEO",),
+        Device("emulated", 128 * MIB, 2e8, 2e8, slowdown=4.0),
+        rows=96,
+        prompt=64,
+        output=128,
+    ),
+    Setting(
+        "fast link",
+        "memory of the device and the CPU: KV comes over the link sooner than the CPU could attend to it",
+        ("FlexGen", "Pie"),
+        Device("emulated", 120 * MIB, 8e9, 8e9, slowdown=2.0, cpu_slowdown=32.0, step_overhead_s=3e-3),
+        rows=96,
+        prompt=128,
+        output=64,
+    ),
+)
+
+
+def _constant(rate: float) -> dict[str, Rates]:
+    return {"bfloat16": Rates((), rate)}
+
+
+# One core of a server's CPU, in round numbers.
+ROUND_CORE = HardwareProfile(
+    name="one core in round numbers",
+    cpu=ComputeRates(
+        gemm_flops_per_s={
+            "bfloat16": Rates(("tokens",), ((1, 1.6e10), (4, 6e10), (16, 1.5e11), (64, 1.7e11), (1024, 1.8e11)))
+        },
+        prefill_attention_flops_per_s=_constant(7e10),
+        shared_attention_flops_per_s=_constant(8e10),
+        decode_attention_bytes_per_s=_constant(8e9),
+        elementwise_bytes_per_s=_constant(6e9),
+        step_overhead_s=1e-4,
+    ),
+    gpu=None,
+    cpu_memory_bytes=8 << 30,
+    disk_bytes=50 << 30,
+    dram_bytes_per_s=1.5e10,
+    disk_read_bytes_per_s=2e9,
+    disk_write_bytes_per_s=1e9,
+    load_bytes_per_s=1e9,
+    sampling_logits_per_s=1e9,
+    sweep_overhead_s=3e-4,
+    sequence_overhead_s=1e-5,
+)
+ROUND_PROCESS_BYTES = 300 * MIB
+
+
+def round_machine(device: Device) -> HardwareProfile:
+    """The machine of two such cores, one of which is the device's: nothing is measured."""
+    links: dict[str, Any] = {"h2d_bytes_per_s": device.h2d_bytes_per_s, "d2h_bytes_per_s": device.d2h_bytes_per_s}
+    sizes = {"gpu_memory_bytes": device.gpu_memory_bytes}
+    return own_core_profile(replace(ROUND_CORE, gpu=ROUND_CORE.cpu, **links, **sizes), device, ROUND_CORE)
+
+
+def request_of(config: ModelConfig, process_bytes: int) -> PlanRequest:
+    """What is asked of each plan."""
+    return PlanRequest(
+        "model", "bfloat16", config.max_position, process_bytes=process_bytes, share_prefixes=False,
+        store_bytes=store_bytes(config, "bfloat16", "none"),
+    )  # fmt: skip
+
+
+def plans_of(
+    setting: Setting, hardware: HardwareProfile, config: ModelConfig, process_bytes: int
+) -> tuple[dict[str, Plan], dict[str, str], str]:
+    """The plan that is chosen and the best one of every way, why others cannot be gone, and which way the chosen one goes."""
+    request = request_of(config, process_bytes)
+    problem = problem_of(hardware, config, setting.workload, request)
+    plans = {"chosen": plan_job(problem, request, **TIMES)}
+    reasons = {}
+    for way in ways_for(problem):
+        try:
+            plans[way.name] = best_plan(way, problem, plan_maker(problem, request, **TIMES))
+        except (NoWay, InputError) as error:
+            reasons[way.name] = str(error)
+    return plans, reasons, way_of(plans["chosen"].policy, ways_for(problem))
+
+
+def seconds_of(plans: dict[str, Plan]) -> Iterator[tuple[str, float]]:
+    """Simulated seconds of each plan's sweeps."""
+    for name, plan in plans.items():
+        yield name, plan.prediction.total_s - plan.prediction.startup_s

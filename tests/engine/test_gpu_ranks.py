@@ -1,0 +1,73 @@
+"""Tensor parallelism on CUDA: sums by NCCL, of as many ranks as there are cards; and that all ranks warm up, without a card."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiered import CPU, GIB, make_policy, make_request
+from tiny_models import FAMILIES
+
+from batchgen import Engine, Request, SamplingParams
+from batchgen.core.device import Device
+from batchgen.engine import loader
+from batchgen.engine import tensor_parallel as ranks
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.shard import shard_of
+from batchgen.models.tokenizer import load_tokenizer
+
+NUM_CARDS = torch.cuda.device_count()
+on_cards = pytest.mark.skipif(
+    not (NUM_CARDS and torch.distributed.is_nccl_available()), reason="no CUDA device, or no NCCL"
+)
+
+
+def tokens_of(parts):
+    with Engine.from_parts(parts, sampling=SamplingParams(max_tokens=12, ignore_eos=True)) as engine:
+        done = {c.index: c for c in engine.generate([Request([5, 6, k] * (k - 6)) for k in range(7, 15)])}
+    return [done[k].samples[0].token_ids for k in range(8)]
+
+
+@pytest.mark.gpu
+@on_cards
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, tiny_models, tmp_path):
+    if size > NUM_CARDS:
+        pytest.skip(f"{size} ranks need as many cards")
+    path, _ = tiny_models(family)
+    files, device = resolve_model(str(path)), Device("cuda")
+    wanted = tokens_of(
+        loader.load_parts(make_request(path, CPU, make_policy(path, CPU), tmp_path), lambda: load_tokenizer(files))
+    )
+    policy = make_policy(path, device)
+    request = make_request(
+        path,
+        device,
+        policy,
+        tmp_path,
+        shard=shard_of(read_config(files), 0, size),
+        budgets={"gpu": GIB, "cpu": GIB, "disk": 0},
+    )
+    assert tokens_of(ranks.load_on_ranks(request, lambda: load_tokenizer(files))) == wanted
+
+
+def test_every_rank_warms_its_device_up(tiny_models, tmp_path, monkeypatch):
+    """With the same sweeps: each has sums that wait for the other ranks."""
+    path, _ = tiny_models("llama")
+    warmed, shard = [], shard_of(read_config(resolve_model(str(path))), 0, 2)
+    monkeypatch.setattr(loader, "warm_up", lambda executor, *rest: warmed.append(executor.config))
+    make = loader._make_executor
+
+    def with_driver(request, memory, tiers, *rest):
+        executor = make(request, memory, tiers, *rest)
+        object.__setattr__(tiers, "driver", SimpleNamespace())
+        return executor
+
+    monkeypatch.setattr(loader, "_make_executor", with_driver)
+    request = make_request(path, CPU, make_policy(path, CPU), tmp_path, shard=shard)
+    for rank in range(2):
+        own = replace(request, shard=replace(shard, rank=rank), reduce=lambda tensor: None)
+        executor, _ = loader.load_executor(own, loader.plan_load(own))
+        executor.close()
+    assert warmed == [shard.config] * 2
