@@ -19,7 +19,6 @@ from batchgen.core.dtypes import (
     INT8,
     KEPT_FORMATS,
     KV_CODE_BITS,
-    block_format,
     changes_results,
     weight_format_of,
 )
@@ -45,6 +44,7 @@ from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
+from batchgen.models.layouts import main_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.ranks import rank_profile
@@ -212,7 +212,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         formats=tuple(
             name
             for name in (*KV_CODE_BITS, *BLOCK_FORMATS)
-            if name in (block_format(quantization), job.options.kv_cache_dtype)
+            if name in (main_format(config, quantization), job.options.kv_cache_dtype)
         ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
@@ -371,13 +371,14 @@ def loading_s(
     kind: of `ModelFiles`. weight_format: the layers'; in one of `KEPT_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    as_found = model.num_layers * model.params_per_layer if weight_format in KEPT_FORMATS else 0
-    expanded = model.num_params - as_found
+    if weight_format in KEPT_FORMATS:
+        return store_bytes(model, dtype, weight_format) / rate
+    expanded = model.num_params
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in KEPT_FORMATS else 0.0)
+    return seconds
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

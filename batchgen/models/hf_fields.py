@@ -23,7 +23,6 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
 GEMMA = ("gemma2", "gemma3")
 # Families with a mixture of experts: how many where a config.json does not say, and what it calls the width of each.

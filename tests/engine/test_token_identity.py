@@ -14,9 +14,17 @@ from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requ
 from rank_threads import make_parts_on_ranks
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
-from tiny_models import MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import (
+    GGUF_FAMILIES,
+    MIXTURES,
+    MODELS,
+    as_q4_k_m,
+    make_tiny_model,
+    make_tiny_tokenizer,
+    write_tiny_gguf,
+)
 
-from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS
+from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
@@ -222,15 +230,19 @@ def expected_as_found(tmp_path_factory):
     """Format of matrices -> (path, prompts, tokens of its weights expanded, in memory, as far as these are clear)."""
     made = {}
 
-    def get(weight_format):
-        if weight_format not in made:
+    def get(weight_format, family="llama"):
+        if (weight_format, family) not in made:
             directory = tmp_path_factory.mktemp(weight_format)
             tokenizer = make_tiny_tokenizer(directory)
             sizes = {} if weight_format in EXPERT_FORMATS else {"hidden_size": 256, "intermediate_size": 512}
-            family = "gpt_oss" if weight_format in EXPERT_FORMATS else "llama"
+            sizes |= MIXED_SIZES if weight_format == MIXED else {}
+            family = "gpt_oss" if weight_format in EXPERT_FORMATS else family
             model = make_tiny_model(family, directory, num_hidden_layers=2, **sizes)
             path = directory
-            if weight_format in GGUF_FORMATS:
+            if weight_format == MIXED:
+                path = directory / "model.gguf"
+                write_tiny_gguf(model, path, tensor_type=in_turns(family), tokenizer=tokenizer)
+            elif weight_format in GGUF_FORMATS:
                 path = directory / "model.gguf"
                 write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
             elif weight_format in EXPERT_FORMATS:
@@ -242,18 +254,38 @@ def expected_as_found(tmp_path_factory):
             samples = samples_of(
                 make_parts(path, CPU, policy_of(path, "memory", DTYPE, "continuous", 1), path), prompts, logprobs=2
             )
-            made[weight_format] = path, prompts, [clear_tokens(sample) for sample in samples]
-        return made[weight_format]
+            made[weight_format, family] = path, prompts, [clear_tokens(sample) for sample in samples]
+        return made[weight_format, family]
 
     return get
+
+
+# Rows of whole blocks in every family.
+MIXED_SIZES = {"num_attention_heads": 8, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+
+
+def in_turns(family):
+    """The types of a GGUF's matrices: as of Q4_K_M, or of llama.cpp's Q4_0 with a larger output; in one family parts of gate_up differ."""
+    if family in ("llama", "mixtral", "gpt_oss"):
+        return as_q4_k_m(2)
+    kinds = {
+        "output.weight": "Q6_K",
+        "token_embd.weight": "Q8_0",
+        "blk.1.attn_v.weight": "Q5_1",
+        "blk.0.attn_output.weight": "F16",
+    }
+    if family in ("qwen2", "qwen3_moe"):
+        kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
+    return lambda name: kinds.get(name, "Q4_0")
 
 
 _AS_FOUND = [
     (weight_format, tier)
     for weight_format in KEPT_FORMATS
     for tier in TIERS
-    if tier != "experts on demand" or weight_format in EXPERT_FORMATS
+    if weight_format != MIXED and (tier != "experts on demand" or weight_format in EXPERT_FORMATS)
 ]
+_IN_MIXTURES = [(f, tier) for f in GGUF_FAMILIES for tier in TIERS if tier != "experts on demand" or f in MIXTURES]
 
 
 @pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
@@ -262,6 +294,16 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
     for admission, num_batches in schedules("llama", tier):
         policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format)
+        found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
+        assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize(("family", "tier"), some_of(_IN_MIXTURES, 20, "mixed"))
+def test_each_matrix_in_its_own_format_gives_the_tokens_of_expanded_ones(family, tier, expected_as_found, stores):
+    path, prompts, wanted = expected_as_found(MIXED, family)
+    assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
+    for admission, num_batches in schedules(family, tier):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, MIXED)
         found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 

@@ -18,7 +18,7 @@ from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.models.store_format import is_quantized
+from batchgen.models.layouts import is_quantized
 from batchgen.models.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
@@ -95,7 +95,7 @@ def assert_same_model(files, plain, kept, tmp_path):
             for name in numbers:
                 assert torch.equal(model[name], numbers[name]), name
         if kept:
-            packed = checkpoint.load_packed_layer(layer, torch.float32, kept)
+            packed = checkpoint.load_packed("layer", layer, torch.float32, kept)
             for name, rows in packed.items():
                 if is_quantized(name, tuple(numbers[name].shape)):
                     assert rows.nbytes == numbers[name].numel() * FORMAT_BYTES[kept]
@@ -244,8 +244,8 @@ def test_what_does_not_fit_is_named(tmp_path, broken):
     save_file(tensors, files.path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError) as caught:
         checkpoint = open_checkpoint(files)
-        checkpoint.load_layer(1, torch.float32) if not checkpoint.weight_format else checkpoint.load_packed_layer(
-            1, torch.float32, checkpoint.weight_format
+        checkpoint.load_layer(1, torch.float32) if not checkpoint.weight_format else checkpoint.load_packed(
+            "layer", 1, torch.float32, checkpoint.weight_format
         )
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
