@@ -21,6 +21,7 @@ from batchgen.core.dtypes import (
     KV_CODE_BITS,
     changes_results,
     weight_format_of,
+    weight_row_bytes,
 )
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
@@ -44,7 +45,7 @@ from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
-from batchgen.models.layouts import main_format
+from batchgen.models.layouts import layer_sizes, main_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.ranks import rank_profile
@@ -371,14 +372,16 @@ def loading_s(
     kind: of `ModelFiles`. weight_format: the layers'; in one of `KEPT_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
+    as_found, expanded = 0, model.num_params
     if weight_format in KEPT_FORMATS:
-        return store_bytes(model, dtype, weight_format) / rate
-    expanded = model.num_params
+        as_found = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
+        as_found += sum(model.vocab_size * weight_row_bytes(model.embed_size, kind) for _, kind in model.end_formats)
+        expanded -= model.layer_params + len(model.end_formats) * model.vocab_size * model.embed_size
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds
+    return seconds + as_found / rate
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -131,7 +131,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         return tensors[name]
 
     if files.kind == "gguf":
-        return _gguf_checkpoint(config, files, get, shard)
+        return _gguf_checkpoint(config, files, tensors, get, shard)
     return _hf_checkpoint(config, files, tensors, get, shard)
 
 
@@ -180,7 +180,11 @@ def _hf_checkpoint(
 
 
 def _gguf_checkpoint(
-    config: ModelConfig, files: ModelFiles, get: Callable[[str], TensorInfo], shard: Shard | None
+    config: ModelConfig,
+    files: ModelFiles,
+    tensors: dict[str, TensorInfo],
+    get: Callable[[str], TensorInfo],
+    shard: Shard | None,
 ) -> Checkpoint:
     for part, shape, layer, _ in _all_parts(config, by_expert=True):
         gguf_tensors.check(*gguf_tensors.find(config, get, part, layer), shape)
@@ -188,7 +192,17 @@ def _gguf_checkpoint(
     def fill(part: str, layer: int, out: Tensor) -> None:
         gguf_tensors.fill(config, *gguf_tensors.find(config, get, part, layer), part, out)
 
-    return _part_checkpoint(config, fill, stored_quantization(files), shard, by_expert=True)
+    made = _part_checkpoint(config, fill, stored_quantization(files), shard, by_expert=True)
+
+    def ahead(load: _Load) -> _Load:
+        def loading(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+            for j in range(layer, layer + 2) if which == "layer" else ():
+                gguf_tensors.read_layer_ahead(tensors, j)
+            return load(which, layer, dtype)
+
+        return loading
+
+    return replace(made, load=ahead(made.load), load_stored=made.load_stored and ahead(made.load_stored))
 
 
 def _fill_cut(

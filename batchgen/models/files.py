@@ -211,7 +211,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
     # Not there where only a shape is known, of another name.
     stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
     with _naming(path):
-        return read_scheme(stated) if stated else None
+        return None if stated is None or stated == {} else read_scheme(stated)
 
 
 def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:

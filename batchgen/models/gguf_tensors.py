@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from batchgen.models import reading
 from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import gguf_name
 from batchgen.models.headers import TensorInfo
-from batchgen.models.reading import read_into
+from batchgen.models.reading import read_ahead, read_by_threads, read_into
 from batchgen.ops import cpp as kernels
 
 Get = Callable[[str], TensorInfo]
@@ -35,6 +35,15 @@ def find(config: ModelConfig, get: Get, part: str, layer: int) -> tuple[str, Ten
         )
     size = info.num_bytes // config.num_experts
     return name, replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+
+
+def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
+    """Begin to bring a layer's tensors into memory; they lie one behind the other. Nothing where there is no such layer."""
+    own = [info for name, info in tensors.items() if name.startswith(f"blk.{layer}.")]
+    if own:
+        start, stop = min(info.offset for info in own), max(info.offset + info.num_bytes for info in own)
+        if stop - start <= 2 * sum(info.num_bytes for info in own):  # of files that are written in another order
+            read_ahead(own[0].path, start, stop)
 
 
 def check(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -61,7 +70,7 @@ def fill(config: ModelConfig, name: str, info: TensorInfo, part: str, out: Tenso
 def _fill(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
     """Of a permuted tensor, whole heads: one holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ..."""
     if out.dtype == torch.uint8:
-        read_into(name, info, 0, memoryview(out.view(-1).numpy()))
+        read_by_threads(name, info, memoryview(out.view(-1).numpy()))
         if permuted_head_dim:
             out.copy_(_halves_apart(out, permuted_head_dim))
         return

@@ -16,11 +16,12 @@ from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import (
     GGUF_FAMILIES,
+    MIXED_SIZES,
     MIXTURES,
     MODELS,
-    as_q4_k_m,
     make_tiny_model,
     make_tiny_tokenizer,
+    mixed_types,
     write_tiny_gguf,
 )
 
@@ -237,11 +238,11 @@ def expected_as_found(tmp_path_factory):
             sizes = {} if weight_format in EXPERT_FORMATS else {"hidden_size": 256, "intermediate_size": 512}
             sizes |= MIXED_SIZES if weight_format == MIXED else {}
             family = "gpt_oss" if weight_format in EXPERT_FORMATS else family
-            model = make_tiny_model(family, directory, num_hidden_layers=2, **sizes)
+            model = make_tiny_model(family, directory, **{"num_hidden_layers": 2} | sizes)
             path = directory
             if weight_format == MIXED:
                 path = directory / "model.gguf"
-                write_tiny_gguf(model, path, tensor_type=in_turns(family), tokenizer=tokenizer)
+                write_tiny_gguf(model, path, tensor_type=mixed_types(family), tokenizer=tokenizer)
             elif weight_format in GGUF_FORMATS:
                 path = directory / "model.gguf"
                 write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
@@ -258,25 +259,6 @@ def expected_as_found(tmp_path_factory):
         return made[weight_format, family]
 
     return get
-
-
-# Rows of whole blocks in every family.
-MIXED_SIZES = {"num_attention_heads": 8, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
-
-
-def in_turns(family):
-    """The types of a GGUF's matrices: as of Q4_K_M, or of llama.cpp's Q4_0 with a larger output; in one family parts of gate_up differ."""
-    if family in ("llama", "mixtral", "gpt_oss"):
-        return as_q4_k_m(2)
-    kinds = {
-        "output.weight": "Q6_K",
-        "token_embd.weight": "Q8_0",
-        "blk.1.attn_v.weight": "Q5_1",
-        "blk.0.attn_output.weight": "F16",
-    }
-    if family in ("qwen2", "qwen3_moe"):
-        kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
-    return lambda name: kinds.get(name, "Q4_0")
 
 
 _AS_FOUND = [

@@ -59,7 +59,7 @@ def test_products_of_experts_have_the_rate_of_their_tokens():
     model = mixture(32, 4)
     rates = SimpleNamespace(at=lambda *, width, tokens: 1e9 * tokens)  # the same time for any number of tokens
     s = SimpleNamespace(
-        model=model, num_gpu_batches=1, weight_format="float32", compute_format="float32",
+        model=model, num_gpu_batches=1, weight_format="float32", compute_format="float32", main_format="float32",
         rates=SimpleNamespace(has_rates=lambda *_: INT8 in _, rates=lambda *_: rates),
     )  # fmt: skip
     rest = model.matmul_params_per_layer - 4 * model.expert_params

@@ -255,6 +255,25 @@ def as_q4_k_m(num_layers: int) -> Callable[[str], str]:
     return kind
 
 
+# Rows of whole blocks of any format in every family of `GGUF_FAMILIES`.
+MIXED_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def mixed_types(family: str) -> Callable[[str], str]:
+    """The types of a GGUF's matrices: as of Q4_K_M, or mostly Q4_0 with others between; in some families parts of gate_up differ."""
+    if family in ("llama", "mixtral", "gpt_oss"):
+        return as_q4_k_m(2)
+    kinds = {
+        "output.weight": "Q6_K", "token_embd.weight": "Q8_0", "blk.1.attn_v.weight": "Q5_1", "blk.0.attn_output.weight": "F16",
+    }  # fmt: skip
+    if family in ("qwen2", "qwen3_moe"):
+        kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
+    return lambda name: kinds.get(name, "Q4_0")
+
+
 def write_tiny_gguf(  # a line for each key and each name of the format
     model, path: Path, *, tensor_type: str | Callable[[str], str] = "F32", tokenizer=None, rope_freqs=None
 ) -> None:

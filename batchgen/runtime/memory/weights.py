@@ -9,7 +9,7 @@ they are, each in the format that it was found in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,8 +66,8 @@ class Weights:
             config: The model's.
             residency: Where each tensor is.
             dtype: To compute in.
-            checkpoint: Where resident weights come from, read layer by layer, so that memory peaks about one layer above the
-                result.
+            checkpoint: Where resident weights come from, read layer by layer, and given back matrix by matrix, so that memory
+                peaks about one matrix above the result.
             store: Of `residency.weight_format`; needed for weights of int4 and what is on disk, and used for all if given.
             tiers: Their memories; None: the host's.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
@@ -208,28 +208,34 @@ class Weights:
     def _load_layer(self, layer: int) -> None:
         tiers = self.residency.layers[layer]
         kept = {group: tier for group, tier in tiers.items() if tier != "disk"}
-        groups: dict[str, Tensors] = {}
-        if self._store is not None:
-            file = self._store.layers[self.config.first_layer + layer]
-            groups = {group: read_extent(file, file.extents[group]) for group in kept}
-        elif kept:
-            stored_format, of_model = self.residency.weight_format, self.config.first_layer + layer
-            if stored_format in PACKED_FORMATS:
-                tensors = self._checkpoint.load_packed("layer", of_model, self.dtype, stored_format)
-            else:
-                tensors = self._checkpoint.load_layer(of_model, self.dtype)
-            of_groups = layer_groups(tensors)
-            groups = {group: of_groups[group] for group in kept}
+        groups = self._read_groups(layer, kept)
         resident: Tensors = {}
         on_host: Tensors = {}
-        for group, tensors in groups.items():
-            tensors = self.arenas[kept[group]].keep(tensors, "the weights")
-            if kept[group] == self._compute_tier:
-                resident |= self._packed(as_weights(self._stored_as[layer], tensors), layer)
+        for group, tier in kept.items():
+            tensors = self.arenas[tier].keep(groups.pop(group), "the weights")
+            if tier == self._compute_tier:
+                weights = as_weights(self._stored_as[layer], tensors)
+                tensors.clear()
+                resident |= self._packed(weights, layer)
             else:
                 on_host |= tensors
         self._resident.append(resident)
         self._on_host.append(on_host)
+
+    def _read_groups(self, layer: int, groups: Collection[str]) -> dict[str, Tensors]:
+        """Some groups of a layer's tensors as they are stored, by group."""
+        of_model = self.config.first_layer + layer
+        if self._store is not None:
+            file = self._store.layers[of_model]
+            return {group: read_extent(file, file.extents[group]) for group in groups}
+        if not groups:
+            return {}
+        stored_format = self.residency.weight_format
+        if stored_format in PACKED_FORMATS:
+            tensors = self._checkpoint.load_packed("layer", of_model, self.dtype, stored_format)
+        else:
+            tensors = self._checkpoint.load_layer(of_model, self.dtype)
+        return {group: own for group, own in layer_groups(tensors).items() if group in groups}
 
     def _as_stored(self, which: str, layer: int) -> dict[str, Stored]:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -380,11 +386,13 @@ class Weights:
     def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
         """With matrices as products read them fastest; those of int4 are left as they are. layer: that they are of, if any.
 
-        Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
+        Takes them out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
         """
         if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
-            tensors = split_experts(self.config, tensors, layer)
-        return {name: self._packed_weight(name, tensor) for name, tensor in tensors.items()}
+            split = split_experts(self.config, tensors, layer)
+            tensors.clear()
+            tensors = split
+        return {name: self._packed_weight(name, tensors.pop(name)) for name in list(tensors)}
 
     def _packed_weight(self, name: str, weight: ops.Weight) -> ops.Weight:
         if isinstance(weight, ops.SplitWeight):  # of which none is gated by itself
