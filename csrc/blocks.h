@@ -51,7 +51,11 @@ constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
-    for (int i = 0; i < 16; i++) codes[i] = table[p[i] & 15], codes[16 + i] = table[p[i] >> 4];
+    Bytes16 bytes;
+    memcpy(&bytes, p, 16);
+    const Bytes16 low = bytes & 15, high = bytes >> 4;
+    look_up(table, (const uint8_t*)&low, codes);
+    look_up(table, (const uint8_t*)&high, codes + 16);
 }
 
 struct Q4_0 : BlockShape<32, 18, 32> {

@@ -78,6 +78,11 @@ struct Table {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), fourth_bit);
     }
 };
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
+    _mm_storeu_si128((__m128i*)out, found);
+}
 inline vf low_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

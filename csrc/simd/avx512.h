@@ -68,6 +68,11 @@ struct Table {
     explicit Table(const int8_t* values) : numbers(load(values)) {}
     vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
 };
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));
+    _mm_storeu_si128((__m128i*)out, found);
+}
 inline vf low_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15))); }
 inline vf high_nibbles(vi a) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4)); }
 // Floats that are integers in [0, 15], low and high, as bytes low | high << 4.

@@ -55,6 +55,10 @@ inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vf to_float(vi a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
 // What the low four bits of each lane stand for, of 16 numbers.
 #include "table.h"
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    vst1q_s8(out, vqtbl1q_s8(vld1q_s8(table), vld1q_u8(index)));
+}
 inline vf low_nibbles(vi a) { return vcvtq_f32_u32(vandq_u32(a, vdupq_n_u32(15))); }
 inline vf high_nibbles(vi a) { return vcvtq_f32_u32(vshrq_n_u32(a, 4)); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {

@@ -144,6 +144,10 @@ inline vi load_bytes(const uint8_t* p) {
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
 #include "table.h"
+// out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
+inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
+    for (int i = 0; i < 16; i++) out[i] = table[index[i]];
+}
 inline vf low_nibbles(vi a) { return __builtin_convertvector((vs)(a & 15), vf); }
 inline vf high_nibbles(vi a) { return __builtin_convertvector((vs)(a >> 4), vf); }
 inline void store_nibbles(uint8_t* p, vf low, vf high) {
