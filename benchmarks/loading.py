@@ -6,6 +6,10 @@ the kernels are told of no format, so that the gguf package unpacks.
 
     python benchmarks/loading.py
     python benchmarks/loading.py --only unpacking
+    python benchmarks/loading.py --only file --gguf FILE
+
+The last loads the weights of a GGUF as found, in a process of their own, with nothing of it in the page cache and again with all of
+it there, beside the rate at which the disk is read past the cache.
 
 What a run leaves out stays in the file as it was.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,6 +51,25 @@ with Engine("demo", dtype=dtype) as engine:
 print(json.dumps({"imports_s": imported - begun, "load_s": loaded - imported, "first_sweep_s": ready - loaded,
                   "ready_s": ready - imported}))
 """
+
+FILE = """
+import json, resource, sys, time
+import torch, gguf.quants
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.files import read_config, resolve_model, resolve_quantization
+from batchgen.runtime.memory.residency import WeightResidency
+from batchgen.runtime.memory.weights import Weights
+files = resolve_model(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+started = time.perf_counter()
+config = read_config(files)
+residency = WeightResidency.in_memory(config, resolve_quantization(files, "none"))
+weights = Weights(config, residency, torch.bfloat16, checkpoint=open_checkpoint(files, config))
+taken = time.perf_counter() - started
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"load_s": taken, "loaded_bytes": weights.num_bytes, "peak_bytes": peak - before}))
+"""
+PIECE_BYTES = 16 << 20
 
 
 def seconds(run: Callable[[], object], at_least: int = 3, at_least_s: float = 0.3) -> float:
@@ -104,9 +128,37 @@ def starts(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
+def file_load(path: Path) -> dict[str, dict[str, float]]:
+    """Seconds, rates and memory of loading a GGUF."""
+    from batchgen.core.direct_io import DirectFile, aligned_buffer
+
+    def forget() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    size = path.stat().st_size
+    forget()
+    buffer, direct = memoryview(aligned_buffer(PIECE_BYTES)), DirectFile(path)
+    started = time.perf_counter()
+    for start in range(0, size - PIECE_BYTES, PIECE_BYTES):
+        direct.read([(start, buffer)])
+    disk_rate = (size - PIECE_BYTES) / (time.perf_counter() - started)
+    direct.close()
+    figures: dict[str, dict[str, float]] = {"disk": {"bytes_per_s": disk_rate, "file_bytes": size}}
+    for name in ("not cached", "cached"):
+        if name == "not cached":
+            forget()
+        done = subprocess.run([sys.executable, "-c", FILE, path], capture_output=True, check=True)
+        found = json.loads(done.stdout)
+        rate = size / found["load_s"]
+        figures[name] = found | {"bytes_per_s": rate, "of_disk_rate": rate / disk_rate}
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["unpacking", "start"])
+    parser.add_argument("--only", choices=["unpacking", "start", "file"])
+    parser.add_argument("--gguf", type=Path, help="of --only file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -118,12 +170,14 @@ def main() -> None:
     output = args.output or HERE / "results" / f"loading-{slug(on)}.json"
     before = json.loads(output.read_text()) if args.only and output.exists() else {}  # the other part stays
     result: dict = before | {"machine": on, "rounds": args.rounds, "versions": versions()}
-    if args.only != "start":
+    if args.gguf:
+        result["file_load"] = file_load(args.gguf)
+    if args.only in (None, "unpacking"):
         result["unpacked_gb_per_s"] = unpacking()
-    if args.only != "unpacking":
+    if args.only in (None, "start"):
         result["demo_start"] = starts(args.rounds)
     result = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
-    for part in ("unpacked_gb_per_s", "demo_start"):
+    for part in ("unpacked_gb_per_s", "demo_start", "file_load"):
         for name, figures in result.get(part, {}).items():
             print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in figures.items()))
     output.write_text(json.dumps(result, indent=1) + "\n")

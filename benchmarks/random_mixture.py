@@ -18,11 +18,11 @@ from torch import Tensor
 
 from batchgen import __version__
 from batchgen.core.dtypes import weight_row_bytes
-from batchgen.models.checkpoint import Checkpoint, embedding_layout, head_layout, layer_layout, tensor_shapes
+from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import _Conversion, _plan_files
 from batchgen.models.files import STORE_FORMAT, STORE_VERSION
-from batchgen.models.store_format import is_quantized
+from batchgen.models.layouts import embedding_layout, head_layout, is_quantized, layer_layout, tensor_shapes
 
 # name -> (config.json, format of the layers' matrices)
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
@@ -85,7 +85,9 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
         layout = embedding_layout(config) if which == "embeddings" else head_layout(config)
         return {name: tensor(name, size, packed=False) for name, size in tensor_shapes(layout).items()}
 
-    def load_layer(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        if which != "layer":
+            return load(which, layer, dtype)
         return {n: tensor(n, size, packed=True) for n, size in tensor_shapes(layer_layout(config, layer)).items()}
 
     header = {
@@ -98,7 +100,7 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
         "config": config.to_json(),
     }
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint = Checkpoint(config, load, weight_format, load_layer)
+    checkpoint = Checkpoint(config, load, weight_format, load_stored)
     work = _Conversion(path, header, _plan_files(checkpoint, path, "bfloat16", weight_format))
     work.start(overwrite=True)
     work.check_space()

@@ -200,7 +200,11 @@ inline bool is_operand(const Linear& args) { return args.packed && args.packing 
 // Whether codes themselves are multiplied, and scales applied to their sums (linear_runs.h). Tile registers cannot apply a
 // scale between two steps.
 template <class M>
-constexpr bool kInRuns = M::kPair == 2 && !kTiles;
+constexpr bool kInRuns = false;
+#ifdef BATCHGEN_FAST_BF16
+template <>
+constexpr bool kInRuns<Pairs> = !kTiles;
+#endif
 
 // A panel of rows of a GGUF.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }

@@ -40,7 +40,7 @@ inline LinearCut tile_cut(const Linear& args) {
     const int64_t packed = row_groups(args) * cut.steps * kRegisterBytes + (kCoded<M> ? CodedRows::bytes_beside(args) : 0);
     const bool one = cut.block == cut.steps;
     return {2 * kStep, kMostRows, one ? 1 : kBlockPanels, one ? INT32_MAX : kBlockPanels, packs_rows<M>(args) ? packed : 0,
-            kStep};
+            kStep,     false};
 }
 
 // Where registers of x that is put in order lie.

@@ -204,6 +204,8 @@ def figures():  # a line or two for each of the files
     error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]
     yield "plan_times", f"median error {error['median']:.0%}, worst {error['worst']:.0%}"
     yield "plan_times", f"median {planning_s['median']:.1f} s, worst {planning_s['worst']:.1f} s"
+    one, four = next((row["one"], row["four"]) for row in read("flexgen_pipeline")["models"] if row["model"] == "30B")
+    yield "flexgen_pipeline", f"OPT-30B decodes {four['decoding'] / one['decoding']:.1f} times as fast"
     stages = read("pipeline")
     predicted = [found["predicted_over_measured"] for found in stages["stages"].values()]
     yield (

@@ -40,8 +40,10 @@ _OF_EXPERTS = (
     "down",
     "gate_up",
 )  # groups of a layer's tensors, and names of tensors, that have experts' matrices
+# Each matrix in a format of its own, as most GGUFs have them (`ModelConfig.layer_formats`).
+MIXED = "mixed"
 # What a model is kept in as it was found, but for int8.
-KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS)
+KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed, and all else is in the compute dtype.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
 # `--quantization`: weights as they are found, or all of them in the compute dtype.

@@ -32,9 +32,10 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.convert import store_path
 from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest, resolve_quantization
+from batchgen.models.layouts import end_bytes
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
-from batchgen.planner.memory import chunk_tokens, group_bytes, plan_memory, stream_bytes
+from batchgen.planner.memory import chunk_tokens, group_bytes_of_layers, plan_memory, stream_bytes
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
@@ -260,8 +261,9 @@ def existing_store(
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
     """About what a weight store takes on disk."""
-    layer = sum(group_bytes(config, dtype, weight_format_of(dtype, quantization)).values())
-    return config.num_layers * layer + int((config.embedding_params + config.head_params) * FORMAT_BYTES[dtype])
+    weight_format = weight_format_of(dtype, quantization)
+    layers = group_bytes_of_layers(config, dtype, weight_format)
+    return sum(map(sum, (layer.values() for layer in layers))) + sum(end_bytes(config, dtype, weight_format))
 
 
 def needs_store(policy: Policy) -> bool:

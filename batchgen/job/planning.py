@@ -22,9 +22,9 @@ from batchgen.core.dtypes import (
     INT8,
     KEPT_FORMATS,
     KV_CODE_BITS,
-    block_format,
     changes_results,
     weight_format_of,
+    weight_row_bytes,
 )
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
@@ -48,6 +48,7 @@ from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
+from batchgen.models.layouts import layer_sizes, main_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
@@ -228,7 +229,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         formats=tuple(
             name
             for name in (*KV_CODE_BITS, *BLOCK_FORMATS)
-            if name in (block_format(quantization), job.options.kv_cache_dtype)
+            if name in (main_format(config, quantization), job.options.kv_cache_dtype)
         ),
         memory_bytes=job.budgets["cpu"],
         notify=notify,
@@ -418,13 +419,16 @@ def loading_s(
     kind: of `ModelFiles`. weight_format: the layers'; in one of `KEPT_FORMATS` they are taken as they are. None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    as_found = model.num_layers * model.params_per_layer if weight_format in KEPT_FORMATS else 0
-    expanded = model.num_params - as_found
+    as_found, expanded = 0, model.num_params
+    if weight_format in KEPT_FORMATS:
+        as_found = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
+        as_found += sum(model.vocab_size * weight_row_bytes(model.embed_size, kind) for _, kind in model.end_formats)
+        expanded -= model.layer_params + len(model.end_formats) * model.vocab_size * model.embed_size
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s
         seconds = max(on_disk, expanded * FORMAT_BYTES[dtype] / hardware.gguf_load_bytes_per_s)
-    return seconds + (as_found * FORMAT_BYTES[weight_format] / rate if weight_format in KEPT_FORMATS else 0.0)
+    return seconds + as_found / rate
 
 
 def _loading_s(best: Candidate, whole_s: float, request: PlanRequest) -> float:

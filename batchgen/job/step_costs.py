@@ -31,6 +31,7 @@ from batchgen.planner.cost import (
 from batchgen.planner.experts import expert_bytes, expert_frac
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
+from batchgen.planner.memory import group_bytes_of_layers
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.extents import runs_of
 from batchgen.runtime.scheduling.micro_batches import residency_of
@@ -225,11 +226,12 @@ class StepCosts:
         self._loaded_bytes = [0] * config.num_layers  # to an accelerator, in a sweep
         self._read_bytes = [0] * config.num_layers
         tiers = weight_tiers(plan)
+        sizes = group_bytes_of_layers(config, plan.dtype, policy.weight_format)
         for group, of_layers in tiers.items():
             for j, tier in enumerate(of_layers):
-                self._loaded_bytes[j] += s.group_bytes[group] if tier != "gpu" else 0
-                self._read_bytes[j] += aligned(s.group_bytes[group]) if tier == "disk" else 0
-        of_one = expert_bytes(config, policy.weight_format)
+                self._loaded_bytes[j] += sizes[j][group] if tier != "gpu" else 0
+                self._read_bytes[j] += aligned(sizes[j][group]) if tier == "disk" else 0
+        of_one = expert_bytes(config, plan.dtype, policy.weight_format)
         # Of one expert what is on disk, and in how many tensors.
         self._expert_sizes = [
             [size for group, size in of_one.items() if tiers[group][j] == "disk"] if config.has_experts(j) else []

@@ -1,23 +1,22 @@
 """A model's weights under one set of names, whatever file they come from, a layer at a time.
 
-Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows. A layout says which
-parts make up each tensor; a format only has to fill one part.
+A layout (`layouts.py`) says which parts make up each tensor; a format only has to fill one part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT8, KEPT_FORMATS, PACKED_FORMATS, block_format, matrix_format, weight_row_bytes
+from batchgen.core.dtypes import INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.core.errors import InputError
-from batchgen.models import fp8, fused_experts, group_codes, reading
+from batchgen.models import fp8, fused_experts, gguf_tensors, group_codes, reading
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import Fill, FillCut, cut_tensors, cut_while_filling
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_quantization, weight_tensors
@@ -25,103 +24,28 @@ from batchgen.models.fp8 import Fp8Numbers
 from batchgen.models.group_codes import GroupCodes
 from batchgen.models.headers import TensorInfo
 from batchgen.models.hf_fields import GEMMA
+from batchgen.models.layouts import (
+    Layout,
+    Stored,
+    is_quantized,
+    layout_of,
+    packed_layout,
+    stored_tensors,
+    tensor_shapes,
+)
 from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
 from batchgen.models.reading import CHUNK_VALUES, NUMBERS, check_stored, read_bytes, read_into, read_numbers
 from batchgen.models.shard import Cut, Shard
-from batchgen.models.store_format import is_quantized
-from batchgen.models.tensor_names import GGUF_NAMES, tensor_names
+from batchgen.models.store_format import StoreFile
+from batchgen.models.tensor_names import tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
-from batchgen.ops import cpp as kernels
 from batchgen.ops import int8
 
-# name of a tensor -> the parts stacked in its rows, each with its shape
-Layout = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 # (part, layer) -> the name of its tensor, and where that lies
 _Find = Callable[[str, int], tuple[str, TensorInfo]]
 _Load = Callable[[str, int, torch.dtype], dict[str, Tensor]]  # as of `Checkpoint`
 
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
-
-
-def embedding_layout(config: ModelConfig) -> Layout:
-    """Tensors before the first layer."""
-    layout = _linear("embed", {"embed": config.vocab_size}, config.embed_size, bias=False)
-    if config.rope is None:
-        rows = config.max_position + config.position_offset
-        layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
-    if config.embed_size != config.hidden_size:
-        layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
-    return layout
-
-
-def layer_layout(config: ModelConfig, layer: int) -> Layout:
-    """Tensors of a layer."""
-    hidden, dim = config.hidden_size, config.head_dim
-    inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
-    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-    gate_up = {"gate": inner, "up": inner}
-    if config.family == "phi3":  # whose files have them fused
-        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
-    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
-    layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
-    if config.output_norms:
-        layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
-    layout |= _norm(config, "post_norm")
-    if config.has_experts(layer):
-        return layout | _experts_layout(config)
-    if config.gated_mlp:
-        layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
-    else:
-        layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
-    return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
-
-
-def _experts_layout(config: ModelConfig) -> Layout:
-    """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
-    layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
-    if config.family == "gpt_oss":
-        return layout | fused_experts.layout(config)
-    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
-    layout |= _linear("gate_up", gate_up, hidden, bias=False)
-    layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=False)
-    if shared := config.shared_expert_size:
-        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
-        layout |= _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
-        layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
-    return layout
-
-
-def head_layout(config: ModelConfig) -> Layout:
-    """Tensors after the last layer."""
-    layout = _norm(config, "final_norm") if config.final_norm else {}
-    if config.embed_size != config.hidden_size:
-        layout |= _linear("head_proj", {"head_proj": config.embed_size}, config.hidden_size, bias=False)
-    if config.sinks:
-        parts = ((f"attention.{layer}.sinks", (config.num_heads,)) for layer in range(config.num_layers))
-        layout["sinks.weight"] = tuple(parts)
-    if not config.tied_embeddings:
-        layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
-    return layout
-
-
-def _linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> Layout:
-    layout: Layout = {f"{name}.weight": tuple((f"{part}.weight", (n, columns)) for part, n in rows.items())}
-    if bias:
-        layout[f"{name}.bias"] = tuple((f"{part}.bias", (n,)) for part, n in rows.items())
-    return layout
-
-
-def _norm(config: ModelConfig, name: str) -> Layout:
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
-
-
-def tensor_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, its parts stacked."""
-    return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
 
 
 @dataclass(frozen=True)
@@ -135,9 +59,9 @@ class Checkpoint:
 
     config: ModelConfig
     load: _Load  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
-    # Of one whose matrices are packed: their format, and a layer as it is stored.
+    # Of one whose matrices are packed: the layers' format, and what `load` gives as it is stored.
     weight_format: str | None = None
-    stored_layer: Callable[[int, torch.dtype], dict[str, Tensor]] | None = None
+    load_stored: _Load | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands before the layers, by name.
@@ -157,17 +81,20 @@ class Checkpoint:
         """
         return self.load("layer", layer, dtype)
 
-    def load_packed_layer(self, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
-        """As `load_layer`, matrices packed in "int8", or in the format that the checkpoint itself has."""
+    def load_packed(self, which: str, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
+        """As `load`, packed matrices as `layouts.stored_tensors` has them.
+
+        weight_format: "int8", or the checkpoint's own.
+        """
         if weight_format == INT8:
-            return self.load_int8_layer(layer, dtype)
-        assert self.stored_layer is not None and weight_format == self.weight_format
-        return self.stored_layer(layer, dtype)
+            return self.load_int8_layer(layer, dtype) if which == "layer" else self.load(which, layer, dtype)
+        assert self.load_stored is not None and weight_format == self.weight_format
+        return self.load_stored(which, layer, dtype)
 
     def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """As `load_layer`, matrices in rows of 8 bits (`ops.int8`): as they are stored, or else quantized."""
-        if self.stored_layer is not None and self.weight_format == INT8:
-            return self.stored_layer(layer, dtype)
+        if self.load_stored is not None and self.weight_format == INT8:
+            return self.load_stored("layer", layer, dtype)
         tensors = self.load_layer(layer, dtype)
         return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
 
@@ -197,14 +124,30 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
     if files.kind == "dummy":
         return dummy_checkpoint(config, shard=shard)
     tensors = weight_tensors(files)
+
+    def get(name: str) -> TensorInfo:
+        if name not in tensors:
+            raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
+        return tensors[name]
+
+    if files.kind == "gguf":
+        return _gguf_checkpoint(config, files, tensors, get, shard)
+    return _hf_checkpoint(config, files, tensors, get, shard)
+
+
+def _hf_checkpoint(
+    config: ModelConfig,
+    files: ModelFiles,
+    tensors: dict[str, TensorInfo],
+    get: Callable[[str], TensorInfo],
+    shard: Shard | None,
+) -> Checkpoint:
     names = _part_names(config, files, tensors)
 
     def find(part: str, layer: int) -> tuple[str, TensorInfo]:
         stem, suffix = part.rsplit(".", 1)
         name = f"{names[stem].format(layer)}.{suffix}"
-        if name not in tensors:
-            raise InputError(f"{files.path} has no tensor {name}: it is incomplete, or its config is wrong")
-        return name, tensors[name]
+        return name, get(name)
 
     def find_fused(part: str, layer: int) -> fused_experts.Source:
         in_blocks = f"{names['experts'].format(layer)}.{part.split('.')[1]}_blocks" in tensors
@@ -219,7 +162,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         elif stored_format == INT8 and in_layer and len(shape) == 2:
             _check_codes(*find(part, layer), *find(f"{part}_scale", layer), shape)
         elif (part, layer) not in coded:
-            _check_tensor(files.kind, *find(part, layer), shape)
+            check_stored(*find(part, layer), shape)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
 
@@ -229,22 +172,47 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         if found := coded.get((part, layer)):
             found.fill(out)
         else:
-            _fill(config, files.kind, find, part, layer, out)
+            _fill(config, find, part, layer, out)
         if config.rope is not None and config.rope.rotated and part.split(".")[0] in ("q", "k", "qkv"):
             _order_heads(config, out)
 
-    known = coded if files.kind == "hf" else None
-    return _part_checkpoint(config, fill, stored_format, shard, partial(_fill_cut, config, find, known))
+    return _part_checkpoint(config, fill, stored_format, shard, partial(_fill_cut, config, find, coded))
+
+
+def _gguf_checkpoint(
+    config: ModelConfig,
+    files: ModelFiles,
+    tensors: dict[str, TensorInfo],
+    get: Callable[[str], TensorInfo],
+    shard: Shard | None,
+) -> Checkpoint:
+    for part, shape, layer, _ in _all_parts(config, by_expert=True):
+        gguf_tensors.check(*gguf_tensors.find(config, get, part, layer), shape)
+
+    def fill(part: str, layer: int, out: Tensor) -> None:
+        gguf_tensors.fill(config, *gguf_tensors.find(config, get, part, layer), part, out)
+
+    made = _part_checkpoint(config, fill, stored_quantization(files), shard, by_expert=True)
+
+    def ahead(load: _Load) -> _Load:
+        def loading(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+            for j in range(layer, layer + 2) if which == "layer" else ():
+                gguf_tensors.read_layer_ahead(tensors, j)
+            return load(which, layer, dtype)
+
+        return loading
+
+    return replace(made, load=ahead(made.load), load_stored=made.load_stored and ahead(made.load_stored))
 
 
 def _fill_cut(
-    config: ModelConfig, find: _Find, coded: Collection | None, part: str, layer: int, out: Tensor, cut: Cut
+    config: ModelConfig, find: _Find, coded: Collection, part: str, layer: int, out: Tensor, cut: Cut
 ) -> bool:
     """Fills what a rank has of a part, reading not much more than that; False where the part has to be read whole.
 
-    coded: parts in codes, of safetensors; None: of other files, which are read whole.
+    coded: parts in codes.
     """
-    if coded is None or fused_experts.is_fused(part) or (part, layer) in coded:
+    if fused_experts.is_fused(part) or (part, layer) in coded:
         return False
     name, info = find(part, layer)
     if info.dtype not in NUMBERS or not (cut.is_stretch or cut.by_columns):
@@ -277,30 +245,27 @@ def _coded_parts(
     return found
 
 
-def _all_parts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
+def _all_parts(config: ModelConfig, *, by_expert: bool = False) -> Iterator[tuple[str, tuple[int, ...], int, bool]]:
     """Each part of a model, its shape, its layer, and whether it is of a layer."""
-    layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
-    layouts += [(layer_layout(config, layer), layer, True) for layer in range(config.num_layers)]
+    layouts = [(layout_of(config, which, 0), 0, False) for which in ("embeddings", "head")]
+    of_layers = range(config.num_layers)
+    layouts += [(layout_of(config, "layer", layer, by_expert=by_expert), layer, True) for layer in of_layers]
     for layout, layer, in_layer in layouts:
         for parts in layout.values():
             for part, shape in parts:
                 yield part, shape, layer, in_layer
 
 
-def _fill(config: ModelConfig, kind: str, find: _Find, part: str, layer: int, out: Tensor) -> None:
-    """Fills a part as its file has it. kind: of `ModelFiles`."""
+def _fill(config: ModelConfig, find: _Find, part: str, layer: int, out: Tensor) -> None:
+    """Fills a part as its file has it."""
     name, info = find(part, layer)
     if info.dtype == "I8":
         _fill_from_codes((name, info), find(f"{part}_scale", layer), out)
-    elif kind == "hf" and config.family in GEMMA and part.endswith("norm.weight"):
+    elif config.family in GEMMA and part.endswith("norm.weight"):
         read_numbers(name, info, weight := torch.empty(out.shape))
         out.copy_(weight.add_(1))  # they hold w of (1 + w) x / rms(x)
-    elif kind == "hf":
-        read_numbers(name, info, out)
     else:
-        # llama.cpp's converter reorders the rows of q and k within each head, in the llama family only
-        permuted = config.family == "llama" and part.split(".")[0] in ("q", "k")
-        _fill_from_gguf(name, info, config.head_dim if permuted else None, out)
+        read_numbers(name, info, out)
 
 
 def _order_heads(config: ModelConfig, rows: Tensor) -> None:
@@ -344,6 +309,8 @@ def _part_checkpoint(
     stored_format: str | None = None,
     shard: Shard | None = None,
     fill_cut: FillCut = lambda part, layer, out, cut: False,
+    *,
+    by_expert: bool = False,
 ) -> Checkpoint:
     """A checkpoint put together of its parts.
 
@@ -353,28 +320,24 @@ def _part_checkpoint(
         stored_format: It fills rows packed in this format too.
         shard: What is wanted of each layer.
         fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
+        by_expert: As of `layouts.layer_layout`.
     """
     if shard is not None:
         config = shard.config
         stored_format = stored_format if stored_format in KEPT_FORMATS else None  # a row of int8 has one scale
-        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer), fill, fill_cut)
+        fill = cut_while_filling(shard, lambda layer: _places(shard.whole, layer, by_expert), fill, fill_cut)
 
     def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        return filled(_layout_of(config, which, layer), layer, lambda name, shape: torch.empty(shape, dtype=dtype))
+        layout = layout_of(config, which, layer, by_expert=by_expert)
+        spaces = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
+        return filled(layout, layer, spaces)
 
-    def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        def space(name: str, shape: tuple[int, ...]) -> Tensor:
-            assert stored_format is not None
-            own = matrix_format(stored_format, name.removesuffix(".weight"), "")  # "": the compute dtype
-            if not own or not is_quantized(name, shape):
-                return torch.empty(shape, dtype=dtype)
-            kind = torch.int8 if stored_format == INT8 else torch.uint8
-            return torch.zeros(shape[0], weight_row_bytes(shape[1], block_format(stored_format)), dtype=kind)
+    def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        stored = stored_tensors(config, which, layer, str(dtype).removeprefix("torch."), stored_format)
+        layout = packed_layout(config, which, layer, stored_format, by_expert=by_expert)
+        return filled(layout, layer, {name: _space(stored[name]) for name in layout})
 
-        return filled(layer_layout(config, layer), layer, space)
-
-    def filled(layout: Layout, layer: int, space: Callable[[str, tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-        tensors = {name: space(name, shape) for name, shape in tensor_shapes(layout).items()}
+    def filled(layout: Layout, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parts in layout.items():
             pieces = tensors[name].split([shape[0] for _, shape in parts])
             for (part, _), piece in zip(parts, pieces, strict=True):
@@ -384,41 +347,47 @@ def _part_checkpoint(
     return Checkpoint(config, load, stored_format, load_stored if stored_format else None)
 
 
-def _layout_of(config: ModelConfig, which: str, layer: int) -> Layout:
-    """The layout of what `Checkpoint.load` gives."""
-    if which == "layer":
-        return layer_layout(config, layer)
-    if which == "embeddings":
-        return embedding_layout(config)
-    head = head_layout(config)
-    return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
+def _space(stored: Stored) -> Tensor:
+    """Memory for a tensor as it is stored; between the codes of int8 and their scales there are zeros."""
+    if not stored.is_packed:
+        return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    if stored.dtype == INT8:
+        return torch.zeros(stored.stored_shape, dtype=torch.int8)
+    return torch.empty(stored.stored_shape, dtype=torch.uint8)
 
 
-def _places(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _places(config: ModelConfig, layer: int, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of each part of a layer, or before or after the layers: the tensor that it is of, and its shape."""
-    layouts = [_layout_of(config, which, layer) for which in ("embeddings", "layer", "head")]
+    layouts = [layout_of(config, which, layer, by_expert=by_expert) for which in ("embeddings", "layer", "head")]
     return {part: (name, shape) for layout in layouts for name, parts in layout.items() for part, shape in parts}
 
 
 def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoint:
     store = open_store(files.path)
 
-    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def file_of(which: str, layer: int) -> StoreFile:
         files = {"embeddings": store.embeddings, "layer": store.layers[layer], "head": store.head, "sinks": store.head}
-        file = files[which]
+        return files[which]
+
+    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = file_of(which, layer)
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
-        return {name: tensor for group in groups for name, tensor in group.items()}
+        tensors = {name: tensor for group in groups for name, tensor in group.items()}
+        layout = layout_of(store.config, "head" if which == "sinks" else which, layer)
+        return {
+            name: tensors[name] if name in tensors else joined(store.config, layer, name, tensors) for name in layout
+        }
 
     def load_own(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = _layout_of(shard.whole, "head" if which == "sinks" else which, layer)  # which are stored together
+        layout = layout_of(shard.whole, "head" if which == "sinks" else which, layer)  # which are stored together
         return cut_tensors(shard, layout, load(which, layer, dtype))
 
-    def load_own_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = _layout_of(shard.whole, "layer", layer)
-        return cut_tensors(shard, layout, load_stored(layer, dtype), store.weight_format)
+    def load_own_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        layout = layout_of(shard.whole, which, layer)
+        return cut_tensors(shard, layout, load_stored(which, layer, dtype), store.weight_format)
 
-    def load_stored(layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        file = store.layers[layer]
+    def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        file = file_of(which, layer)
         groups = [read_extent(file, extent) for extent in file.extents.values()]
         tensors = {name: tensor for group in groups for name, tensor in group.items()}
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -430,10 +399,19 @@ def _store_checkpoint(files: ModelFiles, shard: Shard | None = None) -> Checkpoi
     return Checkpoint(store.config, load, kept, load_stored if kept else None)
 
 
+def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a layer that was stored in several, by role (`layouts.packed_layout`); of experts, one after the other again."""
+    stem = name.removesuffix("weight")
+    parts = [tensor for own, tensor in tensors.items() if own.startswith(stem) and own.endswith(".weight")]
+    if stem != "gate_up." or not config.has_experts(layer):
+        return torch.cat(parts)
+    return torch.cat(
+        [each for pair in zip(*(p.chunk(config.num_experts) for p in parts), strict=True) for each in pair]
+    )
+
+
 def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, TensorInfo]) -> dict[str, str]:
     """Part -> name in the file, with {} for the layer. Checkpoints differ in the prefix they carry."""
-    if files.kind == "gguf":
-        return GGUF_NAMES
     opt = config.family == "opt"
     prefixes = ("model.decoder.", "decoder.") if opt else ("model.", "")
     found = [prefix for prefix in prefixes if f"{prefix}embed_tokens.weight" in tensors]
@@ -441,17 +419,6 @@ def _part_names(config: ModelConfig, files: ModelFiles, tensors: dict[str, Tenso
         raise InputError(f"{files.path} has no tensor {prefixes[0]}embed_tokens.weight: it is incomplete")
     table = tensor_names(config)
     return {part: found[0] + name for part, name in table.items()} | {"lm_head": "lm_head"}
-
-
-def _check_tensor(kind: str, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-    where = f"tensor {name} in {info.path}"
-    if kind == "gguf":  # sizes follow from type and shape
-        if info.shape != shape:
-            raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
-        if info.dtype not in kernels.GGUF_TYPES and not _gguf_package_reads(info.dtype):
-            raise InputError(f"{where} has the unsupported type {info.dtype}")
-        return
-    check_stored(name, info, shape)
 
 
 def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -469,7 +436,7 @@ def _check_codes(name: str, info: TensorInfo, scale_name: str, scale: TensorInfo
         raise InputError(
             f"tensor {scale_name} in {scale.path} is {list(scale.shape)}: only a scale for each output channel is supported"
         )
-    _check_tensor("hf", scale_name, scale, scale.shape)
+    check_stored(scale_name, scale, scale.shape)
 
 
 def _check_tied(tensors: dict[str, TensorInfo], embed: str, lm_head: str) -> None:
@@ -520,61 +487,3 @@ def _fill_from_codes(codes: tuple[str, TensorInfo], scale: tuple[str, TensorInfo
             out[some] = packed
         else:
             int8.dequantize(packed, n, out[some])
-
-
-def _fill_from_gguf(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
-    """Dequantize whole rows, or where `out` has bytes take them as they are; of a permuted tensor, whole heads.
-
-    A permuted head holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ...
-    """
-    if out.dtype == torch.uint8:
-        read_into(name, info, 0, memoryview(out.view(-1).numpy()))
-        if permuted_head_dim:
-            out.copy_(_halves_apart(out, permuted_head_dim))
-        return
-    unit = permuted_head_dim or 1
-    rows = out.view(-1, info.shape[-1] if len(info.shape) > 1 or not permuted_head_dim else 1)
-    row_bytes = info.num_bytes // len(rows)
-    if row_bytes * len(rows) != info.num_bytes:
-        raise InputError(
-            f"tensor {name} in {info.path} has {info.dtype} blocks across its rows, which is not supported"
-        )
-    count = max(1, reading.CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
-    buffer = torch.empty(min(count, len(rows)), row_bytes, dtype=torch.uint8)
-    start = 0
-    for piece in rows.split(count):
-        packed = buffer[: len(piece)]
-        read_into(name, info, start, memoryview(packed.view(-1).numpy()))
-        if info.dtype in kernels.GGUF_TYPES:
-            kernels.unpack_blocks(info.dtype, packed, piece, permuted_head_dim or 0)
-        else:
-            _unpack_by_gguf(info, packed, permuted_head_dim, piece)
-        start += packed.nbytes
-
-
-@lru_cache
-def _gguf_package_reads(kind: str) -> bool:
-    import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    number = GGMLQuantizationType[kind]
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _unpack_by_gguf(info: TensorInfo, packed: Tensor, permuted_head_dim: int | None, out: Tensor) -> None:
-    """What the kernels do not know, by the gguf package."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[info.dtype])).view(out.shape)
-    out.copy_(_halves_apart(values, permuted_head_dim) if permuted_head_dim else values)
-
-
-def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of whole heads, each half's one after the other; a copy."""
-    return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

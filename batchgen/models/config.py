@@ -18,7 +18,6 @@ from batchgen.models.hf_fields import (
     ARCHITECTURES,
     DEFAULTS,
     GEMMA,
-    GGUF_ARCHITECTURES,
     get_or,
     read_activation,
     read_architecture,
@@ -37,7 +36,8 @@ from batchgen.models.rope import RopeConfig
 DTYPES = ("float32", "bfloat16", "float16")
 # Activations of a gate, which linear layers have as one with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
-_OF_STAGES = ("first_layer", "model_layers")
+# What is left out of JSON where it says nothing: of stages, and of formats as found.
+_OFTEN_EMPTY = ("first_layer", "model_layers", "layer_formats", "end_formats")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class ModelConfig:
     takes its part of the softmax and has no value (gpt-oss). dense_layers: those with one MLP, of dense_size, in place of experts.
     first_layer, model_layers: of a stage of a pipeline (`stage`), which of the model's layers is its first, and how many the model
     has; 0: this is the whole model.
+    layer_formats, end_formats: of what was found in rows of blocks (`core.dtypes.BLOCK_FORMATS`): for each layer, where matrices
+    differ, the format of each by its role (`layouts.role`); and of "embed" and "lm_head". All else is in numbers.
     """
 
     architecture: str
@@ -106,6 +108,8 @@ class ModelConfig:
     sinks: bool = False
     first_layer: int = 0
     model_layers: int = 0
+    layer_formats: tuple[tuple[tuple[str, str], ...], ...] = ()
+    end_formats: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"
@@ -201,68 +205,10 @@ class ModelConfig:
             logit_softcap=float(config.get("final_logit_softcapping") or 0) if gemma else 0.0,
         )
 
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: str,
-        rope_factors: tuple[float, ...] | None = None,
-    ) -> ModelConfig:
-        """From a GGUF's key-value pairs and its tensors' shapes (rows first).
-
-        rope_factors: the values of its `rope_freqs.weight`, where it has one. Raises InputError.
-        """
-        arch = metadata.get("general.architecture")
-        if arch not in GGUF_ARCHITECTURES:
-            raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
-        fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
-        if fields.get("expert_count"):
-            raise InputError("mixture-of-experts GGUFs (expert_count) are not supported")
-        if "token_embd.weight" not in shapes:
-            raise InputError("the GGUF has no tensor token_embd.weight")
-        hidden = require_int(fields, "embedding_length")
-        heads = require_int(fields, "attention.head_count")
-        layers = require_int(fields, "block_count")
-        head_dim = fields.get("attention.key_length", hidden // heads)
-        if fields.get("attention.value_length", head_dim) != head_dim:
-            raise InputError("GGUFs whose key and value heads differ in size are not supported")
-        if fields.get("rope.dimension_count", head_dim) != head_dim:
-            raise InputError("GGUFs that rotate part of each head (rope.dimension_count) are not supported")
-        context = require_int(fields, "context_length")
-        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        return cls(
-            architecture=GGUF_ARCHITECTURES[arch],
-            family=ARCHITECTURES[GGUF_ARCHITECTURES[arch]],
-            num_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=require_int(fields, "feed_forward_length"),
-            num_heads=heads,
-            num_kv_heads=fields.get("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            vocab_size=shapes["token_embd.weight"][0],
-            max_position=context,
-            norm="rms",
-            norm_eps=float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
-            activation="silu",
-            gated_mlp=True,
-            qkv_bias="blk.0.attn_q.bias" in shapes,
-            out_bias="blk.0.attn_output.bias" in shapes,
-            mlp_bias="blk.0.ffn_down.bias" in shapes,
-            qk_norm="blk.0.attn_q_norm.weight" in shapes,
-            tied_embeddings="output.weight" not in shapes,
-            rope=_gguf_rope(fields, context, rope_factors),
-            windows=(fields.get("attention.sliding_window") or None,) * layers,
-            embed_size=hidden,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=token_ids(*ends),
-            dtype=dtype,
-        )
-
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` gives it back. A whole model's say nothing of stages."""
+        """As JSON values; `from_json` gives it back."""
         values = asdict(self)
-        return values if self.model_layers else {k: v for k, v in values.items() if k not in _OF_STAGES}
+        return {k: v for k, v in values.items() if v or k not in _OFTEN_EMPTY}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:
@@ -271,7 +217,11 @@ class ModelConfig:
         ropes = {
             name: RopeConfig.from_json(value[name]) for name in ("rope", "local_rope") if value.get(name) is not None
         }
-        return cls(**{**value, **lists, **ropes})
+        formats = {
+            "layer_formats": tuple(map(_pairs, value.get("layer_formats", ()))),
+            "end_formats": _pairs(value.get("end_formats", ())),
+        }
+        return cls(**{**value, **lists, **ropes, **formats})
 
     def first_layers(self, count: int) -> ModelConfig:
         """The model with so many of its layers, the first ones."""
@@ -284,7 +234,8 @@ class ModelConfig:
     def _of_layers(self, first: int, stop: int) -> ModelConfig:
         dense = tuple(layer - first for layer in self.dense_layers if first <= layer < stop)
         fields = {"dense_layers": dense, "dense_size": self.dense_size if dense else 0}
-        return replace(self, num_layers=stop - first, windows=self.windows[first:stop], **fields)
+        formats = self.layer_formats[first:stop]
+        return replace(self, num_layers=stop - first, windows=self.windows[first:stop], layer_formats=formats, **fields)
 
     @property
     def embeds(self) -> bool:
@@ -532,6 +483,10 @@ class ModelConfig:
         return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
 
 
+def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((str(name), str(kind)) for name, kind in value)
+
+
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     if head_dim % 2:
         raise InputError(f"rotary positions need an even head_dim, not {head_dim}")
@@ -541,21 +496,3 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     for factors in (rope.factors, rope.short_factors, rope.long_factors):
         if factors is not None and len(factors) != rotated // 2:
             raise InputError(f"{len(factors)} rope frequency factors do not fit {rotated} rotated values")
-
-
-def _gguf_rope(fields: Mapping[str, Any], context: int, factors: tuple[float, ...] | None) -> RopeConfig:
-    linear = fields.get("rope.scale_linear")  # how older files spell linear scaling
-    kind = fields.get("rope.scaling.type", "linear" if linear else "none")
-    rope = RopeConfig(
-        theta=float(fields.get("rope.freq_base", 10000.0)),
-        kind="default" if kind == "none" else kind,
-        factor=float(fields.get("rope.scaling.factor") or linear or 1.0) if kind != "none" else 1.0,
-        original_max_position=fields.get("rope.scaling.original_context_length", context),
-        beta_fast=fields.get("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
-        factors=factors,
-    )
-    extra = fields.get("rope.scaling.attn_factor")  # GGUF's multiplies yarn's own scaling
-    if rope.kind != "yarn" or extra is None:
-        return rope
-    return RopeConfig(**{**rope.__dict__, "attention_factor": extra * rope.attention_scaling()})

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import INT4, PACKED_FORMATS, weight_format_of
+from batchgen.core.dtypes import INT4, KEPT_FORMATS, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.units import format_bytes
@@ -32,6 +32,7 @@ from batchgen.models.files import (
     STORE_VERSION,
     ModelFiles,
     model_identity,
+    read_config,
     read_store_manifest,
     resolve_quantization,
     store_manifest_checksum,
@@ -160,7 +161,10 @@ def find_or_convert(
     target = store_path(offload_dir, files, dtype, quantization, shard)
     if (target / STORE_MANIFEST).exists():
         with contextlib.suppress(InputError):  # what is missing is made anew
-            return open_store(target)
+            store = open_store(target)
+            # Of an earlier version, which expanded what stands before and after the layers.
+            if store.weight_format not in KEPT_FORMATS or store.config.end_formats == read_config(files).end_formats:
+                return store
     source = files
     if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
@@ -190,17 +194,22 @@ class _PlannedFile:
 
 def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
     """All files of the store, in the order of writing."""
-    from batchgen.models.checkpoint import embedding_layout, head_layout, layer_layout, tensor_shapes
+    from batchgen.models.layouts import stored_tensors
     from batchgen.models.store_format import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
 
     config = checkpoint.config
-    groups = {"embeddings": tensor_shapes(embedding_layout(config))}
-    plan = [_PlannedFile("embeddings", 0, *lay_out(target / EMBEDDINGS_FILE, groups, dtype, dtype))]
-    for j in range(config.num_layers):
-        groups = layer_groups(tensor_shapes(layer_layout(config, j)))
-        plan.append(_PlannedFile("layer", j, *lay_out(target / layer_file_name(j), groups, dtype, weight_format)))
-    groups = {"head": tensor_shapes(head_layout(config))}
-    return [*plan, _PlannedFile("head", 0, *lay_out(target / HEAD_FILE, groups, dtype, dtype))]
+
+    def planned(which: str, layer: int, name: str, noted: str) -> _PlannedFile:
+        stored = stored_tensors(config, which, layer, dtype, weight_format)
+        groups = layer_groups(stored) if which == "layer" else {which: stored}
+        return _PlannedFile(which, layer, *lay_out(target / name, groups, noted))
+
+    layers = [planned("layer", j, layer_file_name(j), weight_format) for j in range(config.num_layers)]
+    return [
+        planned("embeddings", 0, EMBEDDINGS_FILE, dtype),
+        *layers,
+        planned("head", 0, HEAD_FILE, dtype),
+    ]
 
 
 class _Conversion:
@@ -300,9 +309,9 @@ class _Conversion:
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
         weight_format = self.header["weight_format"]
-        as_stored = weight_format != INT4 or checkpoint.weight_format == INT4  # else it is packed as it is written
-        if planned.which == "layer" and weight_format in PACKED_FORMATS and as_stored:
-            return checkpoint.load_packed_layer(planned.layer, dtype, weight_format)
+        as_stored = weight_format != INT4 or (planned.which == "layer" and checkpoint.weight_format == INT4)
+        if weight_format in PACKED_FORMATS and as_stored:  # else it is packed as it is written
+            return checkpoint.load_packed(planned.which, planned.layer, dtype, weight_format)
         return checkpoint.load(planned.which, planned.layer, dtype)
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
@@ -345,10 +354,10 @@ class _Conversion:
 def _key(manifest: dict[str, Any], name: str) -> Any:
     """What must be the same in two manifests of one store: of the source not its name, of the config what it means.
 
-    Earlier versions wrote configs without the fields that later families have.
+    Earlier versions wrote configs without the fields that later families have; formats as found are in the layout of files.
     """
     if name == "config":
-        return ModelConfig.from_json(manifest[name])
+        return replace(ModelConfig.from_json(manifest[name]), layer_formats=(), end_formats=())
     return manifest[name]["identity"] if name == "source" else manifest[name]
 
 

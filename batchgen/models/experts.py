@@ -7,6 +7,7 @@ results are added in the order in which its experts were chosen, so a row's resu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,12 +32,27 @@ def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str
         return dict(tensors)
     split: dict[str, ops.Weight] = {}
     for name, tensor in tensors.items():
-        if name in STACKED and isinstance(tensor, Tensor):
+        if name in STACKED:
             stem, kind = name.rsplit(".", 1)
-            split |= {f"{stem}.{e}.{kind}": part for e, part in enumerate(tensor.chunk(config.num_experts))}
+            split |= {f"{stem}.{e}.{kind}": part for e, part in enumerate(_chunks(tensor, config.num_experts))}
         else:
             split[name] = tensor
     return split
+
+
+def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
+    """Rows in so many equal parts, without a copy."""
+    if isinstance(weight, ops.SplitWeight):
+        return [ops.SplitWeight(parts) for parts in zip(*(_chunks(part, count) for part in weight.parts), strict=True)]
+    if isinstance(weight, ops.BlockWeight):
+        return [replace(weight, data=part) for part in weight.data.chunk(count)]
+    return list(weight.chunk(count))
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a stored tensor is a matrix of all experts of a layer, or of one role in it: "gate_up.gate.weight"."""
+    stem, kind = name.split(".")[0], name.rsplit(".", 1)[1]
+    return f"{stem}.{kind}" in MATRICES
 
 
 def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import AS_FOUND, EXPANDED, GGUF_FORMATS, INT8, KEPT_FORMATS, MXFP4_EXPERTS, QUANTIZATIONS
+from batchgen.core.dtypes import AS_FOUND, EXPANDED, INT8, KEPT_FORMATS, MIXED, MXFP4_EXPERTS, QUANTIZATIONS
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.gguf_fields import config_of_gguf, matrix_formats
 from batchgen.models.headers import TensorInfo, read_gguf_header, read_safetensors_header
 from batchgen.models.quantization import INT8_CODES, MXFP4, Scheme, packed_format, read_scheme
 
@@ -180,7 +181,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
 
 def stored_quantization(files: ModelFiles) -> str | None:
-    """What a model's layers are quantized in by itself, all of them alike; None: they are not, or not alike.
+    """What a model's layers are quantized in by itself; None: they are not, or in a way that cannot be kept.
 
     "int8" of compressed-tensors; one of `KEPT_FORMATS` of a GGUF, of what models/quantization.py names, and of a
     store of one.
@@ -213,7 +214,7 @@ def stated_scheme(files: ModelFiles) -> Scheme | None:
     # Not there where only a shape is known, of another name.
     stated = _read_json(path).get("quantization_config") if files.kind == "hf" and path.exists() else None
     with _naming(path):
-        return read_scheme(stated) if stated else None
+        return None if stated is None or stated == {} else read_scheme(stated)
 
 
 def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
@@ -225,10 +226,11 @@ def _tensors_if_there(files: ModelFiles) -> dict[str, TensorInfo]:
 
 
 def _gguf_format(path: Path) -> str | None:
-    """The format of the layers' matrices, if it is one for all."""
-    tensors = read_gguf_header(path).tensors
-    kinds = {info.dtype.lower() for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2}
-    return next(iter(kinds & GGUF_FORMATS.keys())) if len(kinds) == 1 and kinds <= GGUF_FORMATS.keys() else None
+    """The format of the layers' matrices: one for all, each its own, or None: all are in numbers."""
+    config = _gguf_config(path)
+    if config.layer_formats:
+        return MIXED
+    return next(iter(matrix_formats(read_gguf_header(path).tensors, 1)[0].values()), "") or None
 
 
 def resolve_quantization(files: ModelFiles, quantization: str, *, on_cpu: bool = True) -> str:
@@ -402,9 +404,8 @@ def _gguf_config(path: Path) -> ModelConfig:
         import numpy as np
 
         factors = tuple(np.fromfile(path, np.float32, info.shape[0], offset=info.offset).tolist())
-    shapes = {name: info.shape for name, info in header.tensors.items()}
     with _naming(path):
-        return ModelConfig.from_gguf(header.metadata, shapes, _main_dtype(header.tensors), factors)
+        return config_of_gguf(header.metadata, header.tensors, _main_dtype(header.tensors), factors)
 
 
 @contextmanager

@@ -46,17 +46,6 @@ class Source:
         return "gate_up" in self.part
 
 
-def layout(config: ModelConfig) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """As of `checkpoint.layer_layout`: tensors of all experts in the rows."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    return {
-        "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
-        "gate_up.bias": (("experts.gate_up_proj_bias", (experts * 2 * inner,)),),
-        "down.weight": (("experts.down_proj", (experts * hidden, inner)),),
-        "down.bias": (("experts.down_proj_bias", (experts * hidden,)),),
-    }
-
-
 def is_fused(part: str) -> bool:
     """Whether a part of a layout is one of all experts of a layer."""
     return part.removeprefix("experts.") in _PARTS

@@ -23,7 +23,6 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
 GEMMA = ("gemma2", "gemma3")
 # Families with a mixture of experts: how many where a config.json does not say, and what it calls the width of each.
@@ -124,9 +123,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    if quantization := config.get("quantization_config"):
-        if not isinstance(quantization, Mapping):
-            raise InputError(f"quantization_config must be an object, not {quantization!r}")
+    quantization = config.get("quantization_config")
+    if quantization is not None and quantization != {}:
         scheme = read_scheme(quantization)
         of_mixture = family in MIXTURES and scheme.layout == INT8_CODES
         if of_mixture or (scheme.layout == MXFP4) != (family == "gpt_oss"):

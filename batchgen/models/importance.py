@@ -43,7 +43,7 @@ class ChannelImportance:
         self._config = config
         self._seqs, self._tokens = token_ids.shape
         self._positions = torch.arange(self._tokens).repeat(self._seqs)
-        self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions)
+        self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions, embeddings["embed.weight"].dtype)
         self._sinks = None if sinks is None else sinks.float().view(config.num_layers, config.num_heads)
         self._layer = 0
 

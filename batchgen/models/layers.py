@@ -49,9 +49,9 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
     return F.pad(angles.cos() * scaling, rest, value=1.0), F.pad(angles.sin() * scaling, rest)
 
 
-def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [tokens, hidden] of token_ids [tokens] at positions [tokens]."""
-    hidden = F.embedding(token_ids, weights["embed.weight"])
+def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Hidden states [tokens, hidden] of token_ids [tokens] at positions [tokens], in `dtype`, as the weights that are numbers."""
+    hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
         # Rounded to the dtype first, as the models were trained.
         hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype).item()

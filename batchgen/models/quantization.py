@@ -40,6 +40,8 @@ class Scheme:
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a `quantization_config`. Raises InputError, naming what is not supported."""
+    if not isinstance(config, Mapping):
+        raise InputError(f"quantization_config of config.json must be an object, not {config!r}: fetch the model again")
     method = config.get("quant_method", "unknown")
     readers = {
         "mxfp4": lambda: Scheme(MXFP4),
@@ -49,7 +51,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
         "fbgemm_fp8": lambda: Scheme(FP8),
         "compressed-tensors": lambda: _compressed_tensors(config),
     }
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise InputError(
             f"quantised checkpoints of quant_method {method!r} are not supported (only {', '.join(readers)}): use the model's "
             "unquantised safetensors, or a GGUF"
@@ -128,6 +130,18 @@ def _group_size(config: Mapping[str, Any], *names: str) -> int | None:
     return size
 
 
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """What is true or false, and `default` where it is not stated."""
+    found = config.get(name, default)
+    if found is None:
+        return default
+    if not isinstance(found, bool):
+        raise InputError(
+            f"quantization_config of config.json: {name} must be true or false, not {found!r}: fetch the model again"
+        )
+    return found
+
+
 def _four_bits(method: str, bits: int) -> None:
     if bits != 4:
         raise InputError(
@@ -147,34 +161,36 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     _four_bits("GPTQ", _whole(config, "bits"))
     form = config.get("checkpoint_format", "gptq")
     _refuse("GPTQ", {
-        "checkpoint_format": form not in ("gptq", "gptq_v2") and form, "is_marlin_format": config.get("is_marlin_format"),
-        "dynamic": config.get("dynamic"),
+        "checkpoint_format": form not in ("gptq", "gptq_v2") and (form or repr(form)),
+        "is_marlin_format": _flag(config, "is_marlin_format", False), "dynamic": config.get("dynamic"),
     })  # fmt: skip
     return Scheme(
         GPTQ,
         _group_size(config, "group_size"),
         zero_offset=1 if form == "gptq" else 0,
-        act_order=bool(config.get("desc_act", False)),
+        act_order=_flag(config, "desc_act", False),
     )
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
     _four_bits("AWQ", _whole(config, "bits", "w_bit"))
-    version = str(config.get("version", "gemm")).lower()
+    stated = config.get("version", "gemm")
+    version = stated.lower() if isinstance(stated, str) else repr(stated)
     _refuse("AWQ", {"version": version != "gemm" and version})
+    _flag(config, "zero_point", True)
     return Scheme(AWQ, _group_size(config, "group_size", "q_group_size"))
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     number = config.get("fmt", "e4m3")
-    _refuse("FP8", {"fmt": number != "e4m3" and number})
+    _refuse("FP8", {"fmt": number != "e4m3" and (number or repr(number))})
     return Scheme(FP8, block=_block(config.get("weight_block_size")))
 
 
 def _block(stated: Any) -> tuple[int, int] | None:
     if stated is None:
         return None
-    if isinstance(stated, list | tuple) and len(stated) == 2 and all(isinstance(n, int) and n > 0 for n in stated):
+    if isinstance(stated, list | tuple) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
         return stated[0], stated[1]
     raise InputError(f"quantization_config of config.json: the size of a block must be [rows, columns], not {stated!r}")
 
@@ -187,8 +203,11 @@ _INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy"
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     """All linear layers, but for `ignore`, must be in one scheme."""
-    groups = config.get("config_groups")
-    stated = groups if isinstance(groups, Mapping) else {}
+    stated = config.get("config_groups") or {}
+    if not isinstance(stated, Mapping):
+        raise InputError(
+            f"quantization_config of config.json: config_groups must be an object, not {stated!r}: fetch the model again"
+        )
     schemes = []
     for name, group in (stated or {"": {}}).items():
         if not isinstance(group, Mapping):
@@ -231,10 +250,22 @@ def _scheme_of_group(config: Mapping[str, Any], group: Mapping[str, Any]) -> Sch
         return Scheme(
             PACK_QUANTIZED,
             size,
-            symmetric=bool(weights.get("symmetric", True)),
-            act_order=weights.get("actorder") in (True, "group"),
+            symmetric=_flag(weights, "symmetric", True),
+            act_order=_act_order(weights.get("actorder")),
         )
     return Scheme(FP8, block=_block(weights.get("block_structure")) if weights["strategy"] == "block" else None)
+
+
+def _act_order(stated: Any) -> bool:
+    """Whether groups may be of any columns: under either of two names each."""
+    if stated in (None, "weight", "static") or stated is False:
+        return False
+    if stated in ("group", "dynamic") or stated is True:
+        return True
+    raise InputError(
+        f"quantization_config of config.json: actorder must be one of group, dynamic, weight, static, not {stated!r}: fetch the"
+        " model again"
+    )
 
 
 _STRATEGIES = {
@@ -262,7 +293,10 @@ def _difference(stated: Any, wanted: Mapping[str, Any]) -> str:
     """The first field that is another than what is wanted, as "field value"; "" where there is none."""
     if not isinstance(stated, Mapping):
         return "nothing stated"
-    return next((f"{name} {stated.get(name)!r}" for name, value in wanted.items() if stated.get(name) != value), "")
+    found = {name: stated.get(name) for name in wanted}
+    return next(
+        (f"{n} {found[n]!r}" for n, value in wanted.items() if (type(found[n]), found[n]) != (type(value), value)), ""
+    )
 
 
 def _refused(form: Any, group: Mapping[str, Any], wrong: str) -> InputError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +18,7 @@ from batchgen.models.headers import TensorInfo
 NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {**NUMBERS, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.uint8}
 CHUNK_VALUES = 1 << 20  # values converted at a time
+_PIECE_BYTES, _READERS = 4 << 20, 4  # of a tensor that several threads read
 
 
 def read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
@@ -37,6 +41,21 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
                 done += count
     except OSError as error:
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
+
+
+def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
+    """As `read_into` of the whole tensor, by several threads: one alone neither keeps a disk busy nor copies at memory speed."""
+    starts = range(0, len(buffer), _PIECE_BYTES)
+    if len(starts) < 2:
+        return read_into(name, info, 0, buffer)
+    with ThreadPoolExecutor(_READERS) as readers:
+        list(readers.map(lambda start: read_into(name, info, start, buffer[start : start + _PIECE_BYTES]), starts))
+
+
+def read_ahead(path: Path, start: int, stop: int) -> None:
+    """Have the system bring bytes of a file into its page cache while others are worked on; not where it cannot."""
+    with contextlib.suppress(OSError), Path(path).open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
 def read_numbers(name: str, info: TensorInfo, out: Tensor, first: int = 0) -> None:

@@ -16,6 +16,7 @@ from batchgen.core.dtypes import (
     CODE_GROUP,
     EXPERT_FORMATS,
     INT4,
+    MIXED,
     WEIGHT_CODE_BITS,
     block_format,
     code_bytes,
@@ -59,8 +60,10 @@ class Shard:
     def divides(self, weight_format: str) -> bool:
         """Whether matrices packed in int4 or in blocks can be split by columns: groups and blocks of a row stay whole.
 
-        weight_format: int4, or one of `KEPT_FORMATS`.
+        weight_format: int4, or one of `KEPT_FORMATS`. Those where each matrix has its own are not split.
         """
+        if weight_format == MIXED:
+            return False
         own = self.config
         values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
         columns = [own.intermediate_size]

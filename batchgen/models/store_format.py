@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import INT8, PACKED_FORMATS, matrix_format, weight_row_bytes
+from batchgen.core.dtypes import INT8, PACKED_FORMATS
 from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import Shape, Stored
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
 TENSOR_ALIGNMENT = 64
@@ -25,14 +25,8 @@ _LAYER_GROUPS = {
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     name: "I8" if name == INT8 else "U8" for name in PACKED_FORMATS
 }
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-Shape = tuple[int, ...]
-
-
-def is_quantized(name: str, shape: Shape) -> bool:
-    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for what chooses and weighs experts."""
-    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,20 +102,18 @@ def layer_file_name(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 
 
-def layer_groups(shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """A layer's tensors by the group they are stored in, in order."""
+def layer_groups(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What is known of a layer's tensors by the group they are stored in, in order; those of one matrix as they come."""
     return {
-        group: {name: shapes[name] for stem in stems for name in (f"{stem}.weight", f"{stem}.bias") if name in shapes}
+        group: {name: tensors[name] for stem in stems for name in tensors if name.split(".")[0] == stem}
         for group, stems in _LAYER_GROUPS.items()
     }
 
 
-def lay_out(
-    path: Path, groups: Mapping[str, Mapping[str, Shape]], dtype: str, weight_format: str
-) -> tuple[StoreFile, bytes]:
+def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_format: str) -> tuple[StoreFile, bytes]:
     """Where the tensors of one file come to lie, and the bytes before the first of them.
 
-    groups: each group's tensors and their shapes, in order. weight_format: of matrices; all else is in `dtype`.
+    groups: each group's tensors, in order. weight_format: noted in the file's header.
     """
     entries: dict[str, dict] = {}
     extents = []  # of (group, begin, end, tensors), counted from the first tensor's byte
@@ -138,18 +130,12 @@ def lay_out(
             put(f"_pad.{pads}", "U8", (position - end,), position - end)
             pads += 1
 
-    for group, shapes in groups.items():
+    for group, of_group in groups.items():
         begin, tensors = end, []
-        for name, shape in shapes.items():
+        for name, stored in of_group.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
-            stem = name.removesuffix(".weight")
-            stored_dtype = matrix_format(weight_format, stem, dtype) if is_quantized(name, shape) else dtype
-            if stored_dtype in PACKED_FORMATS:
-                num_bytes = shape[0] * weight_row_bytes(shape[1], stored_dtype)
-            else:
-                num_bytes = math.prod(shape) * _ITEM_BYTES[stored_dtype]
-            tensor = StoredTensor(name, stored_dtype, shape, end, num_bytes)
-            put(name, _SAFETENSORS_DTYPES[stored_dtype], tensor.stored_shape, num_bytes)
+            tensor = StoredTensor(name, stored.dtype, stored.shape, end, stored.num_bytes)
+            put(name, _SAFETENSORS_DTYPES[stored.dtype], stored.stored_shape, stored.num_bytes)
             tensors.append(tensor)
         pad_to(aligned(end))
         extents.append((group, begin, end, tensors))

@@ -41,22 +41,6 @@ _OPT_NAMES = {
     "up": "layers.{}.fc1",
     "down": "layers.{}.fc2",
 }
-GGUF_NAMES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "input_norm": "blk.{}.attn_norm",
-    "q": "blk.{}.attn_q",
-    "k": "blk.{}.attn_k",
-    "v": "blk.{}.attn_v",
-    "q_norm": "blk.{}.attn_q_norm",
-    "k_norm": "blk.{}.attn_k_norm",
-    "out": "blk.{}.attn_output",
-    "post_norm": "blk.{}.ffn_norm",
-    "gate": "blk.{}.ffn_gate",
-    "up": "blk.{}.ffn_up",
-    "down": "blk.{}.ffn_down",
-}
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.text import repair_surrogates
+from batchgen.models import gguf_tokenizer
 from batchgen.models.files import ModelFiles, cache_dir, model_identity
 from batchgen.models.headers import read_gguf_header
 
@@ -289,7 +290,7 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
             return _load_saved(cached)
         except Exception:  # damaged in any way: make it anew
             shutil.rmtree(cached, ignore_errors=True)
-    hf = _load(files.path.parent, files.path.name)
+    hf = _converted(files.path)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
@@ -298,6 +299,18 @@ def _load_from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
     except OSError:
         pass  # only slower next time
     return hf
+
+
+def _converted(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF, made by transformers."""
+    if not gguf_tokenizer.is_needed(read_gguf_header(path).metadata):
+        return _load(path.parent, path.name)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            gguf_tokenizer.write_pairs(path, Path(scratch) / path.name)
+        except Exception as error:  # broken in any way, as in `_load`
+            raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+        return _load(Path(scratch), path.name)
 
 
 def _load_saved(directory: Path) -> PreTrainedTokenizerFast:

@@ -8,6 +8,7 @@ or, with packed KV, the bytes of a packed row (`quant`). Keys of int4 KV are kep
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core.dtypes import INT4, WEIGHT_CODE_BITS
@@ -28,7 +30,19 @@ from batchgen.ops.sampling import Draws
 if TYPE_CHECKING:
     from batchgen.ops.triton import Capacity, CutPlan, DevicePlan  # noqa: F401
 
-Weight = Tensor | PackedWeight | BoundWeight | BlockWeight
+
+@dataclass(frozen=True)
+class SplitWeight:
+    """A linear layer's weight [columns, depth] whose columns are in several parts, each in a form of its own."""
+
+    parts: tuple[Tensor | PackedWeight | BoundWeight | BlockWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+
+Weight = Tensor | PackedWeight | BoundWeight | BlockWeight | SplitWeight
 PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 # Rows that torch's own linear is given at once on the CPU. In larger numbers it may block them in another way, and the profiler
@@ -71,7 +85,7 @@ def linear(
         x: [tokens, depth].
         weight: [columns, depth], or bound to an instruction set of the CPU (`pack_weight`, `bind_weight`); or rows of 8 bits, int8
             [columns, int8.row_bytes(depth)], which x is multiplied with as integers (`int8`): by the kernels on the CPU, and
-            elsewhere by torch; or, on the CPU alone, rows of a GGUF.
+            elsewhere by torch; or, on the CPU alone, rows of a GGUF. Of a `SplitWeight` each part is multiplied by itself.
         bias: [columns].
         activation: None, "relu", "gelu", "gelu_tanh", or gated: "silu_mul", silu of the first half of columns times the second one,
             "gelu_tanh_mul", or "swiglu_oai_mul", gpt-oss's: with both halves within 7, x sigmoid(1.702 x) of the first times one more
@@ -84,6 +98,8 @@ def linear(
         [tokens, columns], or half the columns with a gated activation.
     """
     options = {"activation": activation, "residual": residual, "out": out, "out_dtype": out_dtype}
+    if isinstance(weight, SplitWeight):
+        return _split_linear(x, weight, bias, **options)
     if x.is_cpu:
         if isinstance(weight, BoundWeight) and weight.isa == TORCH:
             return _torch_linear(x, weight.data, bias, **options)
@@ -93,6 +109,48 @@ def linear(
     else:
         compute = _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, **options)
+
+
+def _split_linear(
+    x: Tensor,
+    weight: SplitWeight,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Part by part. A gate and what it is multiplied with are made in fp32 first."""
+    columns = weight.shape[0]
+    gated = activation in kernels.GATED
+    if gated:
+        made = x.new_empty(len(x), columns, dtype=torch.float32)
+    else:
+        made = x.new_empty(len(x), columns, dtype=out_dtype) if out is None else out
+    start = 0
+    for part in weight.parts:
+        own = slice(start, start + part.shape[0])
+        own_bias = None if bias is None else bias[own]
+        if gated:
+            linear(x, part, own_bias, out=made[:, own])
+        else:
+            rest = None if residual is None else residual[:, own]
+            linear(x, part, own_bias, activation=activation, residual=rest, out=made[:, own])
+        start = own.stop
+    if not gated:
+        return made
+    return reference.gate(made, activation, residual=residual, out=out, out_dtype=out_dtype or x.dtype)
+
+
+def embedding(token_ids: Tensor, rows: Tensor | BlockWeight, dtype: torch.dtype) -> Tensor:
+    """Rows [tokens, embed] of a table [vocab, embed]. dtype: of the result, where the table is in rows of blocks."""
+    if not isinstance(rows, BlockWeight):
+        return F.embedding(token_ids, rows)
+    found = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
+    if len(token_ids):
+        kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), found)
+    return found
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **options) -> Tensor:
@@ -155,6 +213,8 @@ def bind_weight(weight: Tensor, isa: str) -> Weight:
 
 
 def weight_bytes(weight: Weight) -> int:
+    if isinstance(weight, SplitWeight):
+        return sum(map(weight_bytes, weight.parts))
     return (weight if isinstance(weight, Tensor) else weight.data).nbytes
 
 

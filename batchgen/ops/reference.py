@@ -208,10 +208,19 @@ def linear(
         return int8.linear(x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     y = F.linear(x, weight, bias)
     if activation in _GATES:
-        gate, up = y.chunk(2, dim=-1)
-        y = _GATES[activation](gate, up)
-    elif activation is not None:
-        y = _ACTIVATIONS[activation](y)
+        return gate(y, activation, residual=residual, out=out, out_dtype=out_dtype)
+    return _finished(y if activation is None else _ACTIVATIONS[activation](y), residual, out, out_dtype)
+
+
+def gate(
+    both: Tensor, activation: str, *, residual: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """The end of `linear` with a gated activation. both: [tokens, columns], the gate's before those it is multiplied with."""
+    first, second = both.chunk(2, dim=-1)
+    return _finished(_GATES[activation](first, second), residual, out, out_dtype)
+
+
+def _finished(y: Tensor, residual: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if residual is not None:
         y = residual + y
     if out is not None:

@@ -63,7 +63,7 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     if phase.tokens == 0:
         return 0.0
     # Products of packed weights have rates of their own; where these are not known, they count as if in the compute format.
-    own = product_key(s.weight_format, s.compute_format)
+    own = product_key(s.main_format, s.compute_format)
     rates = s.rates.rates("gemm_flops_per_s", own if s.rates.has_rates("gemm_flops_per_s", own) else s.compute_format)
     model, batch_tokens = s.model, phase.tokens / s.num_gpu_batches
 
@@ -471,7 +471,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     if not s.on_gpu:
         cpu += s.head_bytes + work + dequantized + (s.num_gpu_batches - 1) * between + staging
         return {"cpu": cpu, "disk": kv["disk"]}
-    chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * model.embed_size * element
+    chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * s.output_row_bytes
     exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
     in_transit = at.streamed_peak * (_SLOTS * sum(s.slot_group_bytes.values()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from batchgen.core.dtypes import block_format, weight_row_bytes
 from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import layer_sizes
 from batchgen.planner.cost import dequantize_weights_s, elementwise_s, experts_touched, linear_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs
@@ -13,13 +13,21 @@ from batchgen.planner.inputs import CostInputs
 _MOST_TOKENS = 1 << 20  # of a sweep that is looked at
 
 
-def expert_bytes(config: ModelConfig, weight_format: str) -> dict[str, int]:
-    """Stored bytes of the matrices of one expert, by the group that they are in; none where there are no experts."""
+def expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Stored bytes of the matrices of one expert, by the group that they are in; the mean where formats of layers differ.
+
+    None where there are no experts.
+    """
     if not config.num_experts:
         return {}
-    shapes = {group: config.product_shapes[group] for group in ("up", "down")}
-    stored = block_format(weight_format)
-    return {group: rows * weight_row_bytes(columns, stored) for group, (rows, columns) in shapes.items()}
+    layers = [s for j, s in enumerate(layer_sizes(config, dtype, weight_format)) if config.has_experts(j)]
+    found = {}
+    for group, stem in (("up", "gate_up."), ("down", "down.")):
+        total = sum(
+            size for s in layers for name, size in s.items() if name.startswith(stem) and name.endswith(".weight")
+        )
+        found[group] = total // (len(layers) * config.num_experts)
+    return found
 
 
 def on_demand_tokens(s: CostInputs, weight_layers: Mapping[str, tuple[float, float, float]]) -> int:
@@ -36,7 +44,7 @@ def on_demand_tokens(s: CostInputs, weight_layers: Mapping[str, tuple[float, flo
     model, hardware = s.model, s.hardware
     on_disk = {group: counts[2] / model.num_layers for group, counts in weight_layers.items()}
     mixtures = model.expert_layers / model.num_layers
-    sizes = expert_bytes(model, s.weight_format)
+    sizes = expert_bytes(model, s.compute_format, s.weight_format)
     one_s = sum(on_disk[group] * mixtures * size for group, size in sizes.items()) / hardware.disk_read_bytes_per_s
     requests_s = sum(on_disk[group] * mixtures for group in sizes) * hardware.disk_read_overhead_s
     all_s = sum(part * s.group_bytes[group] for group, part in on_disk.items()) / hardware.disk_read_bytes_per_s

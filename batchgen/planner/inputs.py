@@ -17,9 +17,10 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import end_bytes, main_format, output_row_bytes
 from batchgen.planner.flow import Deferral
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
-from batchgen.planner.memory import group_bytes, slot_bytes
+from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
@@ -136,8 +137,9 @@ class CostInputs:
 
     @cached_property
     def disk_group_bytes(self) -> dict[str, int]:
-        """The same in host memory, when read from disk: each starts on a page of its own."""
-        return {group: aligned(size) for group, size in self.group_bytes.items()}
+        """The same of a buffer in host memory that any layer is read into from disk: each starts on a page of its own."""
+        layers = group_bytes_of_layers(self.model, self.compute_format, self.weight_format)
+        return {group: aligned(max(layer[group] for layer in layers)) for group in self.group_bytes}
 
     @cached_property
     def slot_group_bytes(self) -> dict[str, int]:
@@ -161,13 +163,27 @@ class CostInputs:
     @property
     def head_bytes(self) -> float:
         """Final norm and output matrix."""
-        params = self.model.head_params
-        return (params + (self.model.embedding_params if self.model.tied_embeddings else 0)) * self.element_bytes
+        embedding, head = self._end_bytes
+        return float(head + (embedding if self.model.tied_embeddings else 0))
 
     @property
     def embedding_bytes(self) -> float:
         """The input embedding, where it is a tensor of its own."""
-        return 0.0 if self.model.tied_embeddings else self.model.embedding_params * self.element_bytes
+        return 0.0 if self.model.tied_embeddings else float(self._end_bytes[0])
+
+    @cached_property
+    def _end_bytes(self) -> tuple[int, int]:
+        return end_bytes(self.model, self.compute_format, self.weight_format)
+
+    @cached_property
+    def main_format(self) -> str:
+        """What most of the layers' weights are in."""
+        return main_format(self.model, self.weight_format)
+
+    @property
+    def output_row_bytes(self) -> int:
+        """Of a row of the output matrix."""
+        return output_row_bytes(self.model, self.compute_format, self.weight_format)
 
     # KV, which is stored in blocks of `kv_block_size` tokens, and on disk in whole pages.
 

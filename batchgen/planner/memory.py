@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
+from functools import lru_cache
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, matrix_format, weight_row_bytes
-from batchgen.core.plan import KV_TIERS, PINNED_BYTES, TIERS, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, MIXED
+from batchgen.core.plan import (
+    KV_TIERS,
+    PINNED_BYTES,
+    TIERS,
+    VOCABULARY_CHUNKS,
+    MemoryPlan,
+    Policy,
+    passing_bytes,
+    spread_layers,
+)
 from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import end_bytes, layer_sizes, output_row_bytes
+from batchgen.models.store_format import layer_groups
 from batchgen.planner.kv_memory import Demand, kv_block_bytes, kv_pools
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
@@ -91,21 +102,28 @@ def planned_logit_rows(
     return min(rows, logit_rows(config, dtype_bytes))
 
 
-def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    """Stored bytes of each of a layer's groups of tensors, `ModelConfig.layer_tensors`; of the largest, where layers differ."""
-    size = int(FORMAT_BYTES[dtype])
-
-    def matrix(group: str, rows: int, columns: int) -> int:
-        return rows * weight_row_bytes(columns, matrix_format(weight_format, group, dtype))
-
-    kinds = [
-        {
-            group: sum(matrix(group, *shape) for shape in shapes) + rest[group] * size
-            for group, shapes in matrices.items()
-        }
-        for matrices, rest in config.layer_kinds
+def group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> list[dict[str, int]]:
+    """Stored bytes of each layer's groups of tensors, `ModelConfig.layer_tensors`."""
+    return [
+        {group: sum(own.values()) for group, own in layer_groups(sizes).items()}
+        for sizes in layer_sizes(config, dtype, weight_format)
     ]
-    return {group: max(kind[group] for kind in kinds) for group in kinds[0]}
+
+
+@lru_cache(maxsize=64)
+def _group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    layers = group_bytes_of_layers(config, dtype, weight_format)
+    if weight_format == MIXED:
+        return {group: -(-sum(layer[group] for layer in layers) // len(layers)) for group in layers[0]}
+    return {group: max(layer[group] for layer in layers) for group in layers[0]}
+
+
+def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Stored bytes of each of a layer's groups of tensors.
+
+    Of the largest, where MLPs of layers differ; the mean, rounded up, where their formats do.
+    """
+    return dict(_group_bytes(config, dtype, weight_format))
 
 
 def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
@@ -113,14 +131,15 @@ def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str,
 
     More than `group_bytes` where one kind of layer has the larger MLP and another a router or a shared expert beside it.
     """
-    size, kinds = int(FORMAT_BYTES[dtype]), config.layer_kinds
-    found = {}
-    for group in kinds[0][0]:
-        own = matrix_format(weight_format, group, dtype)
-        places = zip_longest(*(matrices[group] for matrices, _ in kinds), fillvalue=(0, 0))
-        sizes = (max(rows * weight_row_bytes(columns, own) for rows, columns in place) for place in places)
-        found[group] = sum(sizes) + max(rest[group] for _, rest in kinds) * size
-    return found
+    return dict(_slot_bytes(config, dtype, weight_format))
+
+
+@lru_cache(maxsize=64)
+def _slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    largest: dict[str, int] = {}
+    for sizes in layer_sizes(config, dtype, weight_format):
+        largest |= {name: max(size, largest.get(name, 0)) for name, size in sizes.items()}
+    return {group: sum(own.values()) for group, own in layer_groups(largest).items()}
 
 
 def coded_bytes(weight_format: str, *, on_gpu: bool) -> int:
@@ -169,15 +188,16 @@ def plan_memory(
 
 
 def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, task: str | None, add: Add) -> None:
-    size = int(FORMAT_BYTES[dtype])
-    groups = group_bytes(config, dtype, policy.weight_format)
+    layers = group_bytes_of_layers(config, dtype, policy.weight_format)
     on_disk = 0
     for group, counts in policy.weight_layers.items():
-        for tier, layers in zip(TIERS, counts, strict=True):
-            if tier != "disk":  # the disk has them already: its budget is for what is added
-                add(tier, "weights", layers * groups[group])
-            if layers:
-                on_disk += aligned(groups[group]) if tier == "disk" else 0
+        read = 0  # of the largest layer
+        for tier, sizes in zip(spread_layers(counts), layers, strict=True):
+            if tier == "disk":  # which has them already: its budget is for what is added
+                read = max(read, aligned(sizes[group]))
+            else:
+                add(tier, "weights", sizes[group])
+        on_disk += read
     if device == "gpu":
         away = [group for group, (on_gpu, *elsewhere) in policy.weight_layers.items() if any(elsewhere)]
         slots = slot_bytes(config, dtype, policy.weight_format)
@@ -186,12 +206,13 @@ def _add_weights(config: ModelConfig, policy: Policy, dtype: str, device: str, t
     if policy.weight_format == INT4:
         copies = 2 if device == "gpu" and policy.kv_seqs.get("cpu") else 1
         add(device, "expanded weights", copies * sum(slot_bytes(config, dtype, dtype).values()))
-    embedding, head = config.embedding_params * size, config.head_params * size
+    embedding, head = end_bytes(config, dtype, policy.weight_format)
     head_tier, embedding_tier = (policy.head_tier, policy.embedding_tier) if device == "gpu" else ("cpu", "cpu")
     add(head_tier if config.tied_embeddings else embedding_tier, "weights", embedding)
     add(head_tier, "weights", head)
     if device == "gpu" and head_tier != "gpu" and config.has_head:
-        chunks = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * config.embed_size * size
+        row = output_row_bytes(config, dtype, policy.weight_format)
+        chunks = 2 * -(-config.vocab_size // VOCABULARY_CHUNKS) * row
         add("gpu", "weights in transit", chunks)
         if task != "score":  # to choose tokens, all of the vocabulary has to be there
             add("gpu", "logits", policy.max_num_seqs * config.vocab_size * 4)

@@ -20,6 +20,7 @@ from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
+from batchgen.models.layouts import main_format
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.fitting import fitting
 from batchgen.planner.flow import Phase, phases_of_each
@@ -453,7 +454,9 @@ def explain_infeasible(problem: Problem) -> str:
                 least[tier] = min(short, least.get(tier, short))
     if not least and not any(True for _ in search_space(smallest)):
         return _no_rates(problem)
-    weights = problem.model.weight_bytes(1) * min(FORMAT_BYTES[f] for f in problem.weight_formats)
+    weights = problem.model.weight_bytes(1) * min(
+        FORMAT_BYTES[main_format(problem.model, f)] for f in problem.weight_formats
+    )
     whose = "the model's" if problem.sharing == 1 else "one process's"
     what = f"{whose} weights take {format_bytes(weights)}"
     if problem.process_bytes:
@@ -471,7 +474,7 @@ def explain_infeasible(problem: Problem) -> str:
         if needed[tier] <= sizes[tier]
     ]
     # Where only one tier is allowed the caller does not offer formats either.
-    least_bytes = min(FORMAT_BYTES[name] for name in problem.weight_formats)
+    least_bytes = min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
     open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1 and FORMAT_BYTES[INT4] < least_bytes
     hint = "; --quantization int4 would need less" if open_choice else ""
     if changes:

@@ -460,7 +460,7 @@ class Executor:
             token_ids, positions = upload(b.packed.token_ids, self._device), b.positions
         if len(b.packed.pending_rows):
             self._tokens.fill(token_ids, b.packed.pending_rows, b.packed.pending_slots)
-        hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions)
+        hidden = layers.embed(self.config, self.weights.embeddings, token_ids, positions, self.weights.dtype)
         if self.links and b.on_host:
             waiting = self.activations.waiting(step.batch, len(hidden))
             hidden = self.links[1].copy(waiting, hidden) if on_device else waiting.copy_(hidden)

@@ -14,9 +14,19 @@ from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requ
 from rank_threads import make_parts_on_ranks
 from thorough import quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
-from tiny_models import FAMILIES, MIXTURES, MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import (
+    FAMILIES,
+    GGUF_FAMILIES,
+    MIXED_SIZES,
+    MIXTURES,
+    MODELS,
+    make_tiny_model,
+    make_tiny_tokenizer,
+    mixed_types,
+    write_tiny_gguf,
+)
 
-from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS
+from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT8, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
@@ -227,17 +237,22 @@ def expected_as_found(tmp_path_factory):
     """Format of matrices -> (path, prompts, tokens of its weights expanded, in memory, as far as these are clear)."""
     made = {}
 
-    def get(weight_format):
-        if weight_format not in made:
+    def get(weight_format, family="llama"):
+        if (weight_format, family) not in made:
             directory = tmp_path_factory.mktemp(weight_format)
             tokenizer = make_tiny_tokenizer(directory)
             sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}  # for two ranks too
             if weight_format in EXPERT_FORMATS:
                 sizes = {"intermediate_size": 128}
-            family = "gpt_oss" if weight_format in EXPERT_FORMATS else "llama"
-            model = make_tiny_model(family, directory, num_hidden_layers=2, **sizes)
+            elif weight_format == MIXED:
+                sizes = {"hidden_size": 256, "intermediate_size": 512, **MIXED_SIZES}
+            family = "gpt_oss" if weight_format in EXPERT_FORMATS else family
+            model = make_tiny_model(family, directory, **{"num_hidden_layers": 2} | sizes)
             path = directory
-            if weight_format in GGUF_FORMATS:
+            if weight_format == MIXED:
+                path = directory / "model.gguf"
+                write_tiny_gguf(model, path, tensor_type=mixed_types(family), tokenizer=tokenizer)
+            elif weight_format in GGUF_FORMATS:
                 path = directory / "model.gguf"
                 write_tiny_gguf(model, path, tensor_type=weight_format.upper(), tokenizer=tokenizer)
             elif weight_format in EXPERT_FORMATS:
@@ -248,8 +263,8 @@ def expected_as_found(tmp_path_factory):
             samples = samples_of(
                 make_parts(path, CPU, policy_of(path, "memory", DTYPE, "continuous", 1), path), prompts, logprobs=2
             )
-            made[weight_format] = path, prompts, [clear_tokens(sample) for sample in samples]
-        return made[weight_format]
+            made[weight_format, family] = path, prompts, [clear_tokens(sample) for sample in samples]
+        return made[weight_format, family]
 
     return get
 
@@ -258,8 +273,9 @@ _AS_FOUND = [
     (weight_format, tier)
     for weight_format in KEPT_FORMATS
     for tier in TIERS
-    if tier != "experts on demand" or weight_format in EXPERT_FORMATS
+    if weight_format != MIXED and (tier != "experts on demand" or weight_format in EXPERT_FORMATS)
 ]
+_IN_MIXTURES = [(f, tier) for f in GGUF_FAMILIES for tier in TIERS if tier != "experts on demand" or f in MIXTURES]
 
 
 @pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
@@ -268,6 +284,16 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
     for admission, num_batches in schedules("llama", tier):
         policy = policy_of(path, tier, DTYPE, admission, num_batches, weight_format)
+        found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
+        assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize(("family", "tier"), some_of(_IN_MIXTURES, 20, "mixed"))
+def test_each_matrix_in_its_own_format_gives_the_tokens_of_expanded_ones(family, tier, expected_as_found, stores):
+    path, prompts, wanted = expected_as_found(MIXED, family)
+    assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
+    for admission, num_batches in schedules(family, tier):
+        policy = policy_of(path, tier, DTYPE, admission, num_batches, MIXED)
         found = tokens_of(make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80), prompts)
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
@@ -340,7 +366,7 @@ _AS_FOUND_ON_RANKS = [
     (weight_format, tier)
     for weight_format in KEPT_FORMATS
     for tier in RANK_TIERS
-    if tier != "experts on demand" or weight_format in EXPERT_FORMATS
+    if weight_format != MIXED and (tier != "experts on demand" or weight_format in EXPERT_FORMATS)  # which ranks expand
 ]
 
 

@@ -52,6 +52,7 @@ WRITERS = {
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/files.py": "a download, which has a hash",
+    "models/gguf_tokenizer.py": "a copy for transformers, deleted at once",
     "models/tokenizer.py": "what transformers reads, kept by its version",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",

@@ -31,6 +31,7 @@ from batchgen.job.resolved import ResolvedJob
 from batchgen.job.what_if import what_if
 from batchgen.models.files import ModelFiles
 from batchgen.planner.explain import make_plan
+from batchgen.planner.memory import group_bytes
 from batchgen.planner.search import search
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
@@ -212,12 +213,12 @@ class TestLoading:
         assert loading_s(slow, SMALL, "float32", "gguf") == pytest.approx(SMALL.num_params * 4 / 1e8)
 
     def test_weights_as_found_are_read_as_they_are(self):
-        layers = SMALL.num_layers * SMALL.params_per_layer
-        rest = (SMALL.num_params - layers) * 2
+        layers = SMALL.num_layers * sum(group_bytes(SMALL, "float16", "q4_0").values())
+        rest = (SMALL.num_params - SMALL.layer_params) * 2
         box = cpu_box(gguf_load_bytes_per_s=1e8)
-        wanted = layers * 18 / 32 / 2e9 + rest / 1e8
+        wanted = layers / 2e9 + rest / 1e8
         assert loading_s(box, SMALL, "float16", "gguf", "q4_0") == pytest.approx(wanted)
-        assert loading_s(cpu_box(), SMALL, "float16", "store", "q4_0") == pytest.approx((layers * 18 / 32 + rest) / 2e9)
+        assert loading_s(cpu_box(), SMALL, "float16", "store", "q4_0") == pytest.approx((layers + rest) / 2e9)
 
     def test_a_gguf_on_a_slow_disk_has_fewer_bytes_to_be_read(self):
         box = cpu_box(gguf_load_bytes_per_s=4e9, disk_read_bytes_per_s=1e8)

@@ -17,7 +17,7 @@ from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert, find_or_convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.models.store_format import is_quantized
+from batchgen.models.layouts import is_quantized
 from batchgen.models.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
@@ -68,7 +68,7 @@ def test_rows_as_found_hold_the_expanded_numbers(tmp_path, weight_format, family
         for e in store.layers[1].extents.values()
         for k, v in load_extent(store.layers[1], e, torch.float32).items()
     }
-    for found in (open_checkpoint(f).load_packed_layer(1, torch.float32, weight_format) for f in (files, kept)):
+    for found in (open_checkpoint(f).load_packed("layer", 1, torch.float32, weight_format) for f in (files, kept)):
         assert found.keys() == expanded.keys() == from_store.keys()
         for name, numbers in expanded.items():
             assert torch.equal(from_store[name], numbers)
@@ -101,7 +101,7 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
         stored = [load_extent(file, extent, torch.bfloat16) for extent in file.extents.values()]
         from_store = {name: tensor for group in stored for name, tensor in group.items()}
         for f in (files, kept):
-            found = open_checkpoint(f).load_packed_layer(layer, torch.bfloat16, MXFP4_EXPERTS)
+            found = open_checkpoint(f).load_packed("layer", layer, torch.bfloat16, MXFP4_EXPERTS)
             assert found.keys() == expanded.keys() == from_store.keys()
             for name, numbers in expanded.items():
                 rows = found[name]
@@ -132,14 +132,6 @@ def test_what_none_means(tmp_path):
         resolve_quantization(files, "q4_0")
     plain = make_gguf(tmp_path / "plain", "F16")
     assert resolve_quantization(plain, "none") == "none"
-
-
-def test_a_mixture_of_formats_is_expanded(tmp_path):
-    files = make_gguf(tmp_path, "Q4_0")
-    # As large: only the type differs.
-    retyped(files.path, "blk.1.ffn_down.weight", gguf.GGMLQuantizationType.IQ4_NL)
-    assert resolve_quantization(files, "none") == "none"
-    assert open_checkpoint(files).load_layer(1, torch.float32)["down.weight"].isfinite().all()
 
 
 @pytest.mark.parametrize(("number", "named"), [(999, "unknown type 999"), (15, "unsupported type Q8_K")])
@@ -187,6 +179,7 @@ def test_the_engine_takes_them_as_they_are(tmp_path, monkeypatch, little_memory)
     assert found == kept and found[0] == "q4_0" and expanded[0] == "float32" and found[2] == expanded[2]
     config = read_config(files)
     matrices = config.num_layers * sum(r * c for group in config.layer_matrices.values() for r, c in group)
+    matrices += 2 * config.vocab_size * config.embed_size
     assert expanded[1] - found[1] == matrices * (4 - 18 / 32)
     monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.5)
     assert run(store.path) == expanded

@@ -13,12 +13,13 @@ import pytest
 import torch
 from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_models import FAMILIES, GGUF_FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint
-from batchgen.models.config import ARCHITECTURES, GGUF_ARCHITECTURES, ModelConfig
+from batchgen.models.config import ARCHITECTURES, ModelConfig
 from batchgen.models.files import read_config, resolve_model
+from batchgen.models.gguf_fields import GGUF_ARCHITECTURES
 from batchgen.models.headers import read_gguf_header
 
 VARIANTS = [
@@ -307,10 +308,14 @@ def gguf_reference(model, tensor_type: str):
     """The model with its matrices rounded as the GGUF rounds them."""
     kind = gguf.GGMLQuantizationType[tensor_type]
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                packed = gguf.quants.quantize(weight.numpy(), kind)
-                weight.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind)))
+        for name, weight in model.named_parameters():
+            router = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate."))
+            if weight.ndim < 2 or router or name.endswith("bias"):
+                continue
+            transposed = weight.ndim == 3 and model.config.model_type == "gpt_oss"
+            values = np.ascontiguousarray((weight.swapaxes(1, 2) if transposed else weight).numpy())
+            rounded = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind))
+            weight.copy_(rounded.swapaxes(1, 2) if transposed else rounded)
     return model
 
 
@@ -322,6 +327,10 @@ def gguf_reference(model, tensor_type: str):
         ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+        ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
+        ("gpt_oss", {}),
     ],
 )
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides, tensor_type):
@@ -332,7 +341,11 @@ def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, family, overrides
     assert_loads(path, gguf_reference(model, tensor_type))
 
 
-@pytest.mark.parametrize("family", [ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()])
+def test_every_architecture_of_ggufs_has_a_family_here():
+    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | {"mixtral"} == set(GGUF_FAMILIES)
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf_config_is_that_of_the_model(tmp_path, family):
     model = make_tiny_model(family, tmp_path)
     hf = read_config(resolve_model(str(tmp_path)))
@@ -416,6 +429,18 @@ def test_broken_ggufs_are_named(tmp_path):
             assert "\n" not in str(error)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+def test_a_missing_expert_tensor_is_named(tmp_path, family):
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(make_tiny_model(family, tmp_path), path)
+    data = path.read_bytes()
+    for part in ("ffn_gate_exps", "ffn_down_exps", "ffn_gate_inp"):
+        name = f"blk.1.{part}.weight"
+        other = name.replace("ffn", "xxx")
+        path.write_bytes(data.replace(name.encode(), other.encode(), 1))
+        assert f"no tensor {name}" in message_of(path)
+
+
 def test_gguf_rows_that_are_no_whole_blocks_are_refused(tmp_path):
     """They would be unpacked beyond their ends."""
     path = tmp_path / "model.gguf"
@@ -443,8 +468,8 @@ def test_unsupported_ggufs_are_refused_by_name(tmp_path):
     write("gemma3")
     message = message_of(path)
     assert all(word in message for word in (str(path), "gemma3", "llama", "qwen2", "qwen3"))
-    write("llama", expert_count=8)
-    assert "expert_count" in message_of(path)
+    write("qwen2", expert_count=8)
+    assert "with 8 experts (expert_count) is not supported" in message_of(path)
     write("llama", split=3)
     assert "llama-gguf-split" in message_of(path)
     write("llama")

@@ -18,7 +18,8 @@ from batchgen.engine.loader import choose_quantization
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
-from batchgen.models.store_format import is_quantized
+from batchgen.models.layouts import is_quantized
+from batchgen.models.quantization import read_scheme
 from batchgen.models.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.memory import group_bytes
@@ -95,7 +96,7 @@ def assert_same_model(files, plain, kept, tmp_path):
             for name in numbers:
                 assert torch.equal(model[name], numbers[name]), name
         if kept:
-            packed = checkpoint.load_packed_layer(layer, torch.float32, kept)
+            packed = checkpoint.load_packed("layer", layer, torch.float32, kept)
             for name, rows in packed.items():
                 if is_quantized(name, tuple(numbers[name].shape)):
                     assert rows.nbytes == numbers[name].numel() * FORMAT_BYTES[kept]
@@ -186,6 +187,41 @@ NOT_READ = {
     "W8A16 (pack-quantized, num_bits 8)": compressed("pack-quantized", FP8_FLOATS | {"type": "int"}),
     "W4A8 (pack-quantized, activations)": compressed("pack-quantized", {"num_bits": 4, "type": "int"}, {"num_bits": 8}),
     "strategy 'tensor_group'": compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor_group"}),
+    "bits must be a whole number, not '4'": gptq(32)[0] | {"bits": "4"},
+    "bits must be a whole number, not True": awq(32)[0] | {"bits": True},
+    "bits must be a whole number, not [4]": gptq(32)[0] | {"bits": [4]},
+    "group_size must be a whole number, not None": gptq(32)[0] | {"group_size": None},
+    "group_size must be a whole number, not '32'": awq(32)[0] | {"group_size": "32"},
+    "group_size must be a whole number, not [32]": pack_quantized([32], symmetric=True)[0],
+    "desc_act must be true or false, not 'false'": gptq(32)[0] | {"desc_act": "false"},
+    "is_marlin_format must be true or false, not 'no'": gptq(32)[0] | {"is_marlin_format": "no"},
+    "zero_point must be true or false, not 'True'": awq(32)[0] | {"zero_point": "True"},
+    "version '1'": awq(32)[0] | {"version": 1},
+    "checkpoint_format 'None'": gptq(32)[0] | {"checkpoint_format": None},
+    "symmetric must be true or false, not 'yes'": pack_quantized(32, symmetric="yes")[0],
+    "[rows, columns], not [True, 128]": {"quant_method": "fp8", "weight_block_size": [True, 128]},
+    "[rows, columns], not '128'": {"quant_method": "fp8", "weight_block_size": "128"},
+    "actorder must be one of": compressed(
+        "pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group",
+            "group_size": 32,
+            "actorder": ["group"],
+        },
+    ),
+    "num_bits '4'": compressed(
+        "pack-quantized", {"num_bits": "4", "type": "int", "strategy": "group", "group_size": 32}
+    ),
+    "config_groups must be an object, not ['group_0']": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": ["group_0"],
+    },
+    "quant_method ['gptq']": {"quant_method": ["gptq"], "bits": 4},
+    "quantization_config of config.json must be an object, not 'gptq'": "gptq",
+    "quantization_config of config.json must be an object, not []": [],
     "quant_method 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_4bit": True},
 }
 
@@ -197,6 +233,13 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, named):
     with pytest.raises(InputError) as caught:
         read_config(resolve_model(str(tmp_path / "model")))
     assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_orders_of_columns_have_two_names_each():
+    orders = {"group": True, "dynamic": True, "weight": False, "static": False, True: True, False: False, None: False}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    for stated, act_order in orders.items():
+        assert read_scheme(compressed("pack-quantized", weights | {"actorder": stated})).act_order is act_order
 
 
 UP = "model.layers.1.mlp.up_proj"
@@ -244,8 +287,8 @@ def test_what_does_not_fit_is_named(tmp_path, broken):
     save_file(tensors, files.path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError) as caught:
         checkpoint = open_checkpoint(files)
-        checkpoint.load_layer(1, torch.float32) if not checkpoint.weight_format else checkpoint.load_packed_layer(
-            1, torch.float32, checkpoint.weight_format
+        checkpoint.load_layer(1, torch.float32) if not checkpoint.weight_format else checkpoint.load_packed(
+            "layer", 1, torch.float32, checkpoint.weight_format
         )
     assert said in str(caught.value) and "\n" not in str(caught.value)
 

@@ -19,7 +19,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.importance import ChannelImportance, random_tokens
-from batchgen.models.store_format import is_quantized
+from batchgen.models.layouts import is_quantized
 from batchgen.models.weight_store import load_extent, open_store, read_extent, verify, views
 from batchgen.ops import int8
 from batchgen.ops.quant import dequantize, quantize

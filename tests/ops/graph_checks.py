@@ -101,7 +101,7 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     def counted(buffers, hidden):
         nonlocal replayed
         replayed += buffers.replay is not None
-        assert (buffers.slots[len(hidden) :] == graphs.NOT_STORED).all()
+        assert all((slots[len(hidden) :] == graphs.NOT_STORED).all() for slots in buffers.slots.values())
         if buffers.replay is not None:  # what an earlier sweep left must not matter
             buffers.hidden[len(hidden) :] = float("nan")
         return run(buffers, hidden)

@@ -12,6 +12,7 @@ from gguf_blocks import random_rows
 
 from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.ops import cpp as kernels
+from batchgen.ops import dispatch as ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IN_RUNS = ("avx512_bf16", "avx512_bf16_plain")  # sets that multiply codes with bf16
@@ -122,3 +123,44 @@ def test_panels_take_as_many_bytes(weight_format):
     packed = torch.from_numpy(random_rows(kind, 64, 2 * values, seed=3))
     panels = kernels.pack_blocks(kernels.BlockWeight(packed, weight_format), torch.float32)
     assert panels.data.nbytes == packed.nbytes == 64 * 2 * num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "relu", *kernels.GATED])
+def test_products_in_parts_are_those_of_the_whole(activation, dtype):
+    """Of a weight whose rows are in several formats; with a bias, into a result that is there."""
+    rows, depth, tokens = 64, 256, 5
+    kinds = ("q4_k", "q8_0") if activation in kernels.GATED else ("q4_k", "q6_k", "q8_0")
+    packed = [torch.from_numpy(random_rows(kind.upper(), rows, depth, seed=i)) for i, kind in enumerate(kinds)]
+    parts = [kernels.BlockWeight(data, kind) for data, kind in zip(packed, kinds, strict=True)]
+    numbers = [
+        kernels.unpack_blocks(k.upper(), p, torch.empty(rows, depth, dtype=dtype))
+        for p, k in zip(packed, kinds, strict=True)
+    ]
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, depth, generator=draw).to(dtype)
+    bias = torch.randn(rows * len(kinds), generator=draw).to(dtype)
+    whole = kernels.linear(x, torch.cat(numbers), bias, activation=activation)
+    residual = None if activation else torch.randn(tokens, rows * len(kinds), generator=draw).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for split in (ops.SplitWeight(tuple(parts)), ops.SplitWeight(tuple(ops.pack_blocks(p, dtype) for p in parts))):
+        assert split.shape == (rows * len(kinds), depth)
+        torch.testing.assert_close(
+            ops.linear(x, split, bias, activation=activation), whole, rtol=tolerance, atol=tolerance
+        )
+        out = torch.empty_like(whole)
+        assert ops.linear(x, split, bias, activation=activation, out=out) is out
+        torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
+        if residual is not None:
+            added = ops.linear(x, split, bias, residual=residual)
+            wanted = kernels.linear(x, torch.cat(numbers), bias, residual=residual)
+            torch.testing.assert_close(added, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table_in_blocks_are_looked_up(dtype):
+    packed = torch.from_numpy(random_rows("Q6_K", 40, 256, seed=3))
+    table = kernels.unpack_blocks("Q6_K", packed, torch.empty(40, 256, dtype=dtype))
+    ids = torch.tensor([7, 0, 39, 7])
+    assert torch.equal(ops.embedding(ids, kernels.BlockWeight(packed, "q6_k"), dtype), table[ids])
+    assert ops.embedding(ids[:0], kernels.BlockWeight(packed, "q6_k"), dtype).shape == (0, 256)

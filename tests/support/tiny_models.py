@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -212,19 +213,82 @@ def make_tiny_sentencepiece_tokenizer(path: Path):
     return hf
 
 
-def write_tiny_gguf(  # a line for each key and each name of the format
-    model, path: Path, *, tensor_type: str = "F32", tokenizer=None, rope_freqs=None
-) -> None:
-    """A llama, qwen2 or qwen3 model as llama.cpp's converter would write it.
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+_GGUF_ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn": "attn_sinks",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
 
-    tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices; one that the gguf package cannot quantise to has random
-    numbers. Vectors stay F32. tokenizer: a byte-level one to carry along. rope_freqs: values for `rope_freqs.weight`.
+
+def as_q4_k_m(num_layers: int) -> Callable[[str], str]:
+    """The type of each matrix of a GGUF as llama.cpp's quantizer chooses them for Q4_K_M."""
+
+    def kind(name: str) -> str:
+        if name == "output.weight":
+            return "Q6_K"
+        if name.startswith("blk.") and any(part in name for part in ("attn_v", "ffn_down")):
+            layer, eighth = int(name.split(".")[1]), num_layers // 8
+            more = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+            return "Q6_K" if more else "Q4_K"
+        return "Q4_K"
+
+    return kind
+
+
+# Rows of whole blocks of any format in every family of `GGUF_FAMILIES`.
+MIXED_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def mixed_types(family: str) -> Callable[[str], str]:
+    """The types of a GGUF's matrices: as of Q4_K_M, or mostly Q4_0 with others between; in some families parts of gate_up differ."""
+    if family in ("llama", "mixtral", "gpt_oss"):
+        return as_q4_k_m(2)
+    kinds = {
+        "output.weight": "Q6_K", "token_embd.weight": "Q8_0", "blk.1.attn_v.weight": "Q5_1", "blk.0.attn_output.weight": "F16",
+    }  # fmt: skip
+    if family in ("qwen2", "qwen3_moe"):
+        kinds |= {"blk.0.ffn_gate.weight": "Q8_0", "blk.1.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_k.weight": "BF16"}
+    return lambda name: kinds.get(name, "Q4_0")
+
+
+def write_tiny_gguf(  # a line for each key and each name of the format
+    model, path: Path, *, tensor_type: str | Callable[[str], str] = "F32", tokenizer=None, rope_freqs=None
+) -> None:
+    """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it.
+
+    tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf package
+    cannot quantise to has random numbers. Vectors and routers stay F32. tokenizer: a byte-level one to carry along. rope_freqs:
+    values for `rope_freqs.weight`.
     """
     import gguf
     import numpy as np
     from gguf_blocks import random_rows
 
-    config, arch = model.config, model.config.model_type
+    config, family = model.config, model.config.model_type
+    arch = _GGUF_ARCHITECTURES.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -237,53 +301,83 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if family in _GGUF_ARCHITECTURES:
+        _write_mixture(writer, config, family)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
-    kind = gguf.GGMLQuantizationType[tensor_type]
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    for full_name, tensor in model.state_dict().items():
-        stem, suffix = full_name.rsplit(".", 1)
-        if stem == "lm_head" and config.tie_word_embeddings:
-            continue
-        parts = stem.split(".")
-        if parts[1:2] == ["layers"]:
-            name = f"blk.{parts[2]}.{names['.'.join(parts[3:])]}.{suffix}"
-        else:
-            name = f"{names[stem]}.{suffix}"
-        values = tensor.float().numpy()
-        if arch == "llama" and parts[-1] in ("q_proj", "k_proj"):
+    for name, values in _gguf_tensors(model, family):
+        if arch == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if values.ndim == 1 or tensor_type == "F32":
+        own = tensor_type if isinstance(tensor_type, str) else tensor_type(name)
+        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
+        if is_vector or own == "F32":
             writer.add_tensor(name, values)
-        else:
-            try:
-                packed = gguf.quants.quantize(values, kind)
-            except NotImplementedError:  # the package does not pack these
-                packed = random_rows(tensor_type, *values.shape, seed=len(writer.tensors[-1]))
-            writer.add_tensor(name, packed, raw_dtype=kind)
+            continue
+        kind = gguf.GGMLQuantizationType[own]
+        try:
+            packed = gguf.quants.quantize(values, kind)
+        except NotImplementedError:  # the package does not pack these
+            rows = values.reshape(-1, values.shape[-1])
+            packed = random_rows(own, *rows.shape, seed=len(writer.tensors[-1])).reshape(*values.shape[:-1], -1)
+        writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write_mixture(writer, config, family: str) -> None:
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if family == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+        import gguf
+
+        rope = config.rope_parameters
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _gguf_tensors(model, family: str):
+    """Names in a GGUF, and values fp32; experts of a layer together."""
+    import numpy as np
+
+    names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if family == "gpt_oss" else {})
+    for full_name, tensor in model.state_dict().items():
+        stem, suffix = full_name.rsplit(".", 1)
+        if stem == "lm_head" and model.config.tie_word_embeddings:
+            continue
+        parts = stem.split(".")
+        values = tensor.float().numpy()
+        if parts[1:2] != ["layers"]:
+            yield f"{names[stem]}.{suffix}", values
+            continue
+        layer, own = parts[2], ".".join(parts[3:])
+        if parts[-1] != "experts":
+            found = values[0] if own == "mlp.shared_expert_gate" else values  # which the converter squeezes
+            yield f"blk.{layer}.{names[own]}.{'weight' if suffix == 'sinks' else suffix}", found
+            continue
+        kind = "bias" if suffix.endswith("_bias") else "weight"
+        if family == "gpt_oss" and kind == "weight":  # [experts, in, out]
+            values = values.swapaxes(1, 2)
+        if "down" in suffix:
+            yield f"blk.{layer}.ffn_down_exps.{kind}", np.ascontiguousarray(values)
+            continue
+        half = values.shape[1] // 2
+        gate, up = (values[:, ::2], values[:, 1::2]) if family == "gpt_oss" else (values[:, :half], values[:, half:])
+        yield f"blk.{layer}.ffn_gate_exps.{kind}", np.ascontiguousarray(gate)
+        yield f"blk.{layer}.ffn_up_exps.{kind}", np.ascontiguousarray(up)
 
 
 def _write_tokenizer(writer, hf) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.models.experts import MATRICES
+from batchgen.models.experts import is_of_experts
 from batchgen.models.store_format import Extent, StoredTensor, StoreFile
 
 Piece = tuple[int, int, int]  # offset in the file; first byte in the buffer, and the one after the last
@@ -64,7 +64,7 @@ class ExpertReads:
             (stretch.place_of(tensor.offset), tensor.num_bytes)
             for stretch in self._stretches
             for tensor in stretch.tensors
-            if tensor.name not in MATRICES
+            if not is_of_experts(tensor.name)
         ]
         return self._not_held(wanted)
 
@@ -74,7 +74,7 @@ class ExpertReads:
             (stretch.place_of(tensor.offset) + expert * size, size)
             for stretch in self._stretches
             for tensor in stretch.tensors
-            if tensor.name in MATRICES
+            if is_of_experts(tensor.name)
             for size in (tensor.num_bytes // self._num_experts,)
             for expert in experts
         ]

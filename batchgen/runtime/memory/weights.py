@@ -2,29 +2,31 @@
 
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
-computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits, and rows of a GGUF, are multiplied as
-they are.
+computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits, and rows of blocks, are multiplied as
+they are, each in the format that it was found in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.dtypes import INT4, INT8, KEPT_FORMATS, PACKED_FORMATS, block_format, matrix_format, weight_row_bytes
+from batchgen.core.dtypes import INT4, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
-from batchgen.models.checkpoint import Checkpoint, layer_layout, tensor_shapes
+from batchgen.models.as_weights import as_weights
+from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
-from batchgen.models.store_format import is_quantized, layer_groups
+from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
+from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
@@ -34,7 +36,6 @@ from batchgen.runtime.memory.transfers import as_buffer
 from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS
 
 Tensors = dict[str, ops.Weight]
-_Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 OUTPUT_MATRIX = "lm_head.weight"
 _SINKS = "sinks.weight"
@@ -65,8 +66,8 @@ class Weights:
             config: The model's.
             residency: Where each tensor is.
             dtype: To compute in.
-            checkpoint: Where resident weights come from, read layer by layer, so that memory peaks about one layer above the
-                result.
+            checkpoint: Where resident weights come from, read layer by layer, and given back matrix by matrix, so that memory
+                peaks about one matrix above the result.
             store: Of `residency.weight_format`; needed for weights of int4 and what is on disk, and used for all if given.
             tiers: Their memories; None: the host's.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
@@ -86,6 +87,7 @@ class Weights:
         # Of each tensor of a layer with experts, and of one without.
         kinds = {config.has_experts(j): j for j in range(config.num_layers)}
         self._shapes = {kind: tensor_shapes(layer_layout(config, j)) for kind, j in kinds.items()}
+        self._stored_as = [self._as_stored("layer", j) for j in range(config.num_layers)]
         self._sinks: dict[
             str, Tensor
         ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
@@ -120,7 +122,8 @@ class Weights:
     def layer(self, layer: int, slot: int | None = None) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there. slot: None: all of them are resident."""
         if (layer, slot) not in self._layers:  # buffers stay where they are
-            tensors = {**self._resident[layer], **self._slot_views(layer, slot)}
+            brought = as_weights(self._stored_as[layer], self._slot_views(layer, slot))
+            tensors = {**self._resident[layer], **brought}
             if self._dequantized:
                 tensors |= self._dequantized_views(layer)
             split = split_experts(self.config, tensors, layer)
@@ -174,7 +177,9 @@ class Weights:
 
     def load_head(self, chunk: int, slot: int) -> None:
         """A chunk of the output matrix to the accelerator."""
-        rows = self._output_matrix()[chunk * self._chunk_rows : (chunk + 1) * self._chunk_rows]
+        matrix = self._output_matrix()
+        data = matrix if isinstance(matrix, Tensor) else matrix.data
+        rows = data[chunk * self._chunk_rows : (chunk + 1) * self._chunk_rows]
         self._h2d.copy(self._head_slots[slot][: len(rows)], rows)
 
     def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
@@ -184,7 +189,8 @@ class Weights:
             return 0, self._bound(self._output_matrix(), whole)
         start = chunk * self._chunk_rows
         stop = min(start + self._chunk_rows, self.config.vocab_size)
-        return start, self._bound(self._head_slots[slot][: max(0, stop - start)], whole)
+        rows, matrix = self._head_slots[slot][: max(0, stop - start)], self._output_matrix()
+        return start, self._bound(replace(matrix, data=rows) if isinstance(matrix, ops.BlockWeight) else rows, whole)
 
     def sinks(self, layer: int, device: torch.device) -> Tensor | None:
         """Fp32 [heads] of a layer's attention, in memory of the host or of the compute device; None: the model has none."""
@@ -202,43 +208,38 @@ class Weights:
     def _load_layer(self, layer: int) -> None:
         tiers = self.residency.layers[layer]
         kept = {group: tier for group, tier in tiers.items() if tier != "disk"}
-        groups: dict[str, Tensors] = {}
-        if self._store is not None:
-            file = self._store.layers[self.config.first_layer + layer]
-            groups = {group: read_extent(file, file.extents[group]) for group in kept}
-        elif kept:
-            stored_format, of_model = self.residency.weight_format, self.config.first_layer + layer
-            if stored_format in PACKED_FORMATS:
-                tensors = self._checkpoint.load_packed_layer(of_model, self.dtype, stored_format)
-            else:
-                tensors = self._checkpoint.load_layer(of_model, self.dtype)
-            names = layer_groups({name: tuple(t.shape) for name, t in tensors.items()})
-            groups = {group: {name: tensors[name] for name in names[group]} for group in kept}
+        groups = self._read_groups(layer, kept)
         resident: Tensors = {}
         on_host: Tensors = {}
-        for group, tensors in groups.items():
-            tensors = self.arenas[kept[group]].keep(tensors, "the weights")
-            if kept[group] == self._compute_tier:
-                resident |= self._packed(tensors, layer)
+        for group, tier in kept.items():
+            tensors = self.arenas[tier].keep(groups.pop(group), "the weights")
+            if tier == self._compute_tier:
+                weights = as_weights(self._stored_as[layer], tensors)
+                tensors.clear()
+                resident |= self._packed(weights, layer)
             else:
                 on_host |= tensors
         self._resident.append(resident)
         self._on_host.append(on_host)
 
-    def _stored(self, shapes: Mapping[str, tuple[int, ...]]) -> _Shapes:
-        """Each tensor of a layer as it is stored."""
+    def _read_groups(self, layer: int, groups: Collection[str]) -> dict[str, Tensors]:
+        """Some groups of a layer's tensors as they are stored, by group."""
+        of_model = self.config.first_layer + layer
+        if self._store is not None:
+            file = self._store.layers[of_model]
+            return {group: read_extent(file, file.extents[group]) for group in groups}
+        if not groups:
+            return {}
         stored_format = self.residency.weight_format
-        if stored_format not in PACKED_FORMATS:
-            return {name: (shape, self.dtype) for name, shape in shapes.items()}
-        packed, dtype = torch.int8 if stored_format == INT8 else torch.uint8, str(self.dtype).removeprefix("torch.")
-        stored: _Shapes = {}
-        for name, shape in shapes.items():
-            own = matrix_format(stored_format, name.removesuffix(".weight"), dtype)
-            if is_quantized(name, shape) and own in PACKED_FORMATS:
-                stored[name] = (shape[0], weight_row_bytes(shape[1], own)), packed
-            else:
-                stored[name] = shape, self.dtype
-        return stored
+        if stored_format in PACKED_FORMATS:
+            tensors = self._checkpoint.load_packed("layer", of_model, self.dtype, stored_format)
+        else:
+            tensors = self._checkpoint.load_layer(of_model, self.dtype)
+        return {group: own for group, own in layer_groups(tensors).items() if group in groups}
+
+    def _as_stored(self, which: str, layer: int) -> dict[str, Stored]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return stored_tensors(self.config, which, layer, dtype, self.residency.weight_format)
 
     def _make_slots(self) -> None:
         """Buffers of an accelerator for all groups that any layer has elsewhere: of each tensor for the largest that a layer has."""
@@ -246,13 +247,15 @@ class Weights:
         away = {g for groups in self.residency.layers for g, tier in groups.items() if tier != self._compute_tier}
         if self._h2d is None or not away:
             return
-        largest: _Shapes = {}
-        for shapes in map(self._stored, self._shapes.values()):
-            groups = layer_groups({name: shape for name, (shape, _) in shapes.items()})
-            _keep_larger(largest, {name: shapes[name] for group in groups if group in away for name in groups[group]})
+        largest: dict[str, int] = {}  # bytes
+        for stored in self._stored_as:
+            of_groups = layer_groups(stored)
+            for name, tensor in ((n, t) for group in of_groups if group in away for n, t in of_groups[group].items()):
+                largest[name] = max(tensor.num_bytes, largest.get(name, 0))
         for _ in range(WEIGHT_SLOTS):
+            arena = self.arenas["gpu"]
             self._slots.append(
-                {n: self.arenas["gpu"].empty(*shape, "weights in transit") for n, shape in largest.items()}
+                {name: arena.empty((size,), torch.uint8, "weights in transit") for name, size in largest.items()}
             )
 
     def _make_disk_buffers(self) -> None:
@@ -291,11 +294,12 @@ class Weights:
             raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
 
     def _dequantized_buffers(self) -> Tensors:
-        largest: _Shapes = {}
+        largest: dict[str, tuple[int, ...]] = {}
         for shapes in self._shapes.values():
-            _keep_larger(largest, {n: (shape, self.dtype) for n, shape in shapes.items() if is_quantized(n, shape)})
+            for name, shape in ((n, s) for n, s in shapes.items() if is_quantized(n, s)):
+                largest[name] = max(shape, largest.get(name, shape), key=math.prod)
         arena = self.arenas[self._compute_tier]
-        return {n: arena.empty(*shape, "expanded weights") for n, shape in largest.items()}
+        return {name: arena.empty(shape, self.dtype, "expanded weights") for name, shape in largest.items()}
 
     def _load_ends(self, device: torch.device) -> tuple[Tensors, Tensors]:
         """Embeddings and head; the head's slots where it comes over in chunks."""
@@ -315,19 +319,23 @@ class Weights:
         self._head_slots: list[Tensor] = []
         self._chunk_rows = -(-self.config.vocab_size // VOCABULARY_CHUNKS)
         if self._h2d is not None and self.residency.head != "gpu" and config.has_head:
-            shape = (self._chunk_rows, self.config.embed_size)
+            matrix = embeddings["embed.weight"] if config.tied_embeddings else head[OUTPUT_MATRIX]
+            shape = (self._chunk_rows, matrix.shape[1])
             self._head_slots = [
-                self.arenas["gpu"].empty(shape, self.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
+                self.arenas["gpu"].empty(shape, matrix.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
             ]
-        return embeddings, head
+        return as_weights(self._as_stored("embeddings", 0), embeddings), as_weights(self._as_stored("head", 0), head)
 
     def _load_embeddings(self) -> Tensors:
-        if self._store is None:
-            return self._checkpoint.load_embeddings(self.dtype)
-        return _whole(self._store.embeddings)
+        return self._load_end("embeddings") if self._store is None else _whole(self._store.embeddings)
 
     def _load_head(self) -> Tensors:
-        return self._checkpoint.load_head(self.dtype) if self._store is None else _whole(self._store.head)
+        return self._load_end("head") if self._store is None else _whole(self._store.head)
+
+    def _load_end(self, which: str) -> Tensors:
+        if self.residency.weight_format in KEPT_FORMATS:
+            return self._checkpoint.load_packed(which, 0, self.dtype, self.residency.weight_format)
+        return self._checkpoint.load(which, 0, self.dtype)
 
     def _load_sinks(self) -> Tensors:
         """Of a stage of a pipeline that does not make logits."""
@@ -349,9 +357,8 @@ class Weights:
 
     def _slot_tensors(self, layer: int, slot: int) -> dict[str, Tensor]:
         """Where an accelerator gets what a layer has elsewhere."""
-        shapes = self._stored(self._shapes[self.config.has_experts(layer)])
         names = [*self._on_host[layer], *self._disk_names(layer)]
-        return {name: _first_of(self._slots[slot][name], shapes[name][0]) for name in names}
+        return {name: _in_buffer(self._slots[slot][name], self._stored_as[layer][name]) for name in names}
 
     def _dequantized_views(self, layer: int) -> dict[str, Tensor]:
         buffers = self._dequantized[layer % len(self._dequantized)]
@@ -379,32 +386,30 @@ class Weights:
     def _packed(self, tensors: Tensors, layer: int | None = None) -> Tensors:
         """With matrices as products read them fastest; those of int4 are left as they are. layer: that they are of, if any.
 
-        Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
+        Takes them out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
         """
         if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
-            tensors = split_experts(self.config, tensors, layer)
-        return {name: self._packed_weight(name, tensor) for name, tensor in tensors.items()}
+            split = split_experts(self.config, tensors, layer)
+            tensors.clear()
+            tensors = split
+        return {name: self._packed_weight(name, tensors.pop(name)) for name in list(tensors)}
 
-    def _packed_weight(self, name: str, tensor: Tensor) -> ops.Weight:
-        if self._is_in_blocks(tensor):
-            return ops.pack_blocks(self._in_blocks(tensor), self.dtype, gated=is_gated(name))
-        if not _is_matrix(tensor):
-            return tensor.clone() if tensor.ndim == 1 else tensor
-        return ops.pack_weight(tensor, gated=is_gated(name), isa=self._isa(tensor.shape, tensor.dtype))
-
-    def _is_in_blocks(self, weight: ops.Weight) -> bool:
-        """Whether it is rows of blocks."""
-        kept = self.residency.weight_format in KEPT_FORMATS
-        return kept and isinstance(weight, Tensor) and weight.dtype == torch.uint8
-
-    def _in_blocks(self, rows: Tensor) -> ops.BlockWeight:
-        found = ops.BlockWeight(rows, block_format(self.residency.weight_format))
-        return replace(found, isa=self._kernels.blocks_isa(*found.shape, str(self.dtype).removeprefix("torch.")))
+    def _packed_weight(self, name: str, weight: ops.Weight) -> ops.Weight:
+        if isinstance(weight, ops.SplitWeight):  # of which none is gated by itself
+            return ops.SplitWeight(tuple(self._packed_weight("", part) for part in weight.parts))
+        if isinstance(weight, ops.BlockWeight):
+            return ops.pack_blocks(self._bound(weight), self.dtype, gated=is_gated(name))
+        if not _is_matrix(weight):
+            return weight.clone() if weight.ndim == 1 else weight
+        return ops.pack_weight(weight, gated=is_gated(name), isa=self._isa(weight.shape, weight.dtype))
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""
-        if self._is_in_blocks(weight):
-            return self._in_blocks(weight)
+        if isinstance(weight, ops.SplitWeight):
+            return ops.SplitWeight(tuple(map(self._bound, weight.parts)))
+        if isinstance(weight, ops.BlockWeight):
+            dtype = str(self.dtype).removeprefix("torch.")
+            return replace(weight, isa=self._kernels.blocks_isa(*(shape or weight.shape), dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
     def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
@@ -437,11 +442,10 @@ def _is_matrix(weight: ops.Weight) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2 and weight.dtype != torch.uint8
 
 
-def _keep_larger(shapes: _Shapes, others: _Shapes) -> None:
-    """Of tensors of the same name the shape with more numbers."""
-    for name, (shape, dtype) in others.items():
-        if name not in shapes or math.prod(shape) > math.prod(shapes[name][0]):
-            shapes[name] = shape, dtype
+def _in_buffer(buffer: Tensor, stored: Stored) -> Tensor:
+    """A tensor as it is stored, in the first bytes of a buffer."""
+    kind = torch.int8 if stored.dtype == INT8 else torch.uint8 if stored.is_packed else getattr(torch, stored.dtype)
+    return buffer[: stored.num_bytes].view(kind).view(stored.stored_shape)
 
 
 def _first_of(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:

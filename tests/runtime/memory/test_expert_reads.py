@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.core.direct_io import ALIGNMENT
+from batchgen.models.layouts import Stored
 from batchgen.models.store_format import lay_out
 from batchgen.runtime.memory.expert_reads import ExpertReads, Stretch
 
@@ -17,7 +18,8 @@ def stretches_of(num_experts, hidden, inner, on_disk):
         "up": {"gate_up.weight": (num_experts * 2 * inner, hidden), "router.weight": (num_experts, hidden)},
         "down": {"down.weight": (num_experts * hidden, inner), "shared_down.weight": (hidden, 7)},
     }
-    file = lay_out(Path("layer"), groups, "bfloat16", "bfloat16")[0]
+    stored = {g: {name: Stored(shape, "bfloat16") for name, shape in own.items()} for g, own in groups.items()}
+    file = lay_out(Path("layer"), stored, "bfloat16")[0]
     found = []
     for together in on_disk:
         found.append(Stretch(file, together, found[-1].stop if found else 0))

@@ -1,0 +1,26 @@
+"""From tensors as they are stored to what linear layers take: rows of blocks, and matrices whose parts are in different formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from batchgen.core.dtypes import BLOCK_FORMATS
+from batchgen.models.layouts import Stored
+from batchgen.ops import dispatch as ops
+
+
+def as_weights(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> dict[str, ops.Weight]:
+    """Tensors of a layer, or of those before and after, under the names that the model's layers use.
+
+    stored: how each is stored. "qkv.q.weight", "qkv.k.weight" and "qkv.v.weight" become one "qkv.weight", in this order.
+    """
+    parts: dict[str, list[ops.Weight]] = {}
+    for name, tensor in tensors.items():
+        kind = stored[name].dtype
+        stem, suffix = name.split(".")[0], name.rsplit(".", 1)[1]
+        parts.setdefault(f"{stem}.{suffix}", []).append(
+            ops.BlockWeight(tensor, kind) if kind in BLOCK_FORMATS else tensor
+        )
+    return {name: own[0] if len(own) == 1 else ops.SplitWeight(tuple(own)) for name, own in parts.items()}

@@ -1,0 +1,122 @@
+"""A GGUF's tensors: where each part of a model lies in the file, and its numbers or its rows as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from batchgen.core.errors import InputError
+from batchgen.models import reading
+from batchgen.models.config import ModelConfig
+from batchgen.models.gguf_fields import gguf_name
+from batchgen.models.headers import TensorInfo
+from batchgen.models.reading import read_ahead, read_by_threads, read_into
+from batchgen.ops import cpp as kernels
+
+Get = Callable[[str], TensorInfo]
+
+
+def find(config: ModelConfig, get: Get, part: str, layer: int) -> tuple[str, TensorInfo]:
+    """The name of a part's tensor, and where it lies; of an expert, its part of the tensor that has all of them.
+
+    get: gives a tensor by name. Raises InputError.
+    """
+    name, expert = gguf_name(config, part, layer)
+    info = get(name)
+    if expert is None:
+        return name, info
+    if not info.shape or info.shape[0] != config.num_experts:
+        raise InputError(
+            f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {config.num_experts} experts first"
+        )
+    size = info.num_bytes // config.num_experts
+    return name, replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+
+
+def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
+    """Begin to bring a layer's tensors into memory; they lie one behind the other. Nothing where there is no such layer."""
+    own = [info for name, info in tensors.items() if name.startswith(f"blk.{layer}.")]
+    if own:
+        start, stop = min(info.offset for info in own), max(info.offset + info.num_bytes for info in own)
+        if stop - start <= 2 * sum(info.num_bytes for info in own):  # of files that are written in another order
+            read_ahead(own[0].path, start, stop)
+
+
+def check(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    """Raise InputError unless a tensor has this shape and a type that can be read."""
+    where = f"tensor {name} in {info.path}"
+    if _without_ones(info.shape) != _without_ones(shape):
+        raise InputError(f"{where} is {list(info.shape)}, its config asks for {list(shape)}")
+    if info.dtype not in kernels.GGUF_TYPES and not _gguf_package_reads(info.dtype):
+        raise InputError(f"{where} has the unsupported type {info.dtype}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """GGUFs do not tell a row from a matrix of one row."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def fill(config: ModelConfig, name: str, info: TensorInfo, part: str, out: Tensor) -> None:
+    """Dequantize whole rows, or where `out` has bytes take them as they are."""
+    # llama.cpp's converter reorders the rows of q and k within each head, of the llama architecture only.
+    permuted = config.family in ("llama", "mixtral") and part.split(".")[0] in ("q", "k")
+    _fill(name, info, config.head_dim if permuted else None, out)
+
+
+def _fill(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:
+    """Of a permuted tensor, whole heads: one holds its two halves' rows in turn: 0, d/2, 1, d/2 + 1, ..."""
+    if out.dtype == torch.uint8:
+        read_by_threads(name, info, memoryview(out.view(-1).numpy()))
+        if permuted_head_dim:
+            out.copy_(_halves_apart(out, permuted_head_dim))
+        return
+    unit = permuted_head_dim or 1
+    rows = out.view(-1, out.shape[-1] if out.ndim > 1 or not permuted_head_dim else 1)
+    row_bytes = info.num_bytes // len(rows)
+    if row_bytes * len(rows) != info.num_bytes:
+        raise InputError(
+            f"tensor {name} in {info.path} has {info.dtype} blocks across its rows, which is not supported"
+        )
+    count = max(1, reading.CHUNK_VALUES // max(1, rows.shape[1]) // unit) * unit
+    buffer = torch.empty(min(count, len(rows)), row_bytes, dtype=torch.uint8)
+    start = 0
+    for piece in rows.split(count):
+        packed = buffer[: len(piece)]
+        read_into(name, info, start, memoryview(packed.view(-1).numpy()))
+        if info.dtype in kernels.GGUF_TYPES:
+            kernels.unpack_blocks(info.dtype, packed, piece, permuted_head_dim or 0)
+        else:
+            _unpack_by_gguf(info, packed, permuted_head_dim, piece)
+        start += packed.nbytes
+
+
+@lru_cache
+def _gguf_package_reads(kind: str) -> bool:
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    number = GGMLQuantizationType[kind]
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _unpack_by_gguf(info: TensorInfo, packed: Tensor, permuted_head_dim: int | None, out: Tensor) -> None:
+    """What the kernels do not know, by the gguf package."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values = torch.from_numpy(dequantize(packed.numpy(), GGMLQuantizationType[info.dtype])).view(out.shape)
+    out.copy_(_halves_apart(values, permuted_head_dim) if permuted_head_dim else values)
+
+
+def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads, each half's one after the other; a copy."""
+    return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,263 @@
+"""What tensors a model has, of which parts each is made, and what each is stored in. No torch here.
+
+Query, key and value are fused into `qkv`, gate and up into `gate_up`, stacked by rows; experts stand one after the other in the rows.
+Where parts of a fused matrix were found in different formats, there is a tensor for each of them: "qkv.q.weight" and so on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from batchgen.core.dtypes import (
+    FORMAT_BYTES,
+    KEPT_FORMATS,
+    MIXED,
+    PACKED_FORMATS,
+    block_format,
+    matrix_format,
+    weight_row_bytes,
+)
+from batchgen.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+# name of a tensor -> the parts stacked in its rows, each with its shape
+Layout = dict[str, tuple[tuple[str, Shape], ...]]
+
+_OF_EXPERT = re.compile(r"experts\.\d+\.")
+
+
+def embedding_layout(config: ModelConfig) -> Layout:
+    """Tensors before the first layer."""
+    layout = _linear("embed", {"embed": config.vocab_size}, config.embed_size, bias=False)
+    if config.rope is None:
+        rows = config.max_position + config.position_offset
+        layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
+    if config.embed_size != config.hidden_size:
+        layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
+    return layout
+
+
+def layer_layout(config: ModelConfig, layer: int, *, by_expert: bool = False) -> Layout:
+    """Tensors of a layer. by_expert: parts are those of one expert each, whatever the family's own files have, as in a GGUF."""
+    hidden, dim = config.hidden_size, config.head_dim
+    inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
+    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    gate_up = {"gate": inner, "up": inner}
+    if config.family == "phi3":  # whose files have them fused
+        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
+    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
+    if config.qk_norm:
+        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
+    layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+    if config.output_norms:
+        layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
+    layout |= _norm(config, "post_norm")
+    if config.has_experts(layer):
+        return layout | _experts_layout(config, by_expert)
+    if config.gated_mlp:
+        layout |= _linear("gate_up", gate_up, hidden, config.mlp_bias)
+    else:
+        layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
+    return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
+
+
+def _experts_layout(config: ModelConfig, by_expert: bool) -> Layout:
+    """A router, the experts' matrices one after the other in the rows, and those of the expert that all tokens share."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
+    layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
+    biased = config.family == "gpt_oss"
+    if biased and not by_expert:
+        return layout | _fused_experts_layout(config)
+    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
+    layout |= _linear("gate_up", gate_up, hidden, bias=biased)
+    layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
+    if shared := config.shared_expert_size:
+        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
+        layout |= _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
+        layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
+    return layout
+
+
+def _fused_experts_layout(config: ModelConfig) -> Layout:
+    """As gpt-oss's own files have them (`fused_experts.py`): all experts of a layer in one part."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    return {
+        "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
+        "gate_up.bias": (("experts.gate_up_proj_bias", (experts * 2 * inner,)),),
+        "down.weight": (("experts.down_proj", (experts * hidden, inner)),),
+        "down.bias": (("experts.down_proj_bias", (experts * hidden,)),),
+    }
+
+
+def head_layout(config: ModelConfig) -> Layout:
+    """Tensors after the last layer."""
+    layout = _norm(config, "final_norm") if config.final_norm else {}
+    if config.embed_size != config.hidden_size:
+        layout |= _linear("head_proj", {"head_proj": config.embed_size}, config.hidden_size, bias=False)
+    if config.sinks:
+        parts = ((f"attention.{layer}.sinks", (config.num_heads,)) for layer in range(config.num_layers))
+        layout["sinks.weight"] = tuple(parts)
+    if not config.tied_embeddings:
+        layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
+    return layout
+
+
+def _linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> Layout:
+    layout: Layout = {f"{name}.weight": tuple((f"{part}.weight", (n, columns)) for part, n in rows.items())}
+    if bias:
+        layout[f"{name}.bias"] = tuple((f"{part}.bias", (n,)) for part, n in rows.items())
+    return layout
+
+
+def _norm(config: ModelConfig, name: str) -> Layout:
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
+
+
+def tensor_shapes(layout: Layout) -> dict[str, Shape]:
+    """The shape of each tensor, its parts stacked."""
+    return {name: (sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for name, parts in layout.items()}
+
+
+def layout_of(config: ModelConfig, which: str, layer: int, *, by_expert: bool = False) -> Layout:
+    """The layout of "embeddings", "layer", "head", or of the attention's "sinks" alone. by_expert: as of `layer_layout`."""
+    if which == "layer":
+        return layer_layout(config, layer, by_expert=by_expert)
+    if which == "embeddings":
+        return embedding_layout(config)
+    head = head_layout(config)
+    return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
+
+
+# What they are stored in.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a tensor is stored. shape: of its numbers. dtype: a dtype to compute in, "int4", "int8" or one of `BLOCK_FORMATS`."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has rows of bytes, and not numbers."""
+        return self.dtype in PACKED_FORMATS
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Of packed rows, that of their bytes."""
+        return (self.shape[0], weight_row_bytes(self.shape[1], self.dtype)) if self.is_packed else self.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.stored_shape) * (1 if self.is_packed else int(FORMAT_BYTES[self.dtype]))
+
+
+def is_quantized(name: str, shape: Shape) -> bool:
+    """Whether a layer's tensor is one of those that formats of few bits are for: matrices, but for what chooses and weighs experts."""
+    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
+
+
+def role(part: str) -> str:
+    """What a part of a matrix is, be it a layer's or an expert's: "experts.3.gate.weight" is a "gate"."""
+    return _OF_EXPERT.sub("", part).rsplit(".", 1)[0]
+
+
+def packed_layout(
+    config: ModelConfig, which: str, layer: int, weight_format: str, *, by_expert: bool = False
+) -> Layout:
+    """As `layout_of`, with a tensor for each role where the parts of a matrix are in different formats."""
+    layout = layout_of(config, which, layer, by_expert=by_expert)
+    if which != "layer" or weight_format != MIXED:
+        return layout
+    formats = dict(config.layer_formats[layer])
+    found: Layout = {}
+    for name, parts in layout.items():
+        roles = dict.fromkeys(role(part) for part, _ in parts)
+        if not is_quantized(name, parts[0][1]) or len({formats.get(r) for r in roles}) == 1:
+            found[name] = parts
+            continue
+        for own in roles:
+            found[name.replace(".", f".{own.split('.')[-1]}.")] = tuple(p for p in parts if role(p[0]) == own)
+    return found
+
+
+def stored_tensors(config: ModelConfig, which: str, layer: int, dtype: str, weight_format: str) -> dict[str, Stored]:
+    """Every tensor of a layer, or before or after the layers, as it is stored.
+
+    Args:
+        config: The model's.
+        which: "embeddings", "layer" or "head".
+        layer: Which one.
+        dtype: To compute in.
+        weight_format: Of the layers' matrices: that, or one of `PACKED_FORMATS`.
+    """
+    # Parts of experts one by one, as `layer_formats` names them; tensors are the same.
+    layout = packed_layout(config, which, layer, weight_format, by_expert=True)
+    return {
+        name: Stored(shape, _format_of(config, which, layer, name, layout[name][0][0], shape, dtype, weight_format))
+        for name, shape in tensor_shapes(layout).items()
+    }
+
+
+def _format_of(  # all that it depends on
+    config: ModelConfig, which: str, layer: int, name: str, part: str, shape: Shape, dtype: str, weight_format: str
+) -> str:
+    if which != "layer":
+        as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
+        return as_found.get(name.removesuffix(".weight"), dtype)
+    if not is_quantized(name, shape):
+        return dtype
+    if weight_format == MIXED:
+        return dict(config.layer_formats[layer]).get(role(part), dtype)
+    return matrix_format(weight_format, name.split(".")[0], dtype)
+
+
+@lru_cache(maxsize=64)
+def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
+    """Stored bytes of every tensor of every layer."""
+    made: dict[tuple, Mapping[str, int]] = {}  # layers that are alike, once
+    found = []
+    for j in range(config.num_layers):
+        kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()
+        if kind not in made:
+            tensors = stored_tensors(config, "layer", j, dtype, weight_format)
+            made[kind] = {name: stored.num_bytes for name, stored in tensors.items()}
+        found.append(made[kind])
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int, int]:
+    """Stored bytes of what stands before the layers and after them, of what a stage of a pipeline has of it."""
+
+    def total(which: str) -> int:
+        return sum(stored.num_bytes for stored in stored_tensors(config, which, 0, dtype, weight_format).values())
+
+    size = int(FORMAT_BYTES[dtype])
+    sinks = config.sinks * config.num_layers * config.num_heads * size
+    return total("embeddings") if config.has_embeddings else 0, total("head") if config.has_head else sinks
+
+
+def output_row_bytes(config: ModelConfig, dtype: str, weight_format: str) -> int:
+    """Stored bytes of a row of the output matrix, which may be the embedding."""
+    as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
+    return weight_row_bytes(config.embed_size, as_found.get("embed" if config.tied_embeddings else "lm_head", dtype))
+
+
+@lru_cache(maxsize=64)
+def main_format(config: ModelConfig, weight_format: str) -> str:
+    """The one of `BLOCK_FORMATS` that most of the layers' weights are in; `weight_format` where it is none of those kept as found."""
+    if weight_format != MIXED:
+        return block_format(weight_format)
+    sizes: Counter[str] = Counter()
+    for j in range(config.num_layers):
+        for stored in stored_tensors(config, "layer", j, "float32", weight_format).values():
+            sizes[stored.dtype] += math.prod(stored.shape) * stored.is_packed
+    return sizes.most_common(1)[0][0]
