@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from batchgen.ops import dispatch as ops
 from batchgen.ops.triton import launch, rows
-from batchgen.runtime import cuda, executor, sampler
+from batchgen.runtime import cuda, in_memory, sampler
 from batchgen.runtime.sampler import Sampled
 
 CARD = torch.device("cuda", 0)
@@ -247,7 +247,7 @@ def fake_card():
             return 0
 
         patch.setattr(Tensor, "record_stream", _record_stream)
-        for module in (sampler, executor):
+        for module in (sampler, in_memory):
             patch.setattr(module, "sample", _sample)
         patch.setattr(cuda, "_stream_wait_value", lambda: wait_value)
         patch.setattr(cuda, "cap_memory", lambda num_bytes: None)
