@@ -202,6 +202,8 @@ def _command(case: Case, options: JobOptions, plan: Plan, split: Split, of_host:
     more |= {"tensor_parallel": split.tensor_parallel, "pipeline": split.pipeline, "share": split.workers > 1}
     if split.workers > 1 and of_host > 1:  # workers know nothing of one another's memory
         more["cpu_memory"] = f"{plan.budgets['cpu'] >> 20}MiB"
+        if case.request.disk_memory is not None:
+            more["disk_memory"] = f"{case.request.disk_memory >> 20}MiB"
     command = run_command(options, **more)
     hosts = split.processes // of_host
     return torchrun_command(command, hosts, of_host) if split.workers == 1 and hosts > 1 else command
@@ -241,5 +243,6 @@ def _started(outcome: Outcome, comparison: Comparison) -> str:
     """Where, and how often, the command is started."""
     if "--share" in outcome.command:
         each = comparison.count // comparison.hosts
-        return ", on each host" if each == 1 else f", {each:,} times on each host, each with its part of the cores"
+        own = "a GPU of its own (CUDA_VISIBLE_DEVICES) and " if "--device cuda" in outcome.command else ""
+        return ", on each host" if each == 1 else f", {each:,} times on each host, each with {own}its part of the cores"
     return ", on each host" if outcome.command.startswith("torchrun") else ""

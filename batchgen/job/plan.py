@@ -12,6 +12,7 @@ from pathlib import Path
 from batchgen.core.device import Device, has_cuda, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.machine import available_cores
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
@@ -74,6 +75,7 @@ def run_plan(options: PlanOptions) -> list[str]:
 
     def here(split: Split = given, of_host: int | None = None) -> Case:
         shared = of_host or ranks_of_host(split.processes)
+        _check_cores(of_host)
         with own_share(shared):  # as `run` has it
             resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
             return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
@@ -100,7 +102,7 @@ def run_plan(options: PlanOptions) -> list[str]:
             case.hardware.name,
         )
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
-    as_json = json.dumps(plan.to_json() | beside, indent=2)
+    as_json = json.dumps(plan.to_json() | beside | _of_processes(case), indent=2)
     if options.plan_file and options.plan_file != "-":
         write_text(as_json + "\n", options.plan_file, "-o")
     if job.trace:
@@ -158,6 +160,17 @@ def _check_processes(options: PlanOptions) -> None:
     }
     if job.pipeline > 1 and (given := [name for name, value in of_one.items() if value]):
         raise InputError(f"{given[0]} is for plans without stages: leave out {given[0]}, or --pipeline")
+
+
+def _check_cores(of_host: int | None) -> None:
+    """Refuse more processes of this host than it has cores. Raises InputError."""
+    if of_host and of_host > (cores := available_cores()):
+        raise InputError(f"{of_host:,} processes need a core each, and this machine has {cores}")
+
+
+def _of_processes(case: Case) -> dict[str, str]:
+    """What the JSON of one of several processes has more."""
+    return {"not_run": why_not_run(case.job)} if case.job.processes > 1 else {}
 
 
 def _split_lines(case: Case) -> list[str]:

@@ -129,7 +129,8 @@ def resolve_for(
     device = Device("cpu" if hardware.gpu is None else "cuda")
 
     def memory_bytes() -> int:
-        return hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
+        whole = hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
+        return whole // (of_host or max(options.tensor_parallel, options.pipeline))
 
     job = _resolved(options, files, config, device, dtype, memory_bytes)
     return replace(_in_shards(job, shard), of_host=of_host or job.processes)
