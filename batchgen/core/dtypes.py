@@ -44,7 +44,7 @@ _OF_EXPERTS = (
 MIXED = "mixed"
 # What a model is kept in as it was found, but for int8.
 KEPT_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
-# Formats in which matrices of layers are packed, and all else is in the compute dtype.
+# Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *KEPT_FORMATS)
 # `--quantization`: weights as they are found, or all of them in the compute dtype.
 AS_FOUND, EXPANDED = "none", "bf16"

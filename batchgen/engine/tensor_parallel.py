@@ -98,7 +98,7 @@ def shard_quantization(shard: Shard, quantization: str) -> str:
         quantization: As of `loader.choose_quantization`.
 
     Returns:
-        The same; weights in blocks that would be cut are expanded, which are the same numbers.
+        The same; weights in blocks that would be cut, or in several formats, are expanded, which are the same numbers.
 
     Raises:
         InputError: Groups of int4 would be cut.

@@ -422,8 +422,10 @@ def loading_s(
     as_found, expanded = 0, model.num_params
     if weight_format in KEPT_FORMATS:
         as_found = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
-        as_found += sum(model.vocab_size * weight_row_bytes(model.embed_size, kind) for _, kind in model.end_formats)
-        expanded -= model.layer_params + len(model.end_formats) * model.vocab_size * model.embed_size
+        here = {"embed": model.has_embeddings, "lm_head": model.has_head}  # a stage may be without
+        ends = [end_format for name, end_format in model.end_formats if here[name]]
+        as_found += sum(model.vocab_size * weight_row_bytes(model.embed_size, end_format) for end_format in ends)
+        expanded -= model.layer_params + len(ends) * model.vocab_size * model.embed_size
     seconds = expanded * FORMAT_BYTES[dtype] / rate
     if kind == "gguf" and hardware.gguf_load_bytes_per_s:
         on_disk = expanded * _GGUF_WEIGHT_BYTES / hardware.disk_read_bytes_per_s

@@ -72,7 +72,7 @@ class Shard:
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
-        """What of a part this rank has. name, part: of the tensor and of its part, as a layout of `checkpoint.py` has them."""
+        """What of a part this rank has. name, part: of the tensor and of its part, as `layouts.py` has them."""
         stem, kind = name.rsplit(".", 1)
         if stem in _BY_ROWS:
             return Cut(self.rank, self.size, sections=self._sections(part))

@@ -102,7 +102,8 @@ def test_rows_are_a_job_a_kind_and_never_run_again(model, expected, tmp_path):
 
 @pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
 def test_a_job_may_be_run_by_several_processes(ranks, model, expected, tmp_path):
-    jobs = Jobs(tmp_path, options(model, **{ranks: 2}))
+    # For two processes of the size of this one, which has many tests' memory.
+    jobs = Jobs(tmp_path, options(model, cpu_memory="8GiB", **{ranks: 2}))
     jobs.answer(ROWS[:1])
     assert_answers(jobs.results, expected, ROWS[:1])
     (report,) = tmp_path.glob("*/report.json")

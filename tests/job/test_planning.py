@@ -212,6 +212,15 @@ class TestLoading:
         assert loading_s(slow, SMALL, "float16", "gguf") == pytest.approx(SMALL.num_params * 2 / 1e8)
         assert loading_s(slow, SMALL, "float32", "gguf") == pytest.approx(SMALL.num_params * 4 / 1e8)
 
+    def test_stages_read_together_what_the_whole_model_does(self):
+        """A stage has no embedding or output matrix of another one, in blocks either."""
+        ends = (("embed", "q8_0"), ("lm_head", "q8_0"))
+        whole = replace(SMALL, tied_embeddings=False, end_formats=ends)
+        cuts = itertools.pairwise(range(whole.num_layers + 1))
+        stages = [loading_s(cpu_box(), whole.stage(*cut), "float16", "hf", "q4_0") for cut in cuts]
+        assert min(stages) > 0
+        assert sum(stages) == pytest.approx(loading_s(cpu_box(), whole, "float16", "hf", "q4_0"), rel=1e-3)
+
     def test_weights_as_found_are_read_as_they_are(self):
         layers = SMALL.num_layers * sum(group_bytes(SMALL, "float16", "q4_0").values())
         rest = (SMALL.num_params - SMALL.layer_params) * 2

@@ -89,7 +89,8 @@ def near(found, expected):
 @pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
 def test_a_model_may_run_on_several_processes(ranks, llama, tmp_path):
     requests = instances("loglikelihood", [("The ferry left", " late"), ("Name: The", " Anchor")])
-    model = batchgen_model(llama[0], tmp_path, **{ranks: 2})
+    # For two processes of the size of this one, which has many tests' memory.
+    model = batchgen_model(llama[0], tmp_path, cpu_memory="8GiB", **{ranks: 2})
     near(model.loglikelihood(requests), llama[1].loglikelihood(requests))
     (report,) = reports(tmp_path).values()
     assert len(report["processes"]) == 2
