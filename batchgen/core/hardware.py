@@ -124,6 +124,18 @@ _AXES = {
 }
 
 
+# What a compute device does, as `HardwareProfile.scaled` names it: a slower one does all of it more slowly.
+COMPUTE_RATES = (
+    "gemm",
+    "prefill_attention",
+    "shared_attention",
+    "decode_attention",
+    "elementwise",
+    "expand",
+    "sampling_logits_per_s",
+)
+
+
 @dataclass(frozen=True)
 class ComputeRates:
     """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" and "int8" for KV, "int8" for products with such weights too).

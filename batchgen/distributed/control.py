@@ -40,14 +40,12 @@ class Hub:
         self._connections: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
         self._ended: dict[int, str] = {}  # rank -> what became of it
-        self.peaks: dict[
-            int, dict[str, int]
-        ] = {}  # rank -> the most bytes of each tier that it held, once it has come to its end
+        # Rank -> the most bytes of each tier that it held, once it has come to its end.
+        self.peaks: dict[int, dict[str, int]] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self.on_lost: Callable[[], None] = lambda: (
-            None
-        )  # called, in a thread, where another rank has ended before all was done
+        # Called, in a thread, where another rank has ended before all was done.
+        self.on_lost: Callable[[], None] = lambda: None
 
     @property
     def port(self) -> int:

@@ -256,9 +256,8 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         store = existing_store(job.files, job.offload_dir, dtype, quantization, job.shard)
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
     to_write = 0 if store else store_bytes(config, dtype, quantization)
-    if (
-        job.shard is not None and quantization == INT4 and not has_int4_store
-    ):  # of the whole, which ranks cut theirs from
+    if job.shard is not None and quantization == INT4 and not has_int4_store:
+        # The whole model's, which ranks cut theirs from.
         to_write += store_bytes(config, dtype, quantization)
     request = replace(
         request_of(job),

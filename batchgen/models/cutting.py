@@ -35,9 +35,8 @@ def cut_while_filling(
         elif cut.zero:
             out.zero_()
         elif not fill_cut(part, layer, out, cut):
-            columns = (
-                [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
-            )  # bytes, of packed rows
+            # Of packed rows columns are bytes.
+            columns = [out.shape[1] * (cut.size if cut.by_columns else 1)] if out.ndim == 2 else []
             whole = torch.empty((shape[0], *columns), dtype=out.dtype)
             fill(part, layer, whole)
             out.copy_(cut.of(whole))

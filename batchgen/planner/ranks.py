@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batchgen.core.hardware import HardwareProfile, known
+from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile, known
 
-_COMPUTE = (
-    "gemm",
-    "prefill_attention",
-    "shared_attention",
-    "decode_attention",
-    "elementwise",
-    "expand",
-    "sampling_logits_per_s",
-)
 _DISK = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")  # all processes read and write at the same time
 
 
@@ -68,7 +59,7 @@ def part_of_host(hardware: HardwareProfile, processes: int, *, whole: bool) -> H
     """
     shared: tuple[str, ...] = _DISK
     if whole:
-        cores = ("cpu_decode_attention",) if hardware.gpu is not None else _COMPUTE
+        cores = ("cpu_decode_attention",) if hardware.gpu is not None else COMPUTE_RATES
         shared = (*_DISK, "dram_bytes_per_s", *cores)
     return hardware.scaled(**dict.fromkeys(shared, 1 / processes)) if processes > 1 else hardware
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from batchgen.core.device import Device
-from batchgen.core.hardware import HardwareProfile
+from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile
 
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
 _PIECE_S, _LINK_S = 0.05, 0.2
@@ -46,18 +46,6 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
     return emulated if device.slowdown is None else own_core_profile(emulated, device, core or cpu)
 
 
-# What a slower device does all of more slowly. Tokens are sampled on it, too.
-_SLOWED = (
-    "gemm",
-    "prefill_attention",
-    "shared_attention",
-    "decode_attention",
-    "elementwise",
-    "expand",
-    "sampling_logits_per_s",
-)
-
-
 def own_core_profile(profile: HardwareProfile, device: Device, core: HardwareProfile) -> HardwareProfile:
     """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
 
@@ -78,7 +66,9 @@ def own_core_profile(profile: HardwareProfile, device: Device, core: HardwarePro
         shared_cores=False,
         copy_bytes_per_s=None,
     )
-    return profile.scaled(**dict.fromkeys(_SLOWED, 1 / device.slowdown), cpu_decode_attention=1 / device.cpu_slowdown)
+    return profile.scaled(
+        **dict.fromkeys(COMPUTE_RATES, 1 / device.slowdown), cpu_decode_attention=1 / device.cpu_slowdown
+    )
 
 
 def piece_times(bytes_per_s: float | None) -> list[float]:

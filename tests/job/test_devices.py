@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import invoke
+from command_line import invoke, planned, planned_json, refused
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE
@@ -35,24 +35,6 @@ def shape(tmp_path_factory):
     }  # fmt: skip
     path.write_text(json.dumps(config))
     return str(path)
-
-
-def planned(*args):
-    """What `batchgen plan` prints."""
-    code, stdout, message = invoke("plan", *args, "--progress", "none")
-    assert code == 0, message
-    return stdout
-
-
-def planned_json(*args):
-    return json.loads(planned(*args, "--json"))
-
-
-def refusal(*args):
-    """The one line that says why."""
-    code, stdout, message = invoke("plan", *args, "--progress", "none")
-    assert code == 2 and stdout == "" and len(message.splitlines()) == 1, message
-    return message
 
 
 def by_name(made):
@@ -208,7 +190,7 @@ def test_a_faster_link_is_worth_what_the_sums_take(shape):
     ],
 )
 def test_what_means_nothing_is_refused(args, message, shape):
-    assert message in refusal("-m", shape, *LENGTHS, *args)
+    assert message in refused("plan", "-m", shape, *LENGTHS, *args)
 
 
 def test_devices_are_read_as_people_write_them():

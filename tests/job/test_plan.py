@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import invoke
+from command_line import invoke, planned, planned_json, refused
 from processes import batchgen as in_process
 from thorough import quick_or
 
@@ -27,24 +27,6 @@ WORDS = ("ferry", "harbour", "onions", "captain", "quay", "lemons", "timetable",
 
 def program(*args, cwd):
     return subprocess.run([PROGRAM, *map(str, args)], capture_output=True, text=True, cwd=cwd)
-
-
-def plan(*args):
-    """What `batchgen plan` prints."""
-    code, stdout, message = invoke("plan", *args, "--progress", "none")
-    assert code == 0, message
-    return stdout
-
-
-def plan_json(*args):
-    return json.loads(plan(*args, "--json"))
-
-
-def refused(*args):
-    """The one line that says why."""
-    code, stdout, message = invoke(*args, "--progress", "none")
-    assert code == 2 and stdout == "" and len(message.splitlines()) == 1, message
-    return message
 
 
 @pytest.fixture(autouse=True)
@@ -164,13 +146,13 @@ class TestElsewhere:
         monkeypatch.setattr("batchgen.job.plan.case_here", measure)
         for name in ("recall_or_measure", "corrected_by_probe", "corrected_by_disk_probe", "available_memory_bytes"):
             monkeypatch.setattr(planning, name, measure)
-        assert "t4" in plan(*on_t4(opt_30b, *FEW, "--explain"))
+        assert "t4" in planned(*on_t4(opt_30b, *FEW, "--explain"))
         assert "give --hardware too" in refused("plan", "-m", opt_30b, *LENGTHS, "--compare")
 
     def test_text_json_and_page_explain_the_same(self, opt_30b, tmp_path):
         page, file = tmp_path / "plan.html", tmp_path / "plan.json"
         money = ("--price-per-hour", 2, "--watts", 300)
-        text = plan(*on_t4(opt_30b, *FEW, "--explain", *money, "--html", page, "-o", file))
+        text = planned(*on_t4(opt_30b, *FEW, "--explain", *money, "--html", page, "-o", file))
         explained = json.loads(file.read_text())["explanation"]
         assert read_plan(str(file)).prediction.total_s == explained["total_s"]
         hours = explained["total_s"] / 3600
@@ -189,22 +171,22 @@ class TestElsewhere:
         assert said == "--price-per-hour must be above 0, not 0"
 
     def test_rows_in_flight_are_no_more_than_there_are(self, opt_30b):
-        lines = plan(*on_t4(opt_30b, "--num-prompts", 10, "--num-gpu-batches", 8)).splitlines()
+        lines = planned(*on_t4(opt_30b, "--num-prompts", 10, "--num-gpu-batches", 8)).splitlines()
         assert ", 10 in flight," in lines[0]
 
     def test_json_is_what_the_file_holds(self, opt_30b, tmp_path):
         path = tmp_path / "plan.json"
-        shown = plan_json(*on_t4(opt_30b, "-o", path))
-        assert shown == json.loads(path.read_text()) == json.loads(plan(*on_t4(opt_30b, "-o", "-")))
+        shown = planned_json(*on_t4(opt_30b, "-o", path))
+        assert shown == json.loads(path.read_text()) == json.loads(planned(*on_t4(opt_30b, "-o", "-")))
         assert read_plan(str(path)) == Plan.from_json(shown)
         assert shown["hardware"] == "t4" and shown["policy"]["weight_format"] == "float16"
 
     def test_a_directory_and_its_config_are_the_same_model(self, opt_30b):
-        policies = [plan_json(*on_t4(path))["policy"] for path in (opt_30b, Path(opt_30b).parent)]
+        policies = [planned_json(*on_t4(path))["policy"] for path in (opt_30b, Path(opt_30b).parent)]
         assert policies[0] == policies[1]
 
     def test_what_if_stands_beside_it(self, opt_30b):
-        text = plan(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB", "--what-if", "h2d=25GB/s"))
+        text = planned(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB", "--what-if", "h2d=25GB/s"))
         header = text.splitlines().index("") + 1
         labels = re.split(r"  +", text.splitlines()[header].strip())
         assert labels == ["now", "gpu-memory=48GiB", "h2d=25GB/s", "gpu-memory=48GiB, h2d=25GB/s"]
@@ -214,7 +196,7 @@ class TestElsewhere:
 
     def test_a_change_that_leaves_no_plan_by_itself(self, opt_30b):
         less, more = ("cpu-memory=2GiB", "gpu-memory=200GiB")
-        text = plan(*on_t4(opt_30b, *FEW, "--disk-memory", 0, "--what-if", less, "--what-if", more))
+        text = planned(*on_t4(opt_30b, *FEW, "--disk-memory", 0, "--what-if", less, "--what-if", more))
         header = text.splitlines().index("") + 1
         assert re.split(r"  +", text.splitlines()[header].strip()) == ["now", more, f"{less}, {more}"]
         assert re.search(rf"^{less}: no plan fits", text, re.M)
@@ -222,11 +204,11 @@ class TestElsewhere:
         assert "no plan fits" in said
 
     def test_what_if_more_memory_alone_is_no_slower(self, opt_30b):
-        text = plan(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB"))
+        text = planned(*on_t4(opt_30b, "--what-if", "gpu-memory=48GiB"))
         assert float(re.search(r"^speed-up +1.00x +([\d.]+)x$", text, re.M)[1]) >= 1
 
     def test_frontier(self, opt_30b):
-        text = plan("-m", opt_30b, "--hardware", "t4", "--num-prompts", 16, "--input-len", 64, "--output-len", 8,
+        text = planned("-m", opt_30b, "--hardware", "t4", "--num-prompts", 16, "--input-len", 64, "--output-len", 8,
                     "--frontier")  # fmt: skip
         lines = text[text.index("block latency") :].strip().splitlines()[1:]
         cells = [re.split(r"  +", line) for line in lines]
@@ -236,30 +218,30 @@ class TestElsewhere:
         assert all(a < b for a, b in itertools.pairwise(rates)) and max(sizes) == 16
 
     def test_a_latency_bound_costs_throughput(self, opt_30b):
-        free = plan_json(*on_t4(opt_30b))["prediction"]
+        free = planned_json(*on_t4(opt_30b))["prediction"]
         bound = free["block_latency_s"] * 0.8
-        kept = plan_json(*on_t4(opt_30b, "--max-block-latency", f"{bound:.3f}s"))["prediction"]
+        kept = planned_json(*on_t4(opt_30b, "--max-block-latency", f"{bound:.3f}s"))["prediction"]
         assert kept["block_latency_s"] <= bound + 1e-3 and kept["total_s"] > free["total_s"]
         said = refused("plan", *on_t4(opt_30b, *FEW, "--max-block-latency", "1s"))
         assert "no plan has a block latency of 1 s" in said and "give --max-block-latency at least" in said
 
     def test_4_bit_weights_and_kv_only_where_asked_for(self, opt_30b):
         little = ("--cpu-memory", "24GiB")  # 16-bit weights have to come from disk
-        plain = plan_json(*on_t4(opt_30b, *little))
-        weights = plan_json(*on_t4(opt_30b, *little, "--quantization", "int4"))
+        plain = planned_json(*on_t4(opt_30b, *little))
+        weights = planned_json(*on_t4(opt_30b, *little, "--quantization", "int4"))
         one = (*little, "--max-num-seqs", 8, "--num-gpu-batches", 1)  # the search is tested elsewhere
-        both = plan_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int4"))
-        eight = plan_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int8"))
+        both = planned_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int4"))
+        eight = planned_json(*on_t4(opt_30b, *one, "--quantization", "int4", "--kv-cache-dtype", "int8"))
         formats = [(p["policy"]["weight_format"], p["policy"]["kv_format"]) for p in (plain, weights, both, eight)]
         assert formats == [("float16", "float16"), ("int4", "float16"), ("int4", "int4"), ("int4", "int8")]
-        eight = plan_json(*on_t4(opt_30b, *little, "--quantization", "int8"))
+        eight = planned_json(*on_t4(opt_30b, *little, "--quantization", "int8"))
         assert eight["policy"]["weight_format"] == "int8"
         # Half of what 16 bits take to be streamed.
         assert plain["prediction"]["total_s"] > eight["prediction"]["total_s"]
         assert plain["prediction"]["total_s"] > weights["prediction"]["total_s"]
 
     def test_flags_are_kept(self, opt_30b):
-        policy = plan_json(*on_t4(opt_30b, "--max-num-seqs", 24, "--num-gpu-batches", 2, "--admission", "static",
+        policy = planned_json(*on_t4(opt_30b, "--max-num-seqs", 24, "--num-gpu-batches", 2, "--admission", "static",
                                   "--max-num-batched-tokens", 2048, "--max-model-len", 512,
                                   "--no-enable-prefix-caching"))["policy"]  # fmt: skip
         assert (policy["gpu_batch_size"], policy["num_gpu_batches"], policy["admission"]) == (12, 2, "static")
@@ -270,7 +252,7 @@ class TestElsewhere:
         )
 
     def test_samples_are_sequences(self, opt_30b):
-        workload = plan_json(*on_t4(opt_30b, "-n", 3, "--temperature", 0.7))["workload"]
+        workload = planned_json(*on_t4(opt_30b, "-n", 3, "--temperature", 0.7))["workload"]
         assert workload["num_seqs"] == 3 * 48
 
     def test_infeasible_jobs_are_told_the_smallest_change(self, opt_30b):
@@ -283,21 +265,21 @@ class TestElsewhere:
         assert said.startswith("no plan fits: the model's weights take 55.8 GiB") and "--quantization int4" in said
         for flag in budget:
             amount = float(re.search(rf"{flag} ([\d.]+) GiB", said)[1])
-            assert plan_json(*flags(**{flag: f"{amount + 0.1:.1f}GiB"}))["prediction"]["total_s"] > 0
+            assert planned_json(*flags(**{flag: f"{amount + 0.1:.1f}GiB"}))["prediction"]["total_s"] > 0
             assert "no plan fits" in refused("plan", *flags(**{flag: f"{amount - 1:.1f}GiB"}))
 
 
 class TestHere:
     def test_an_input_is_sampled(self, model, table):
-        found = plan_json("-m", model, "-i", table, "--max-tokens", 4)
+        found = planned_json("-m", model, "-i", table, "--max-tokens", 4)
         assert found["workload"]["num_seqs"] == 40 and found["hardware"] == "zen4" and found["dtype"] == "float32"
         assert found["workload"]["output_len"]["values"] == [4] * 40
         assert set(found["budgets"]) == {"cpu", "disk"}
-        limited = plan_json("-m", model, "-i", table, "--limit", 10, "--shard", "1/2", "--expected-output-len", 2)
+        limited = planned_json("-m", model, "-i", table, "--limit", 10, "--shard", "1/2", "--expected-output-len", 2)
         assert limited["workload"]["num_seqs"] == 5 and limited["workload"]["output_len"]["values"] == [2] * 5
 
     def test_two_lines_and_the_ways_unless_asked_for_more(self, model, table):
-        lines = plan("-m", model, "-i", table).splitlines()
+        lines = planned("-m", model, "-i", table).splitlines()
         assert [line.split("  ")[0] for line in lines[2:]] == [
             "", "way", "quantised", "streamed", "in memory", "chosen",
         ]  # fmt: skip
@@ -308,7 +290,7 @@ class TestHere:
     def test_a_config_file_of_a_run_will_do(self, model, table, tmp_path):
         path = tmp_path / "job.toml"
         path.write_text(f'model = "{model}"\ninput = "{table}"\noutput = "o.jsonl"\nmax-tokens = 3\noverwrite = true\n')
-        assert plan_json("--config", path)["workload"]["max_output_len"] == 3
+        assert planned_json("--config", path)["workload"]["max_output_len"] == 3
 
 
 @pytest.mark.parametrize(
@@ -381,7 +363,7 @@ class TestRunPlan:
     @pytest.fixture(scope="class")
     def plan_file(self, model, table, tmp_path_factory):
         path = tmp_path_factory.mktemp("plan") / "plan.json"
-        plan("-m", model, "-i", table, "--max-tokens", 4, *POLICY, "-o", path)
+        planned("-m", model, "-i", table, "--max-tokens", 4, *POLICY, "-o", path)
         return path
 
     def test_the_job_runs_as_planned(self, model, table, tmp_path, plan_file):
@@ -413,7 +395,7 @@ class TestRunPlan:
         said = refused("run", *job(model, table, output, "--plan", plan_file, "--max-model-len", 128))
         assert "--max-model-len 512" in said
         path = tmp_path / "other.json"
-        plan("-m", model, "-i", table, "--hardware", "t4", "--dtype", "float32", "-o", path)
+        planned("-m", model, "-i", table, "--hardware", "t4", "--dtype", "float32", "-o", path)
         assert "--plan is for a machine with a GPU" in refused("run", *job(model, table, output, "--plan", path))
         assert not list(tmp_path.glob("o.jsonl*/parts/*")) and not output.exists()
 
