@@ -92,9 +92,11 @@ struct SixBitScales {
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block + At, c, at);
+        uint8_t scales[kRuns];
+        Block::scale_codes(block, scales);
         uint8_t* p = at + 2 * kPanel;
         for (int run = 0; run < kRuns; run++) {
-            const int scale = Block::six_bits(block, run);
+            const int scale = scales[run];
             p[run * W + c % W] |= uint8_t((scale & 15) << (c / W * 4));
             p[(kRuns + run / 2) * W + c % W] |= uint8_t(scale >> 4 << (run % 2 * 4 + c / W * 2));
         }
@@ -249,24 +251,25 @@ inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
     store_int(at, (vi)((Lanes)load_int(at) | slots << (group % (4 / bits) * bits)));
 }
 
-// Codes of columns as they are in a panel, none below zero.
+// Blocks of a row: their codes, those of a table as indexes, and the scale and minimum of each run.
 template <class Format>
-inline void codes_in_order(const int8_t* table, int8_t* codes, int64_t n) {
-    if constexpr (Format::Kind::kInTable && !Format::kOffset) {
-        uint8_t code_of[256] = {};
-        for (int i = 15; i >= 0; i--) code_of[uint8_t(table[i])] = uint8_t(i);
-        for (int64_t i = 0; i < n; i++) codes[i] = int8_t(code_of[uint8_t(codes[i])]);
-    } else {
-        for (int64_t i = 0; i < n; i++) codes[i] = int8_t(codes[i] + Format::kOffset);
+inline void take_runs_apart(const uint8_t* packed, int64_t depths, int8_t* codes, float* scales, float* minimums) {
+    using Block = typename Format::Block;
+    for (; depths > 0; depths -= Block::kValues, packed += Block::kBytes, codes += Block::kValues) {
+        if constexpr (Format::Kind::kInTable) Block::template take_apart<true>(packed, codes, scales, minimums);
+        else Block::take_apart(packed, codes, scales, minimums);
+        scales += Format::kRuns, minimums += Format::kRuns;
     }
 }
 
+typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // codes of four depths of W columns
+
 template <class M, class Format>
-inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table, uint8_t* out) {
+inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
     using Block = typename Format::Block;
     using Kind = typename Format::Kind;
     alignas(64) int8_t codes[kPanel][kTaken] = {};
-    float scales[kTaken / Block::kRun * (Block::kRun / kLeastRun)], minimums[sizeof scales / 4];
+    float scales[kTakenRuns], minimums[kTakenRuns];
     memset(out, 0, block_panel_bytes(args));
     for (int64_t at = 0; at < args.depth; at += kTaken) {
         const int64_t here = smaller(kTaken, args.depth - at), first = at / Block::kValues, blocks = here / Block::kValues;
@@ -276,15 +279,15 @@ inline void arrange_panel(const Linear& args, int64_t panel, const int8_t* table
             memset(codes[c], 0, sizeof codes[c]);
             if (row >= args.columns) continue;
             const uint8_t* packed = (const uint8_t*)args.w + row * args.w_stride + first * Block::kBytes;
-            take_row_apart<Block>(packed, here, codes[c], scales, minimums);
-            codes_in_order<Format>(table, codes[c], here);
+            take_runs_apart<Format>(packed, here, codes[c], scales, minimums);
             for (int64_t b = 0; b < blocks; b++)
                 Format::Scales::put(packed + b * Block::kBytes, c, to + b * Format::kBlockBytes);
         }
         for (int64_t d = 0; d < here; d += 4 * W) {
             vi r[2][W];
             for (int part = 0; part < 2; part++) {
-                for (int i = 0; i < W; i++) r[part][i] = load_int((const uint32_t*)(codes[part * W + i] + d));
+                for (int i = 0; i < W; i++)
+                    r[part][i] = (vi)((Quads)load_int((const uint32_t*)(codes[part * W + i] + d)) + uint8_t(Format::kOffset));
                 transpose(r[part]);
             }
             for (int i = 0; i < W && d + 4 * i < here; i++) {

@@ -9,6 +9,15 @@ template <int Values, int Bytes, int Run>
 struct BlockShape {
     static constexpr int kValues = Values, kBytes = Bytes, kRun = Run;
     static constexpr bool kFloats = false;  // codes are numbers of FP8 (fp8.h), and not integers
+    // Where a block has its codes, if nothing is to be put together for them: bytes, or nibbles, the low ones of kNibbles bytes
+    // before the high ones. 0: there is.
+    static constexpr int kCodesAt = 0, kNibbles = 0;
+};
+
+// The same, of formats with a kCodesAt: scales and minimums without the codes are `run_scales`.
+template <int Values, int Bytes, int Run, int CodesAt, int Nibbles>
+struct PlainShape : BlockShape<Values, Bytes, Run> {
+    static constexpr int kCodesAt = CodesAt, kNibbles = Nibbles;
 };
 
 inline float half_at(const uint8_t* p) {
@@ -19,6 +28,18 @@ inline float half_at(const uint8_t* p) {
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 
+// As many bytes as a vector of the set has, but no more than 32: neighbours that are taken apart alike in every format.
+constexpr int kSome = W < 8 ? 16 : 32;
+typedef uint8_t Some __attribute__((vector_size(kSome)));
+typedef uint32_t SomeWords __attribute__((vector_size(kSome)));
+typedef uint64_t SomeLongs __attribute__((vector_size(kSome)));
+
+// So many bits of each byte from bit `shift` on.
+template <int Bits>
+inline void bits_of(const Some& bytes, int shift, Some& out) {
+    out = (Some)((SomeWords)bytes >> shift) & uint8_t((1 << Bits) - 1);
+}
+
 // 32 values, the first half of them in the low nibbles, less an offset.
 inline void nibble_halves(const uint8_t* p, int8_t* codes, uint8_t offset = 0) {
     Bytes16 bytes;
@@ -28,29 +49,41 @@ inline void nibble_halves(const uint8_t* p, int8_t* codes, uint8_t offset = 0) {
     memcpy(codes + 16, &high, 16);
 }
 
-// 1 in the bytes i whose bit i is set.
-inline uint64_t spread(uint8_t bits) {
-    const uint64_t apart = bits * 0x0101010101010101u & 0x8040201008040201u;  // of byte i only bit i
-    return ((apart + 0x7f7f7f7f7f7f7f7fu) >> 7) & 0x0101010101010101u;
-}
-
-// Gives 32 codes of four bits the 32 bits at p as their fifth; Signed: less 16, so that the upper bits are ones where it is 0.
-template <bool Signed>
-inline void add_fifth_bits(const uint8_t* p, int8_t* codes) {
-    for (int i = 0; i < 4; i++) {
-        const uint64_t upper = Signed ? (spread(p[i]) ^ 0x0101010101010101u) * 0xf0 : spread(p[i]) * 0x10;
-        uint64_t eight;
-        memcpy(&eight, codes + 8 * i, 8);
-        eight |= upper;
-        memcpy(codes + 8 * i, &eight, 8);
+#ifndef BATCHGEN_BYTES_OF_BITS
+// Of 32 bits at p bytes that are all ones or all zeros.
+inline void bytes_of_bits(const uint8_t* p, uint8_t* out) {
+    for (int i = 0; i < 32; i += kSome) {
+        SomeLongs bytes;
+#pragma GCC unroll 4
+        for (int j = 0; j < kSome / 8; j++) bytes[j] = p[i / 8 + j] * 0x0101010101010101u;
+        const Some of_bits = (Some)((Some)(bytes & 0x8040201008040201u) != 0);  // of byte j only bit j
+        memcpy(out + i, &of_bits, kSome);
     }
+}
+#endif
+
+// As `nibble_halves`, with the 32 bits at `fifth` above the nibbles; Signed: less 16, so that upper bits are ones where it is
+// 0.
+template <bool Signed>
+inline void five_bit_halves(const uint8_t* p, const uint8_t* fifth, int8_t* codes) {
+    uint8_t set[32];
+    bytes_of_bits(fifth, set);
+    Bytes16 bytes, upper[2];
+    memcpy(&bytes, p, 16), memcpy(upper, set, 32);
+    const Bytes16 low = (bytes & 15) | (Signed ? ~upper[0] & 0xf0 : upper[0] & 0x10);
+    const Bytes16 high = (bytes >> 4) | (Signed ? ~upper[1] & 0xf0 : upper[1] & 0x10);
+    memcpy(codes, &low, 16);
+    memcpy(codes + 16, &high, 16);
 }
 
 // The 4-bit floats of OCP's microscaling formats, times two; and the values of the IQ4 formats.
 constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+// As `nibble_halves`, what they stand for; Indexes: where in the table that is.
+template <bool Indexes>
 inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
+    if constexpr (Indexes) return nibble_halves(p, codes);
     Bytes16 bytes;
     memcpy(&bytes, p, 16);
     const Bytes16 low = bytes & 15, high = bytes >> 4;
@@ -58,16 +91,20 @@ inline void table_halves(const int8_t* table, const uint8_t* p, int8_t* codes) {
     look_up(table, (const uint8_t*)&high, codes + 16);
 }
 
-struct Q4_0 : BlockShape<32, 18, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        scales[0] = half_at(block);
+struct Q4_0 : PlainShape<32, 18, 32, 2, 16> {
+    static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
         nibble_halves(block + 2, codes, 8);
     }
 };
 
-struct Q4_1 : BlockShape<32, 20, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+struct Q4_1 : PlainShape<32, 20, 32, 4, 16> {
+    static void run_scales(const uint8_t* block, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
+    }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
         nibble_halves(block + 4, codes);
     }
 };
@@ -75,39 +112,44 @@ struct Q4_1 : BlockShape<32, 20, 32> {
 struct Q5_0 : BlockShape<32, 22, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
         scales[0] = half_at(block);
-        nibble_halves(block + 6, codes);
-        add_fifth_bits<true>(block + 2, codes);
+        five_bit_halves<true>(block + 6, block + 2, codes);
     }
 };
 
 struct Q5_1 : BlockShape<32, 24, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         scales[0] = half_at(block), minimums[0] = half_at(block + 2);
-        nibble_halves(block + 8, codes);
-        add_fifth_bits<false>(block + 4, codes);
+        five_bit_halves<false>(block + 8, block + 4, codes);
     }
 };
 
-struct Q8_0 : BlockShape<32, 34, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        scales[0] = half_at(block);
+struct Q8_0 : PlainShape<32, 34, 32, 2, 0> {
+    static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
         memcpy(codes, block + 2, 32);
     }
 };
 
-struct IQ4_NL : BlockShape<32, 18, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        scales[0] = half_at(block);
-        table_halves(kIq4Values, block + 2, codes);
+struct IQ4_NL : PlainShape<32, 18, 32, 2, 16> {
+    static void run_scales(const uint8_t* block, float* scales, float*) { scales[0] = half_at(block); }
+    template <bool Indexes = false>
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
+        table_halves<Indexes>(kIq4Values, block + 2, codes);
     }
 };
 
-struct MXFP4 : BlockShape<32, 17, 32> {
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+struct MXFP4 : PlainShape<32, 17, 32, 1, 16> {
+    static void run_scales(const uint8_t* block, float* scales, float*) {
         // 2^(e - 127), halved as the table is doubled.
         const uint32_t e = block[0], bits = e < 2 ? 0x200000u << e : (e - 1) << 23;
         memcpy(scales, &bits, 4);
-        table_halves(kFp4Values, block + 1, codes);
+    }
+    template <bool Indexes = false>
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
+        table_halves<Indexes>(kFp4Values, block + 1, codes);
     }
 };
 
@@ -119,29 +161,55 @@ struct MXFP4 : BlockShape<32, 17, 32> {
 // Two bits of each of 32 bytes for every 32 values: 128 values of 32 bytes, twice.
 inline void two_bits(const uint8_t* p, int8_t* codes) {
     for (int half = 0; half < 2; half++)
-        for (int part = 0; part < 4; part++)
-            for (int i = 0; i < 32; i++) codes[128 * half + 32 * part + i] = int8_t(p[32 * half + i] >> 2 * part & 3);
+        for (int i = 0; i < 32; i += kSome) {
+            Some bytes, own;
+            memcpy(&bytes, p + 32 * half + i, kSome);
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                bits_of<2>(bytes, 2 * part, own);
+                memcpy(codes + 128 * half + 32 * part + i, &own, kSome);
+            }
+        }
+}
+
+// Bit `part` of 32 bytes, times 1 << Place, added to the codes 32 * part and on, and `offset` to all.
+template <int Place>
+inline void add_bits_by_32(const uint8_t* p, int8_t* codes, int8_t offset = 0) {
+    for (int i = 0; i < 32; i += kSome) {
+        Some bytes, bit, own;
+        memcpy(&bytes, p + i, kSome);
+#pragma GCC unroll 8
+        for (int part = 0; part < 8; part++) {
+            int8_t* at = codes + 32 * part + i;
+            bits_of<1>(bytes, part, bit);
+            memcpy(&own, at, kSome);
+            own += (Some)((SomeWords)bit << Place) + uint8_t(offset);
+            memcpy(at, &own, kSome);
+        }
+    }
 }
 
 // The low nibbles of each 32 bytes, then the high ones.
 inline void nibbles_by_32(const uint8_t* p, int8_t* codes) {
-    for (int i = 0; i < 8; i++) {
-        Bytes16 bytes;
-        memcpy(&bytes, p + 16 * i, 16);
-        const Bytes16 low = bytes & 15, high = bytes >> 4;
-        int8_t* to = codes + i / 2 * 64 + i % 2 * 16;
-        memcpy(to, &low, 16);
-        memcpy(to + 32, &high, 16);
+    for (int i = 0; i < 128; i += kSome) {
+        Some bytes, own;
+        memcpy(&bytes, p + i, kSome);
+        int8_t* to = codes + i / 32 * 64 + i % 32;
+        bits_of<4>(bytes, 0, own);
+        memcpy(to, &own, kSome);
+        bits_of<4>(bytes, 4, own);
+        memcpy(to + 32, &own, kSome);
     }
 }
 
 // Eight scales and eight minimums of 6 bits each in 12 bytes, of Q4_K and Q5_K.
 inline void six_bit_codes(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
-    for (int i = 0; i < 4; i++) {
-        scales[i] = p[i] & 63;
-        minimums[i] = p[4 + i] & 63;
-        scales[4 + i] = uint8_t((p[8 + i] & 15) | p[i] >> 6 << 4);
-        minimums[4 + i] = uint8_t(p[8 + i] >> 4 | p[4 + i] >> 6 << 4);
+    uint32_t first[2], last;  // four codes in each, the upper two bits of four others above them
+    memcpy(first, p, 8), memcpy(&last, p + 8, 4);
+    uint8_t* const out[2] = {scales, minimums};
+    for (int i = 0; i < 2; i++) {
+        const uint32_t low = first[i] & 0x3f3f3f3f, high = (last >> 4 * i & 0x0f0f0f0f) | (first[i] >> 2 & 0x30303030);
+        memcpy(out[i], &low, 4), memcpy(out[i] + 4, &high, 4);
     }
 }
 
@@ -154,36 +222,39 @@ inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums)
 
 struct Q2_K : BlockShape<256, 84, 16> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
-        const float scale = half_at(block + 80), minimum = half_at(block + 82);
-        for (int i = 0; i < 16; i++) {
-            scales[i] = scale * float(block[i] & 15);
-            minimums[i] = -(minimum * float(block[i] >> 4));
+        const vf scale = set1(half_at(block + 80)), minimum = set1(-half_at(block + 82));
+        for (int i = 0; i < 16; i += W) {
+            const vi both = load_bytes(block + i);
+            store(scales + i, mul(scale, low_nibbles(both))), store(minimums + i, mul(minimum, high_nibbles(both)));
         }
         two_bits(block + 16, codes);
     }
 };
 
 struct Q3_K : BlockShape<256, 110, 16> {
-    // The scale of a run, 32 larger.
-    static int six_bits(const uint8_t* block, int run) {
-        const uint8_t* p = block + 96;
-        return (p[run % 8] >> run / 8 * 4 & 15) | (p[8 + run % 4] >> run / 4 * 2 & 3) << 4;
+    // The scales of runs, 32 larger.
+    static void scale_codes(const uint8_t* block, uint8_t* codes) {
+        uint32_t low[2], high;
+        memcpy(low, block + 96, 8), memcpy(&high, block + 104, 4);
+        for (int i = 0; i < 4; i++) {
+            const uint32_t four = (low[i % 2] >> i / 2 * 4 & 0x0f0f0f0f) | (high >> 2 * i & 0x03030303) << 4;
+            memcpy(codes + 4 * i, &four, 4);
+        }
     }
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        const float scale = half_at(block + 108);
-        for (int i = 0; i < 16; i++) scales[i] = scale * float(six_bits(block, i) - 32);
+        uint8_t six_bits[16];
+        scale_codes(block, six_bits);
+        const vf scale = set1(half_at(block + 108));
+        for (int i = 0; i < 16; i += W) store(scales + i, mul(scale, sub(to_float(load_bytes(six_bits + i)), set1(32))));
         two_bits(block + 32, codes);
-        for (int part = 0; part < 8; part++)  // the third bit counts 4 where it is not set
-            for (int i = 0; i < 32; i++) {
-                int8_t& code = codes[32 * part + i];
-                code = int8_t(code + (block[i] >> part & 1) * 4 - 4);
-            }
+        add_bits_by_32<2>(block, codes, -4);  // the third bit counts 4 where it is not set
     }
 };
 
-struct Q4_K : BlockShape<256, 144, 32> {
+struct Q4_K : PlainShape<256, 144, 32, 16, 32> {
+    static void run_scales(const uint8_t* block, float* scales, float* minimums) { six_bit_scales(block, scales, minimums); }
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
-        six_bit_scales(block, scales, minimums);
+        run_scales(block, scales, minimums);
         nibbles_by_32(block + 16, codes);
     }
 };
@@ -192,37 +263,46 @@ struct Q5_K : BlockShape<256, 176, 32> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
         six_bit_scales(block, scales, minimums);
         nibbles_by_32(block + 48, codes);
-        const uint8_t* p = block + 16;
-        for (int part = 0; part < 8; part++)
-            for (int i = 0; i < 32; i++) codes[32 * part + i] = int8_t(codes[32 * part + i] | (p[i] >> part & 1) << 4);
+        add_bits_by_32<4>(block + 16, codes);
     }
 };
 
 struct Q6_K : BlockShape<256, 210, 16> {
     static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        const float scale = half_at(block + 208);
-        for (int i = 0; i < 16; i++) scales[i] = scale * float(int8_t(block[192 + i]));
-        const uint8_t* low = block;
-        int8_t high[256];
-        two_bits(block + 128, high);
-        for (int part = 0; part < 4; part++)
-            for (int i = 0; i < 64; i++) {
-                const int nibble = low[part / 2 * 64 + i] >> part % 2 * 4 & 15, at = 64 * part + i;
-                codes[at] = int8_t((nibble | high[at] << 4) - 32);
+        const vf scale = set1(half_at(block + 208));
+        for (int i = 0; i < 16; i += W) store(scales + i, mul(scale, load((const int8_t*)block + 192 + i)));
+        two_bits(block + 128, codes);
+        for (int i = 0; i < 128; i += kSome) {
+            Some bytes, nibbles, own;
+            memcpy(&bytes, block + i, kSome);
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {  // 64 values of the low nibbles of 64 bytes, then of the high ones
+                int8_t* at = codes + i / 64 * 128 + part * 64 + i % 64;
+                bits_of<4>(bytes, 4 * part, nibbles);
+                memcpy(&own, at, kSome);
+                own = (nibbles | (Some)((SomeWords)own << 4)) - 32;
+                memcpy(at, &own, kSome);
             }
+        }
     }
 };
 
-struct IQ4_XS : BlockShape<256, 136, 32> {
-    static int six_bits(const uint8_t* block, int run) {
-        return (block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4;
+struct IQ4_XS : PlainShape<256, 136, 32, 8, 16> {
+    // The scales of runs, 32 larger.
+    static void scale_codes(const uint8_t* block, uint8_t* codes) {
+        for (int run = 0; run < 8; run++)
+            codes[run] = uint8_t((block[4 + run / 2] >> run % 2 * 4 & 15) | (block[2 + run / 4] >> run % 4 * 2 & 3) << 4);
     }
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
+    static void run_scales(const uint8_t* block, float* scales, float*) {
+        uint8_t six_bits[8];
+        scale_codes(block, six_bits);
         const float scale = half_at(block);
-        for (int i = 0; i < 8; i++) {
-            scales[i] = scale * float(six_bits(block, i) - 32);
-            table_halves(kIq4Values, block + 8 + 16 * i, codes + 32 * i);
-        }
+        for (int i = 0; i < 8; i++) scales[i] = scale * float(int(six_bits[i]) - 32);
+    }
+    template <bool Indexes = false>
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
+        for (int i = 0; i < 8; i++) table_halves<Indexes>(kIq4Values, block + 8 + 16 * i, codes + 32 * i);
     }
 };
 

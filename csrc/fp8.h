@@ -14,10 +14,13 @@ inline vf from_e4m3(vi code) {
 }
 
 template <int Values>
-struct Fp8 : BlockShape<Values, 4 + Values, 32> {
+struct Fp8 : PlainShape<Values, 4 + Values, 32, 4, 0> {
     static constexpr bool kFloats = true;
-    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float*) {
-        memcpy(codes, block + 4, Values);
+    static void run_scales(const uint8_t* block, float* scales, float*) {
         for (int i = 0; i < Values / 32; i++) memcpy(scales + i, block, 4);
+    }
+    static void take_apart(const uint8_t* block, int8_t* __restrict codes, float* scales, float* minimums) {
+        run_scales(block, scales, minimums);
+        memcpy(codes, block + 4, Values);
     }
 };

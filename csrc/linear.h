@@ -169,9 +169,9 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* o
 inline void arrange_panels(const Linear& args, int64_t panel, int64_t stop, void* out) {
     with_products(args, [&]<class M, class T>() {
         if constexpr (!kCoded<M>)
-            with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+            with_panels(args.packing, [&]<class Format>(const int8_t*) {
                 for (; panel < stop; panel++)
-                    arrange_panel<M, Format>(args, panel, table, (uint8_t*)out + panel * block_panel_bytes(args));
+                    arrange_panel<M, Format>(args, panel, (uint8_t*)out + panel * block_panel_bytes(args));
             });
     });
 }

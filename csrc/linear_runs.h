@@ -52,6 +52,24 @@ inline PairTable table_of(const int8_t* table) {
     return PairTable(numbers);
 }
 
+// Whether codes of rows as they lie are nibbles or bytes there, and need not be put together (blocks.h).
+template <class Format>
+constexpr bool kPlain = Format::Block::kCodesAt > 0;
+
+// The same of codes of five or six bits that `take_apart` has made; they may have a sign, above the bits that are looked up.
+template <class Format>
+inline PairTable table_of_taken() {
+    constexpr int kCodes = Format::Kind::kLow + Format::Kind::kHigh == 6 ? 64 : 32, kSign = Format::kOffset ? kCodes / 2 : 0;
+    alignas(64) bf16 numbers[64];
+    for (int i = 0; i < 64; i++) {
+        const float number = float((i % kCodes ^ kSign) - kSign);
+        uint32_t bits;
+        memcpy(&bits, &number, 4);
+        numbers[i].bits = uint16_t(bits >> 16);
+    }
+    return PairTable(numbers);
+}
+
 // Each half of `codes` has one.
 template <class Kind>
 __attribute__((always_inline)) inline vi numbers_of_codes(Lanes codes, const PairTable& table) {
@@ -111,11 +129,12 @@ __attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t cou
                                     out.minimums[b * Format::kRuns + run][part]);
 }
 
+// in_panels: and not rows as they lie.
 template <class Format>
-inline RunFormat run_format(const int8_t* table) {
+inline RunFormat run_format(const int8_t* table, bool in_panels) {
     using Block = typename Format::Block;
     return {scales_of_runs<Format>,
-            table_of<Format>(table),
+            in_panels || kPlain<Format> ? table_of<Format>(table) : table_of_taken<Format>(),
             Format::kBlockBytes,
             Format::kScaleBytes,
             Format::kLowBytes,
@@ -252,22 +271,113 @@ __attribute__((noinline)) void operand_of_codes(const RunFormat& format, const u
         });
 }
 
-// The same of rows as they lie.
-template <class M>
-inline void operand_of_rows(const Linear& args, int64_t panel, int64_t at, int run, uint32_t* out, RunScales& scales) {
-    const int64_t here = smaller(kTaken, args.depth - at);
+// The codes of four depths of W columns, in bytes of which those of nibbles have another code above them: two words.
+template <class Kind>
+__attribute__((always_inline)) inline void put_codes(Lanes codes, const PairTable& table, uint32_t* out) {
+    Lanes pairs[2] = {(codes & 0xffff) | (codes << 8 & 0xffff0000), (codes >> 16) | (codes >> 8 & 0xffff0000)};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {  // in each half there is another one above it, which a look-up passes over
+        if constexpr (Kind::kLow + Kind::kHigh == 8) pairs[i] &= 0x00ff00ff;
+        if constexpr (Kind::kLow + Kind::kHigh == 8 && !Kind::kFloat8) pairs[i] ^= 0x00800080;
+        store_int(out + i * kPanel, numbers_of_codes<Kind>(pairs[i], table));
+    }
+}
+
+// Where the row of column c is from depth `at` on; null: there is none. What is taken after it is fetched.
+inline const uint8_t* row_at(const Linear& args, int64_t panel, int c, int64_t at, int64_t here_bytes) {
+    const int64_t row = weight_row(args, panel, c);
+    if (row >= args.columns) return nullptr;
+    const uint8_t* packed = (const uint8_t*)args.w + row * args.w_stride + at * args.w_stride / args.depth;
+    // More of the row, or the beginning of one of the next panel.
+    const int64_t ahead = at + kTaken < args.depth ? here_bytes : (is_gated(args.activation) ? W : kPanel) * args.w_stride;
+    for (int64_t line = 0; line < here_bytes; line += 64) __builtin_prefetch(packed + ahead + line);
+    return packed;
+}
+
+// kTaken depths of W rows, or those that are left, as an operand's columns `out`; and their scales.
+template <class Format>
+inline void put_plain_rows(const Linear& args, int64_t panel, int c, int64_t at, const PairTable& table, uint32_t* out,
+                           TakenRows& taken) {
+    using Block = typename Format::Block;
+    constexpr int kNibbles = Block::kNibbles, kBlocks = kTaken / Block::kValues, kTakenBytes = kBlocks * Block::kBytes;
+    constexpr int kCodeBytes = Block::kValues / (kNibbles ? 2 : 1), kVectors = kBlocks * kCodeBytes / (4 * W);
+    const int64_t here = smaller(kTaken, args.depth - at), here_bytes = here / Block::kValues * Block::kBytes;
+    uint8_t copies[W][kTakenBytes];  // of rows that are not there, or end: zeros stand for what is not read
+    const uint8_t* rows[W];
+    for (int i = 0; i < W; i++) {
+        rows[i] = row_at(args, panel, c + i, at, here_bytes);
+        if (!rows[i] || here < kTaken) {
+            memset(copies[i], 0, kTakenBytes);
+            if (rows[i]) memcpy(copies[i], rows[i], here_bytes);
+            rows[i] = copies[i];
+        }
+        for (int b = 0; b < kBlocks; b++)
+            Block::run_scales(rows[i] + b * Block::kBytes, taken.scales[i] + b * Format::kRuns,
+                              taken.minimums[i] + b * Format::kRuns);
+    }
+    for (int v = 0; v < kVectors; v++) {
+        vi r[W];
+        const auto place = [&](int quarter) {  // in a row
+            const int byte = 4 * W * v + W * quarter;
+            return byte / kCodeBytes * Block::kBytes + Block::kCodesAt + byte % kCodeBytes;
+        };
+        const int a = place(0), b = place(1), c = place(2), d = place(3);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) r[i] = load_quarters(rows[i] + a, rows[i] + b, rows[i] + c, rows[i] + d);
+        transpose(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            const int byte = 4 * (W * v + i);
+            int depth = byte;
+            if constexpr (kNibbles > 0) depth = byte / kNibbles * 2 * kNibbles + byte % kNibbles;
+            if (depth >= here) continue;
+            put_codes<typename Format::Kind>((Lanes)r[i], table, out + depth / 2 * kPanel);
+            if constexpr (kNibbles > 0)
+                put_codes<typename Format::Kind>((Lanes)r[i] >> 4, table, out + (depth + kNibbles) / 2 * kPanel);
+        }
+    }
+}
+
+// The same where codes have to be put together first.
+template <class Format>
+inline void put_taken_rows(const Linear& args, int64_t panel, int c, int64_t at, const PairTable& table, uint32_t* out,
+                           TakenRows& taken) {
+    using Block = typename Format::Block;
+    const int64_t here = smaller(kTaken, args.depth - at), here_bytes = here / Block::kValues * Block::kBytes;
+    for (int i = 0; i < W; i++) {
+        if (const uint8_t* row = row_at(args, panel, c + i, at, here_bytes))
+            take_runs_apart<Format>(row, here, taken.codes[i], taken.scales[i], taken.minimums[i]);
+        else
+            memset(taken.codes[i], 0, kTaken), memset(taken.scales[i], 0, sizeof taken.scales[i]),
+                memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
+    }
+    for (int64_t d = 0; d < here; d += 4 * W) {
+        vi r[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) r[i] = load_int((const uint32_t*)(taken.codes[i] + d));
+        transpose(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++)
+            if (d + 4 * i < here) put_codes<typename Format::Kind>((Lanes)r[i], table, out + (d / 2 + 2 * i) * kPanel);
+    }
+}
+
+// As `operand_of_codes`, of rows as they lie.
+template <class Format>
+__attribute__((noinline)) void operand_of_rows(const Linear& args, const RunFormat& format, int64_t panel, int64_t at,
+                                               uint32_t* out, RunScales& scales) {
+    const PairTable table = format.table;
+    const int64_t runs = smaller(kTaken, args.depth - at) / Format::Block::kRun;
     TakenRows taken;
     for (int part = 0; part < 2; part++) {
-        take_rows(args, panel, part * W, at, taken);
-        const auto code_itself = [](vf code, int64_t) { return code; };
-        if (is_fp8(args.packing)) put_numbers<M, bf16, true>(taken, 0, here, out + part * W, code_itself);
-        else put_numbers<M, bf16, false>(taken, 0, here, out + part * W, code_itself);
-        vf of_runs[2][kTakenRuns];
-        transpose_floats(taken.scales, of_runs[0]), transpose_floats(taken.minimums, of_runs[1]);
-        for (int64_t i = 0; i < here / run; i++) {
-            scales.scales[i][part] = of_runs[0][i * run / kLeastRun];
-            scales.minimums[i][part] = of_runs[1][i * run / kLeastRun];
-        }
+        if constexpr (kPlain<Format>) put_plain_rows<Format>(args, panel, part * W, at, table, out + part * W, taken);
+        else put_taken_rows<Format>(args, panel, part * W, at, table, out + part * W, taken);
+        vf of_runs[kTakenRuns];
+        transpose_floats(taken.scales, of_runs);
+        for (int64_t i = 0; i < runs; i++) scales.scales[i][part] = of_runs[i];
+        if (!Format::kMinimums) continue;
+        transpose_floats(taken.minimums, of_runs);
+        for (int64_t i = 0; i < runs; i++) scales.minimums[i][part] = of_runs[i];
     }
 }
 
@@ -309,10 +419,10 @@ __attribute__((noinline)) void product_of_runs(const uint32_t* x, int64_t count,
     for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
 }
 
-// Rows that are multiplied with codes in registers; more are multiplied with an operand in the nearest cache. Fewer where a
-// code takes more than a shift and a look-up.
+// Rows that are multiplied with codes in registers; more are multiplied with an operand in the nearest cache. Fewer where
+// scales are applied to sums twice as often.
 template <class Format>
-constexpr int kRowsOfCodes = kInSlots<typename Format::Kind> && Format::Block::kRun == 32 ? 8 : 4;
+constexpr int kRowsOfCodes = Format::Block::kRun == 32 ? 8 : 4;
 
 // The panel's scales where it has been unpacked for many rows: behind its operand.
 inline RunScales* unpacked_scales(const Linear& args, uint32_t* panel) { return (RunScales*)(panel + args.depth / 2 * kPanel); }
@@ -321,10 +431,10 @@ inline int64_t unpacked_panel_bytes(const Linear& args) {
 }
 
 // A stretch of a panel in either form.
-template <class M, class Format>
+template <class Format>
 inline void operand_of_panel(const Linear& args, const RunFormat& format, int64_t panel, int64_t next, int64_t at,
                              uint32_t* out, RunScales& scales) {
-    if (!args.packed) return operand_of_rows<M>(args, panel, at, format.run, out, scales);
+    if (!args.packed) return operand_of_rows<Format>(args, format, panel, at, out, scales);
     operand_of_codes<typename Format::Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out,
                                             scales);
 }
@@ -332,10 +442,10 @@ inline void operand_of_panel(const Linear& args, const RunFormat& format, int64_
 template <class M>
 inline void unpack_run_panel(const Linear& args, int64_t panel, int64_t next, uint32_t* out) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        const RunFormat format = run_format<Format>(table);
+        const RunFormat format = run_format<Format>(table, args.packed);
         RunScales* scales = unpacked_scales(args, out);
         for (int64_t at = 0; at < args.depth; at += kTaken)
-            operand_of_panel<M, Format>(args, format, panel, next, at, out + at / 2 * kPanel, scales[at / kTaken]);
+            operand_of_panel<Format>(args, format, panel, next, at, out + at / 2 * kPanel, scales[at / kTaken]);
     });
 }
 
@@ -345,7 +455,7 @@ inline void products_in_runs(const Linear& args, int64_t row, int64_t rows, int6
                              int64_t next_panel, uint32_t* space, float* c, Finish finish) {
     const uint32_t* x = (const uint32_t*)args.packed_x + row * args.depth / 2;
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        const RunFormat format = run_format<Format>(table);
+        const RunFormat format = run_format<Format>(table, args.packed);
         const int64_t runs = args.depth / format.run;
         const float* sums = format.minimums ? sums_of_tile(args, args.packed_x, row) : nullptr;
         for (; panel < panel_stop; panel++) {
@@ -368,7 +478,7 @@ inline void products_in_runs(const Linear& args, int64_t row, int64_t rows, int6
                     scales = unpacked_scales(args, b) + at / kTaken;
                     b += at / 2 * kPanel;
                 } else {
-                    operand_of_panel<M, Format>(args, format, panel, next, at, b, own);
+                    operand_of_panel<Format>(args, format, panel, next, at, b, own);
                 }
                 const int64_t here = smaller(kTaken, args.depth - at) / format.run;
                 for (int64_t r = 0; r < rows; r += kRowTile) {

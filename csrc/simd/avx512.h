@@ -59,6 +59,13 @@ inline vi load_int_part(const uint32_t* p, int n) { return _mm512_maskz_loadu_ep
 inline void store_int(uint32_t* p, vi a) { _mm512_storeu_si512(p, a); }
 inline vi as_int(vf a) { return _mm512_castps_si512(a); }
 inline vf as_float(vi a) { return _mm512_castsi512_ps(a); }
+// Of 32 bits at p bytes that are all ones or all zeros.
+inline void bytes_of_bits(const uint8_t* p, uint8_t* out) {
+    uint32_t bits;
+    memcpy(&bits, p, 4);
+    _mm256_storeu_si256((__m256i*)out, _mm256_movm_epi8(bits));
+}
+#define BATCHGEN_BYTES_OF_BITS
 // W bytes as integers; their low and high halves as floats.
 inline vi load_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
@@ -171,6 +178,12 @@ struct PairTable {
     vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, first); }
     vi of_64(vi index) const { return _mm512_permutex2var_epi16(first, index, second); }
 };
+// 16 bytes of each place beside each other.
+inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+    const auto at = [](const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); };
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(a)), at(b), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_inserti128_si256(_mm256_castsi128_si256(at(c)), at(d), 1), 1);
+}
 // Numbers as bf16: pairs of neighbours of the first, then of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: the first half of them, and the second.

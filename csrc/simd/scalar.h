@@ -242,6 +242,12 @@ struct PairTable {
     vi of_32(vi index) const { return of(index, 2 * W - 1); }
     vi of_64(vi index) const { return of(index, 4 * W - 1); }
 };
+inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+    const uint8_t* const from[] = {a, b, c, d};
+    vi all;
+    for (int i = 0; i < 4; i++) memcpy((uint8_t*)&all + W * i, from[i], W);
+    return all;
+}
 inline vi to_pairs(vf first, vf second) {
     bf16 all[2 * W];
     store(all, first), store(all + W, second);

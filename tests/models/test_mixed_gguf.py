@@ -20,7 +20,7 @@ from tiny_models import (
 
 import batchgen
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, MIXED
-from batchgen.engine.loader import store_bytes
+from batchgen.engine.loader import existing_store, store_bytes
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.convert import convert, find_or_convert
@@ -182,7 +182,9 @@ def test_a_store_of_an_earlier_version_is_made_again(tmp_path, monkeypatch):
         before = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
     assert before.config.end_formats == () and before.embeddings.extents["embeddings"].tensors[0].dtype == "float32"
     assert open_checkpoint(resolve_model(str(before.path))).load_packed("embeddings", 0, torch.float32, "q8_0")
+    assert not existing_store(files, tmp_path / "stores", "float32", "q8_0")  # as the plan sees it
     after = find_or_convert(files, tmp_path / "stores", "float32", "q8_0")
+    assert existing_store(files, tmp_path / "stores", "float32", "q8_0")
     assert after.path == before.path and after.embeddings.extents["embeddings"].tensors[0].dtype == "q8_0"
 
 
