@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -51,13 +52,13 @@ def written_atomically(path: Path, *, contended: bool = False) -> Iterator[Binar
 
     Args:
         path: the file, in a directory that is there.
-        contended: other processes may write the same file at the same time: each has a temporary file of its own, and the
+        contended: other processes, of any machine, may write the same file at the same time: each has a temporary file of its own, and the
             last one's content stays.
 
     Raises:
         OSError: nothing is left of the new content then.
     """
-    temporary = path.with_name(path.name + (f".{os.getpid()}.tmp" if contended else ".tmp"))
+    temporary = path.with_name(path.name + (f".{socket.gethostname()}.{os.getpid()}.tmp" if contended else ".tmp"))
     with staged(temporary) as file:
         yield file
     replace_durably(temporary, path)

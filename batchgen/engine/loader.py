@@ -30,8 +30,8 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
-from batchgen.models.convert import store_path
-from batchgen.models.files import STORE_MANIFEST, ModelFiles, is_store, read_store_manifest, resolve_quantization
+from batchgen.models.convert import made_before, store_path
+from batchgen.models.files import STORE_MANIFEST, ModelFiles, read_store_manifest, resolve_quantization
 from batchgen.models.layouts import end_bytes
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
@@ -256,7 +256,7 @@ def existing_store(
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         if (manifest["dtype"], manifest["weight_format"]) == (dtype, weight_format_of(dtype, quantization)):
             return True
-    return is_store(store_path(offload_dir, files, dtype, quantization, shard))
+    return made_before(files, store_path(offload_dir, files, dtype, quantization, shard)) is not None
 
 
 def store_bytes(config: ModelConfig, dtype: str, quantization: str) -> int:
@@ -526,7 +526,7 @@ def _make_executor(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
-        delegated_seqs=policy.gpu_batch_size if accelerated and policy.kv_seqs.get("cpu") else 0,
+        delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
         deferred_seqs=policy.kv_seqs.get("deferred", 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer"
 # What manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
+_LOCK_POLL_S = 1.0
 
 
 def _ignore(done: int, total: int) -> None:
@@ -65,6 +67,7 @@ def convert(
     dtype: str,
     quantization: str = "none",
     overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
     on_layer: Callable[[int, int], None] = _ignore,
     shard: Shard | None = None,
 ) -> WeightStore:
@@ -72,7 +75,7 @@ def convert(
 
     quantization: "int4" and "int8" pack the matrices of the layers; "none" leaves them packed as the model has them, "bf16" does
     not (`models.files.resolve_quantization`). overwrite: replace a store of something else.
-    on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
+    on_start: called when no other process is at it. on_layer(done, total): called after each layer. shard: the part of the model that the store is to have; in int4 it comes from a
     store of the whole. Peak memory is about one layer, or the embeddings.
 
     Where `target` holds part of it, or all of it, every file is checked against its checksums, and only what is missing
@@ -98,6 +101,7 @@ def convert(
         "config": replace(checkpoint.config, dtype=dtype).to_json(),
     }
     with _locked(target):
+        on_start()
         work = _Conversion(target, header, _plan_files(checkpoint, target, dtype, weight_format))
         try:
             work.start(overwrite)
@@ -149,8 +153,9 @@ def find_or_convert(
 ) -> WeightStore:
     """A store of the model: the model itself where it is one of that kind, one that was made before, or a new one.
 
-    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion begins. on_layer, shard and errors as
-    `convert`.
+    Where another process makes the same store, waits for it: workers and ranks that start together find one store.
+    quantization: of `models.files.resolve_quantization`. notify: is told before a conversion, or the wait, begins. on_layer, shard and
+    errors as `convert`.
     """
     from batchgen.models.weight_store import open_store
 
@@ -159,22 +164,59 @@ def find_or_convert(
         if (store.dtype, store.weight_format) == (dtype, weight_format_of(dtype, quantization)):
             return store
     target = store_path(offload_dir, files, dtype, quantization, shard)
+    waited_for = ""
+    while True:
+        if made := made_before(files, target):
+            return made
+        try:
+            return _make_store(files, offload_dir, target, dtype, quantization, notify, on_layer, shard)
+        except _AnotherConverts as error:
+            if error.holder != waited_for:
+                notify(f"waiting for {error.holder}, which is converting {files.name} into {error.target}")
+            waited_for = error.holder
+            time.sleep(_LOCK_POLL_S)
+
+
+def made_before(files: ModelFiles, target: Path) -> WeightStore | None:
+    """The store that an earlier job made of the model in `target` (`store_path`); None where there is none, or not all of it."""
+    from batchgen.models.weight_store import open_store
+
     if (target / STORE_MANIFEST).exists():
         with contextlib.suppress(InputError):  # what is missing is made anew
             store = open_store(target)
             # Of an earlier version, which expanded what stands before and after the layers.
             if store.weight_format not in KEPT_FORMATS or store.config.end_formats == read_config(files).end_formats:
                 return store
+    return None
+
+
+def _make_store(
+    files: ModelFiles,
+    offload_dir: Path,
+    target: Path,
+    dtype: str,
+    quantization: str,
+    notify: Callable[[str], None],
+    on_layer: Callable[[int, int], None],
+    shard: Shard | None,
+) -> WeightStore:
+    """Converts the model, or a rank's part of it; a part in int4 from a store of the whole."""
     source = files
     if shard is not None and quantization == INT4:  # which columns count is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, quantization, notify=notify, on_layer=on_layer)
         source = replace(files, path=whole.path, kind="store")
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
-    notify(
-        f"converting {part}{files.name} to {weight_format_of(dtype, quantization)} in {target}, which later jobs will find there"
-    )
+    to_format = weight_format_of(dtype, quantization)
+    begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
     return convert(
-        source, target, dtype=dtype, quantization=quantization, overwrite=True, on_layer=on_layer, shard=shard
+        source,
+        target,
+        dtype=dtype,
+        quantization=quantization,
+        overwrite=True,
+        on_start=lambda: notify(begun),
+        on_layer=on_layer,
+        shard=shard,
     )
 
 
@@ -425,6 +467,14 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     return digest.hexdigest()
 
 
+class _AnotherConverts(BatchgenError):
+    """Another process has the lock of `target`. holder: as of `LockHeld`."""
+
+    def __init__(self, target: Path, holder: str) -> None:
+        super().__init__(f"another batchgen is converting into {target} ({holder}): wait for it, or stop it")
+        self.target, self.holder = target, holder
+
+
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Makes the directory and holds its lock.
@@ -435,9 +485,7 @@ def _locked(target: Path) -> Iterator[None]:
         target.mkdir(parents=True, exist_ok=True)
         descriptor = lock_file(target / _LOCK)
     except LockHeld as error:
-        raise BatchgenError(
-            f"another batchgen is converting into {target} ({error.holder}): wait for it, or stop it"
-        ) from None
+        raise _AnotherConverts(target, error.holder) from None
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
     try:

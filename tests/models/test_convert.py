@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -313,6 +315,32 @@ def test_two_conversions_at_once(llama, tmp_path):
     assert len(refused) == 3
     with open(target / "convert.lock", "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_jobs_that_need_one_store_at_once_share_it(llama, tmp_path, reference, finishes):
+    """The second waits for the first, and makes the store itself where the first is stopped."""
+    target = store_path(tmp_path, llama, "float32", "none")
+    found, said, waits = [], [], threading.Event()
+
+    def second() -> None:
+        found.append(find_or_convert(llama, tmp_path, "float32", notify=lambda line: (said.append(line), waits.set())))
+
+    def first(done: int, total: int) -> None:
+        if done == 2:
+            other.start()
+            while not any(line.startswith("waiting for ") for line in said):
+                assert waits.wait(60)
+            if not finishes:
+                raise KeyboardInterrupt
+
+    other = threading.Thread(target=second)
+    with contextlib.nullcontext() if finishes else pytest.raises(KeyboardInterrupt):
+        convert(llama, target, dtype="float32", on_layer=first)
+    other.join(60)
+    assert content(found[0].path) == content(reference)
+    assert [line.split()[0] for line in said] == ["waiting", *([] if finishes else ["converting"])]
+    assert f"waiting for process {os.getpid()} on" in said[0]
 
 
 # ---- a full disk
