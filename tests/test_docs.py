@@ -293,6 +293,15 @@ def figures():  # a line or two for each of the files
     assert share["rows_that_differ"] == 0
     yield "share", f"{share['kills']} of them killed, {share['suspensions']} suspended"
     yield "share", f"all {share['rows']:,} rows equal"
+    cost = read("share_cost")
+    yield "share_cost", f"{cost['shared_over_alone']:.3f} times"
+    yield (
+        "share_cost",
+        f"{cost['one_over_two']:.2f} times as fast; two `--shard`s on these cores are {cost['two_over_shards']:.2f} times",
+    )
+    ray = read("ray_cluster")
+    yield "ray_cluster", f"{ray['rows']:,} rows in fp32"
+    yield "ray_cluster", f"{ray['ray_over_share']:.2f} times; all rows equal"
 
 
 def test_figures_are_those_of_their_files():

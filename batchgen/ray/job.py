@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from xxhash import xxh3_64_intdigest
 
-from batchgen.core.atomic_file import write_atomically
+from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job.options import options_of
 from batchgen.models.files import model_identity, resolve_model
@@ -92,9 +93,9 @@ def run(
         rows = batch_size or max(_LEAST_BATCH, min(_MOST_BATCH, total // (_BATCHES_OF_EACH * concurrency)))
         calls = calls_at_once(plans, options, rows)
         # A file may come as one block, which is one actor's, and is written when all of it is done.
-        generated = left.repartition(target_num_rows_per_block=rows).map_batches(
-            Generate,
-            fn_constructor_kwargs={"model": model, "plans": plans, **settings},
+        written = left.repartition(target_num_rows_per_block=rows).map_batches(
+            GenerateParts,
+            fn_constructor_kwargs={"folder": str(folder), "model": model, "plans": plans, **settings},
             batch_format="pyarrow",
             batch_size=rows,
             compute=ray.data.ActorPoolStrategy(
@@ -102,9 +103,6 @@ def run(
             ),
             num_cpus=num_cpus,
             **(ray_remote_args or {}),
-        )
-        written = generated.map_batches(
-            write_part, fn_args=(str(folder), id_column), batch_format="pyarrow", batch_size=None
         )
         with _refusals():
             for _ in written.iter_batches(batch_format="pyarrow"):
@@ -210,15 +208,41 @@ def _rows_left(batch: pa.Table, done: Any, id_column: str) -> pa.Table:
     return without_ids(batch, ray.get(done), id_column)
 
 
-def write_part(batch: pa.Table, folder: str, id_column: str) -> pa.Table:
-    """Write finished rows atomically, under a name made of their ids: Ray may run a task again. Returns how many they were."""
+class GenerateParts:
+    """What the actors of a job hold: generates for the rows of a batch and writes them, so that no row goes through Ray again.
+
+    Args:
+        folder: The output.
+        id_column: As of `run`.
+        **options: As of `Generate`, all of them.
+    """
+
+    def __init__(self, folder: str, id_column: str, **options: Any) -> None:
+        self._folder, self._id_column = folder, id_column
+        self._generate = Generate(id_column=id_column, **options)
+
+    async def __call__(self, batch: pa.Table) -> pa.Table:
+        """Returns how many rows are written. Raises as `Generate`, and BatchgenError where the disk is full."""
+        done = await self._generate(batch)
+        await asyncio.to_thread(write_part, done, self._folder, self._id_column)
+        return pa.table({"rows": [done.num_rows]})
+
+    def close(self) -> None:
+        """As `Generate.close`."""
+        self._generate.close()
+
+
+def write_part(batch: pa.Table, folder: str, id_column: str) -> None:
+    """Write finished rows atomically, under a name made of their ids: Ray may run a batch again. Raises BatchgenError where the disk fails."""
     if batch.num_rows:
         ids = json.dumps(batch.column(id_column).to_pylist(), default=str).encode()
         sink = pa.BufferOutputStream()
         pq.write_table(batch, sink, compression="zstd")
         name = f"part-{hashlib.sha256(ids).hexdigest()[:24]}.parquet"
-        write_atomically(Path(folder) / name, sink.getvalue().to_pybytes(), contended=True)
-    return pa.table({"rows": [batch.num_rows]})
+        try:
+            write_atomically(Path(folder) / name, sink.getvalue().to_pybytes(), contended=True)
+        except OSError as error:
+            raise storage_error(error, f"write {Path(folder) / name}") from error
 
 
 def _check_job(folder: Path, model: str, options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """`batchgen.ray.Generate`, without Ray."""
 
 import asyncio
+import errno
 import os
 import pickle
 import subprocess
@@ -12,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import run
-from batchgen.core.errors import InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.ops.instruction_set import num_threads
 from batchgen.ray import Generate
-from batchgen.ray.job import calls_at_once, ids_done, refusal_in, without_ids, write_part
+from batchgen.ray.job import GenerateParts, calls_at_once, ids_done, refusal_in, without_ids, write_part
 from batchgen.ray.loading import load_stream
 from batchgen.ray.plans import machine_kind, plan_here
 from batchgen.ray.share import share_of
@@ -155,10 +156,27 @@ def test_parts_and_the_rows_that_are_left(tmp_path):
     assert len(ids_done(tmp_path, "id")) == 0
     table = pa.table({"id": ["a", "b", "c"]})
     for _ in range(2):  # Ray may run a task again
-        assert write_part(table.slice(0, 2), str(tmp_path), "id").to_pylist() == [{"rows": 2}]
+        write_part(table.slice(0, 2), str(tmp_path), "id")
     assert ids_done(tmp_path, "id").to_pylist() == ["a", "b"]
     assert without_ids(table, ids_done(tmp_path, "id"), "id").to_pylist() == [{"id": "c"}]
-    assert write_part(table.slice(0, 0), str(tmp_path), "id").to_pylist() == [{"rows": 0}]
+    write_part(table.slice(0, 0), str(tmp_path), "id")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_jobs_actors_write_what_they_generate(tiny_models, tmp_path, monkeypatch):
+    path, _ = tiny_models("llama")
+    table = pa.table({"prompt": ["quay", "quay quay", None], "id": [3, 4, 5]})
+    actor = GenerateParts(str(tmp_path), "id", model=str(path), dtype="float32", cpu_memory="2GiB", max_tokens=5)
+    assert asyncio.run(actor(table)).to_pylist() == [{"rows": 3}]
+    assert sorted(ids_done(tmp_path, "id").to_pylist()) == [3, 4, 5]
+
+    def full(path, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("batchgen.ray.job.write_atomically", full)
+    with pytest.raises(BatchgenError, match=r"^cannot write .*No space left on device: free space and run the same"):
+        asyncio.run(actor(table))
+    actor.close()
 
 
 def test_rows_are_those_of_a_job(tiny_models, tmp_path):
