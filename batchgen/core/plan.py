@@ -62,6 +62,9 @@ class Policy:
             sequences are of this class.
         on_demand_tokens: in sweeps of at most so many tokens, of a layer's experts on disk only those are read that a token is
             routed to; where the host computes.
+        balance_tokens: with order "neo", the two micro-batches are of unequal size, and both have sequences that the CPU attends to,
+            as `first_batch_cpu_share` says: so many tokens are what products take that does not depend on their tokens. None: the second
+            has all of these sequences, and neither batch more than half of the block or of the tokens.
     """
 
     admission: str
@@ -83,6 +86,22 @@ class Policy:
     deferred_rows: int | None = None
     kv_layers: int = 0
     on_demand_tokens: int = 0
+    balance_tokens: int | None = None
+
+    @property
+    def equal_parts(self) -> int:
+        """A micro-batch may have one of so many equal parts of a sweep, at most: all of it where their sizes are unequal."""
+        return 1 if self.balance_tokens is not None else self.num_gpu_batches
+
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of one micro-batch."""
+        return -(-self.max_num_seqs // self.equal_parts)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one micro-batch."""
+        return -(-max(self.max_num_batched_tokens, self.max_num_seqs) // self.equal_parts)
 
     @property
     def max_num_seqs(self) -> int:
@@ -98,6 +117,22 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"max_num_seqs": self.max_num_seqs}
+
+
+def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float) -> float:
+    """Of the sequences that the CPU attends to, the part that goes with the first of two micro-batches, from 0 to 1/2.
+
+    The first has all else of the sweep. The CPU attends for one batch while the products of the other run (NEO section 3.1), so
+    the parts of attention are as the products of the other batch are: T_ca0 : T_ca1 = T_l1 : T_l0. Products take a time of
+    their own and some for each token, so T_l0 : T_l1 = (n_0 + w) : (n_1 + w), which gives (c + w) / (n + c + 2 w).
+
+    Args:
+        tokens: Of the sweep, n, with those of the delegated sequences.
+        delegated: Sequences that the CPU attends to, c, each of one token.
+        balance_tokens: w, the time of its own, in tokens.
+    """
+    both = tokens + delegated + 2 * balance_tokens
+    return (delegated + balance_tokens) / both if both else 0.5
 
 
 def spread_layers(counts: tuple[int, int, int]) -> Iterator[str]:
@@ -290,8 +325,6 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
     for name in ("gpu_batch_size", "num_gpu_batches", "max_num_batched_tokens", "max_model_len", "kv_block_size"):
         if getattr(policy, name) < 1:
             raise ValueError(f"{name} must be above 0, not {getattr(policy, name)}")
-    if max_num_seqs != policy.max_num_seqs:
-        raise ValueError("max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
     choices: dict[str, tuple[str, ...]] = {
         "admission": ("continuous", "static"), "batch_order": ("even", "mixed", "neo"),
         "head_tier": ("gpu", "cpu"), "embedding_tier": ("gpu", "cpu"),
@@ -303,8 +336,10 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
         for key, count in getattr(policy, name).items():
             if key not in allowed or count < 0:
                 raise ValueError(f"{name} must be numbers of 0 or more for {', '.join(allowed)}, not {key!r}: {count}")
-    if (policy.deferred_rows or 0) < 0:
-        raise ValueError(f"deferred_rows must be null, or a number of 0 or more, not {policy.deferred_rows}")
+    _check_batches(policy, max_num_seqs)
+    for name in ("deferred_rows", "balance_tokens"):
+        if (getattr(policy, name) or 0) < 0:
+            raise ValueError(f"{name} must be null, or a number of 0 or more, not {getattr(policy, name)}")
     layers = min((sum(counts) for counts in policy.weight_layers.values()), default=0)
     if policy.kv_layers and not 0 < policy.kv_layers < layers:
         raise ValueError(f"kv_layers must be a number of layers, 0 or more and below {layers}, not {policy.kv_layers}")
@@ -315,3 +350,10 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")
+
+
+def _check_batches(policy: Policy, max_num_seqs: int) -> None:
+    if max_num_seqs != policy.max_num_seqs:
+        raise ValueError("max_num_seqs is gpu_batch_size times num_gpu_batches, so change those")
+    if policy.balance_tokens is not None and (policy.batch_order, policy.num_gpu_batches) != ("neo", 2):
+        raise ValueError("balance_tokens is for two micro-batches in batch_order 'neo': make it null")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.routing import INDEPENDENT, Routing
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Workload:
         shared_prefix_len: prompt tokens, on average, whose KV an earlier row has computed already.
         scored_len: positions of a sequence whose logits are computed, on average, where sequences are scored: they are
             over when their prompts have run, as if their outputs were of 1 token; None: they generate.
+        routing: of the sequences' tokens, where the model is a mixture of experts.
     """
 
     num_seqs: int
@@ -74,6 +76,7 @@ class Workload:
     max_output_len: int
     shared_prefix_len: float = 0.0
     scored_len: float | None = None
+    routing: Routing = INDEPENDENT
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
+from batchgen.core.routing import RoutingCounts
 from batchgen.models.config import ModelConfig
 from batchgen.runtime.grammar import Grammars
 from batchgen.runtime.steps.cohorts import Cohorts
@@ -35,6 +36,7 @@ class SweepRunner(Protocol):
     busy_s: dict[str, float]  # by lane
     stalled_s: dict[str, float]  # of compute, by the lane it waited for
     peak_bytes: dict[str, int]  # of the tiers beside the host's memory
+    routing: RoutingCounts  # of the layers that this process has
 
     def run(self, batches, on_logits, *, vocabulary_chunks: bool, cohorts: Cohorts) -> Callable[[], None] | None: ...
 

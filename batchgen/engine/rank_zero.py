@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchgen.core.routing import RoutingCounts
+
 if TYPE_CHECKING:
     from batchgen.engine.parts import SweepRunner
 
@@ -21,6 +23,10 @@ class RankZeroCounts:
     @property
     def busy_s(self) -> dict[str, float]:
         return self._executor.busy_s
+
+    @property
+    def routing(self) -> RoutingCounts:
+        return self._executor.routing
 
     @property
     def stalled_s(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ from batchgen.job.demand import kv_tokens_used
 from batchgen.job.kernels import kernels_here
 from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
+from batchgen.job.routing import known_routing
 from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
@@ -152,7 +153,8 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     Raises:
         InputError: No plan fits.
     """
-    problem = problem_of(case.hardware, case.job.process_config, estimated.workload, case.request)
+    workload = replace(estimated.workload, routing=known_routing(case.job.files, case.job.config))
+    problem = problem_of(case.hardware, case.job.process_config, workload, case.request)
     plan = plan_problem(case, problem, estimated)
     if ways and case.request.stages == 1:
         plan_of = plan_maker(

@@ -22,6 +22,7 @@ from batchgen.share.run import SharedRun
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
     from batchgen.engine.engine import Engine
+    from batchgen.engine.parts import SweepRunner
     from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
 
@@ -121,6 +122,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "bytes_moved": executor.bytes_moved if executor else {},
         "busy_s": dict(stats.busy_s) | {lane: s for lane, s in lanes.items() if lane not in ("input", "compute")},
         "stalled_s": executor.stalled_s if executor else {},
+        "routing": _routing(executor),
         "adaptations": [change.to_json() for change in engine.changes] if engine else [],
         "sweeps": stats.sweeps,
         "preempted": stats.preempted,
@@ -130,6 +132,12 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "kernels": kernels_report(engine.parts.kernels) if engine else None,
         "versions": versions(),
     }
+
+
+def _routing(executor: SweepRunner | None) -> dict[str, float] | None:
+    """How a mixture's tokens were spread over its experts; None where that is not known."""
+    fitted = executor.routing.fitted() if executor else None
+    return asdict(fitted) if fitted else None
 
 
 def summary(report: dict[str, Any]) -> list[str]:

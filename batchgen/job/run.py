@@ -37,6 +37,7 @@ from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
 from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.routing import keep_routing
 from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
 from batchgen.job.source import RequestSource, open_source
@@ -222,6 +223,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
             with engine:
                 stopped = _run_rows(job, state, engine, plan)
+                keep_routing(job.resolved.files, job.resolved.config, engine.parts.executor.routing)
     if job.page is not None and isinstance(state, Run):
         job.page.read_rows(state.parts_dir, job.source, job.options.task)  # before they are joined, and gone
     if stopped is not None:

@@ -17,9 +17,11 @@ from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
+    after_router_frac,
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
+    experts_frac,
     experts_touched,
     head_lanes,
     linear_s,
@@ -28,7 +30,6 @@ from batchgen.planner.cost import (
     sums_s,
     sweep_overhead_s,
 )
-from batchgen.planner.experts import expert_bytes, expert_frac
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
 from batchgen.planner.memory import group_bytes_of_layers
@@ -116,17 +117,15 @@ def load_of(
     by_residency: dict[str, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_residency.setdefault(residency_of(scheduled, compute_tier), []).append(scheduled)
-    attended, windowed = (
-        {name: _attended(members, block_size, sharing=sharing) for name, members in by_residency.items()}
-        for sharing in (True, not windows)
-    )
+    attended = {name: _attended(members, block_size, sharing=True) for name, members in by_residency.items()}
+    windowed = attended
+    if windows:
+        windowed = {name: _attended(members, block_size, sharing=False) for name, members in by_residency.items()}
     staged = by_residency.get("staged", ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
-    host_blocks, windowed_host_blocks = (
-        {b for s in on_host for b in s.sequence.table(w)[: _blocks(s.sequence.num_computed, block_size)]} - {HOLE}
-        for w in (False, True)
-    )
+    host_blocks = _history_blocks(on_host, block_size, windowed=False)
+    windowed_host_blocks = _history_blocks(on_host, block_size, windowed=True) if windows else host_blocks
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
     blocks = 0
@@ -137,12 +136,12 @@ def load_of(
         blocks += used
     return BatchLoad(
         tokens=sum(s.num_tokens for s in batch),
-        sampled=sum(s.samples or s.defers for s in batch),
+        sampled=sum(s.num_keys == len(s.sequence.tokens) for s in batch),
         logits_rows=sum(len(s.logits_positions) for s in batch),
         attended=attended,
         windowed=windowed,
-        host_blocks=len(host_blocks),
-        windowed_host_blocks=len(windowed_host_blocks),
+        host_blocks=host_blocks,
+        windowed_host_blocks=windowed_host_blocks,
         new_tokens=sum(s.num_tokens for s in on_host),
         disk_reads=(sum(count for _, count in reads), len(reads)),
         disk_writes=(sum(count for _, count in writes), len(writes)),
@@ -158,6 +157,14 @@ def _on_disk(scheduled: ScheduledSequence) -> bool:
 
 def _blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
+
+
+def _history_blocks(members: Sequence[ScheduledSequence], block_size: int, *, windowed: bool) -> int:
+    """Different blocks that hold KV of earlier sweeps."""
+    if not windowed and not any(s.sequence.num_matched_blocks for s in members):
+        return sum(_blocks(s.sequence.num_computed, block_size) for s in members)  # nobody shares any
+    tables = (s.sequence.table(windowed)[: _blocks(s.sequence.num_computed, block_size)] for s in members)
+    return len({block for table in tables for block in table} - {HOLE})
 
 
 def _attended(members: Sequence[ScheduledSequence], block_size: int, *, sharing: bool) -> Attended:
@@ -231,7 +238,7 @@ class StepCosts:
             for j, tier in enumerate(of_layers):
                 self._loaded_bytes[j] += sizes[j][group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(sizes[j][group]) if tier == "disk" else 0
-        of_one = expert_bytes(config, plan.dtype, policy.weight_format)
+        of_one = s.expert_bytes
         # Of one expert what is on disk, and in how many tensors.
         self._expert_sizes = [
             [size for group, size in of_one.items() if tiers[group][j] == "disk"] if config.has_experts(j) else []
@@ -239,13 +246,12 @@ class StepCosts:
         ]
         self._without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of what has been read so
         self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
-        (rows, columns), (out_rows, out_columns) = config.product_shapes["qkv"], config.product_shapes["out"]
+        rows, columns = config.product_shapes["qkv"]
         self._pre_frac = rows * columns / config.matmul_params_per_layer
         # Of what comes after attention, what comes before the experts.
-        routing = out_rows * out_columns + config.num_experts * config.hidden_size
-        self._route_frac = routing / (config.matmul_params_per_layer - rows * columns)
+        self._route_frac = 1 - after_router_frac(config) / (1 - self._pre_frac)
         self._dequantize_s = dequantize_weights_s(s)
-        self._dequantize_experts_s = self._dequantize_s * expert_frac(config)
+        self._dequantize_experts_s = self._dequantize_s * experts_frac(config)
         self._chunks_s: dict[tuple[int, int, int | None], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # cohort -> the micro-batch in which it began
 
@@ -282,6 +288,8 @@ class StepCosts:
                 own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
                 if (step.layer, step.weight_slot) in self._without_experts:
                     own_s = self._without_experts_s(step, loads, own_s)
+                elif len(loads) == 1 and not self._inputs.on_gpu and self.config.has_experts(step.layer):
+                    own_s += self._dequantized_experts_s(step, loads)
                 if step.kind == "pre":
                     joined[step.batch] = 0
                 return own_s + also_s
@@ -321,18 +329,26 @@ class StepCosts:
         """Experts of a layer that a micro-batch is expected to touch, and those before it are not."""
         is_last = step.layer == self.config.num_layers - 1
         tokens = [load.logits_rows if is_last else load.tokens for load in loads[: step.batch + 1]]
-        return experts_touched(self.config, sum(tokens)) - experts_touched(self.config, sum(tokens[:-1]))
+        together, before = (
+            experts_touched(self.config, sum(some), self._inputs.workload.routing) for some in (tokens, tokens[:-1])
+        )
+        return together - before
 
     def _without_experts_s(self, step: Step, loads: Sequence[BatchLoad], own_s: float) -> float:
         """Seconds of a computation of a layer whose experts are read on demand. own_s: as of one that is read as a whole."""
-        if step.kind == "expand_weight":
-            return own_s - self._dequantize_experts_s
         if step.kind == "route":
             return own_s * self._route_frac
         if step.kind == "post":
-            part = self._added_experts(step, loads) / self.config.num_experts
-            return own_s * (1 - self._route_frac) + self._dequantize_experts_s * part
-        return own_s
+            own_s *= 1 - self._route_frac
+        return own_s + self._dequantized_experts_s(step, loads)
+
+    def _dequantized_experts_s(self, step: Step, loads: Sequence[BatchLoad]) -> float:
+        """What a computation takes longer where 4-bit experts are dequantized after the router, those alone that are touched."""
+        if step.kind == "expand_weight":
+            return -self._dequantize_experts_s
+        if step.kind == "post":
+            return self._dequantize_experts_s * self._added_experts(step, loads) / self.config.num_experts
+        return 0.0
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Scheduling, packing and bookkeeping of a sweep."""

@@ -6,7 +6,7 @@ results are added in the order in which its experts were chosen, so a row's resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,8 @@ from batchgen.ops import dispatch as ops
 Weights = Mapping[str, ops.Weight]
 # (name of a matrix, what it is multiplied with [tokens, in])
 OnInput = Callable[[str, Tensor], None]
+# (tokens of each expert)
+OnCounts = Callable[[Sequence[int]], None]
 
 # Of all experts of a layer, one after the other in the rows.
 MATRICES = ("gate_up.weight", "down.weight")
@@ -79,12 +81,13 @@ def experts(
     *,
     by_expert: bool = True,
     routes: Routes | None = None,
+    on_counts: OnCounts | None = None,
 ) -> Tensor:
     """What the chosen experts make of x [tokens, hidden], weighted and added, and the one that all tokens share: [tokens, hidden].
 
     weights: as `split_experts` has them. by_expert: False: every expert multiplies all tokens. That takes experts /
     experts_per_token times the work, but nothing depends on what the router chooses: for devices that the host must not wait for.
-    routes: what `route` makes of x, where that is known.
+    routes: what `route` makes of x, where that is known. on_counts: called with how many tokens each expert has, with `by_expert`.
     """
     shares, chosen = route(config, weights, x) if routes is None else routes
     if not by_expert:
@@ -93,6 +96,8 @@ def experts(
     tokens, k = chosen.shape
     order = chosen.view(-1).argsort(stable=True)  # of (token, choice), by expert
     counts = chosen.view(-1).bincount(minlength=config.num_experts).tolist()
+    if on_counts:
+        on_counts(counts)
     rows = x.index_select(0, order // k)
     inner, made = x.new_empty(len(order), config.intermediate_size), torch.empty_like(rows)
     start = 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.experts import OnInput, Routes, Weights, experts, route
+from batchgen.models.experts import OnCounts, OnInput, Routes, Weights, experts, route
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
@@ -95,16 +95,17 @@ def post_attention(
     *,
     by_expert: bool = True,
     reduce: Reduce | None = None,
+    on_counts: OnCounts | None = None,
 ) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
 
-    out: where it goes, `hidden` perhaps. by_expert: as of `experts`. reduce: where the weights are a rank's part of the layer; called
+    out: where it goes, `hidden` perhaps. by_expert, on_counts: as of `experts`. reduce: where the weights are a rank's part of the layer; called
     twice, of attention's result and of the MLP's.
     """
     hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
     x = _mlp_input(config, weights, hidden)
     if "router.weight" in weights:
-        y = experts(config, weights, x, on_input, by_expert=by_expert)
+        y = experts(config, weights, x, on_input, by_expert=by_expert, on_counts=on_counts)
         if reduce:
             reduce(y)
         return torch.add(hidden, y, out=out)
@@ -122,10 +123,15 @@ def route_tokens(
 
 
 def add_experts(
-    config: ModelConfig, weights: Weights, hidden: Tensor, routes: Routes, reduce: Reduce | None = None
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    routes: Routes,
+    reduce: Reduce | None = None,
+    on_counts: OnCounts | None = None,
 ) -> None:
     """The rest of `post_attention`: adds to `hidden` what the experts make of it."""
-    y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes)
+    y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes, on_counts=on_counts)
     if reduce:
         reduce(y)
     torch.add(hidden, y, out=hidden)

@@ -11,6 +11,8 @@ from batchgen.planner.cost import (
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
+    experts_frac,
+    experts_skipped_frac,
     linear_s,
     moved_bytes,
     peak_bytes,
@@ -48,7 +50,9 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     total = 0.0
     for phase in phases:
         compute = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase)
-        compute += shared_attention_s(s, phase) + dequantize_weights_s(s) + s.num_gpu_batches * s.rates.step_overhead_s
+        skipped = 0.0 if s.on_gpu else experts_skipped_frac(s, phase)  # if experts are read on demand
+        compute += shared_attention_s(s, phase) + s.num_gpu_batches * s.rates.step_overhead_s
+        compute += dequantize_weights_s(s) * (1 - experts_frac(s.model) * skipped)
         own = decode_attention_s(s, phase, s.rates)
         together = compute + own
         if s.on_gpu:
@@ -71,12 +75,17 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
             else:
                 moved_s = moved / h2d
             together = together + weights_s if "h2d" in s.runtime.serial else max(together, moved_s)
-        total += phase.sweeps * (layers * max(together, _disk_s(s, phase, on_disk)) + sweep_overhead_s(s, phase))
+        total += phase.sweeps * (
+            layers * max(together, _disk_s(s, phase, on_disk, skipped)) + sweep_overhead_s(s, phase)
+        )
     return total
 
 
-def _disk_s(s: CostInputs, phase: Phase, on_disk: float) -> float:
-    """Seconds of one layer in which so many bytes of weights and KV together, of all layers, come from disk and go there."""
+def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> float:
+    """Seconds of one layer in which so many bytes of weights and KV together, of all layers, come from disk and go there.
+
+    skipped: of experts, those that need not be read, as a fraction.
+    """
     if not on_disk:
         return 0.0
     layers, hardware = s.model.num_layers, s.hardware
@@ -87,12 +96,11 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float) -> float:
     )
     kv_s = max(read_s, written_s) if "disk_read" in s.runtime.serial else read_s + written_s
     # Each: bytes, and the seconds that all of them would take.
-    items = [
-        (s.block_size * s.seq_kv_bytes, kv_s),
-        (s.layer_bytes * layers, s.layer_bytes / hardware.disk_read_bytes_per_s),
-    ]
+    weights = ((s.layer_bytes - s.all_expert_bytes, 1.0), (s.all_expert_bytes, 1 - skipped))
+    items = [(size * layers, read * size / hardware.disk_read_bytes_per_s) for size, read in weights]
+    items.append((s.block_size * s.seq_kv_bytes, kv_s))
     seconds = 0.0
-    for size, whole_s in sorted(items, key=lambda item: item[1] / item[0]):
+    for size, whole_s in sorted((item for item in items if item[0]), key=lambda item: item[1] / item[0]):
         seconds += whole_s * min(1.0, on_disk / size)
         on_disk = max(0.0, on_disk - size)
     return float(seconds)

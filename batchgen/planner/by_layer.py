@@ -13,7 +13,7 @@ from batchgen.core.errors import InputError
 from batchgen.planner.deferring import layers_bytes
 from batchgen.planner.kv_memory import giving_window
 from batchgen.planner.lp import Allowed
-from batchgen.planner.search import Candidate, Problem, search
+from batchgen.planner.search import Candidate, Problem, search_worth
 
 # With more sequences in flight than this, whole ones that stream part the KV as finely as anybody could tell.
 _FEW_SEQS = 64
@@ -25,8 +25,8 @@ def by_layer_candidates(problem: Problem, worth: Callable[[float], bool]) -> Ite
         return
     with contextlib.suppress(InputError):
         few = replace(problem, most_seqs=min(problem.most_seqs, _FEW_SEQS))
-        found = search(by_layer(few))
-        if found.counts.kv_layers and worth(found.seconds):
+        found = search_worth(by_layer(few), worth)
+        if found is not None and found.counts.kv_layers:
             yield found
 
 

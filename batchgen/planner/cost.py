@@ -15,7 +15,8 @@ from dataclasses import replace
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
-from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, passing_bytes
+from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, first_batch_cpu_share, passing_bytes
+from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Linear, Placement, RuntimeModel
@@ -44,24 +45,60 @@ def _brought_to_gpu(s: CostInputs, at: Placement) -> Linear:
     return at.kv_streamed + (0 if s.runtime.attends_disk_kv_on_cpu else at.kv_disk)
 
 
-def experts_touched(model: ModelConfig, tokens: float) -> float:
-    """Experts of a layer that so many tokens go through, E (1 - (1 - k / E)^N), if routers choose all of them equally often.
+def experts_touched(model: ModelConfig, tokens: float, routing: Routing) -> float:
+    """Experts of a layer that so many tokens go through."""
+    return routing.touched(model.num_experts, model.experts_per_token, tokens)
 
-    An upper bound: real routers have favourites.
-    """
-    chosen_frac = model.experts_per_token / model.num_experts
-    touched: float = model.num_experts * (1 - (1 - chosen_frac) ** tokens)
-    return touched
+
+def reads_on_demand(s: CostInputs, phase: Phase) -> bool:
+    """Whether of experts on disk only those that tokens are routed to are read: after the router, so not ahead of anything."""
+    return not s.on_gpu and 0 < phase.tokens <= s.on_demand_tokens
+
+
+def experts_skipped_frac(s: CostInputs, phase: Phase) -> float:
+    """Of a layer's experts, those that none of a sweep's tokens is routed to."""
+    if not s.model.num_experts:
+        return 0.0
+    return 1 - experts_touched(s.model, phase.tokens, s.workload.routing) / s.model.num_experts
+
+
+def experts_frac(model: ModelConfig) -> float:
+    """Of the weights of a layer, those of matrices of its experts."""
+    return model.num_experts * model.expert_params * model.expert_layers / model.num_layers / model.params_per_layer
+
+
+def after_router_frac(model: ModelConfig) -> float:
+    """Of the products that a token takes in a layer, those that wait for the router, by multiplications."""
+    (rows, columns), (out_rows, out_columns) = model.product_shapes["qkv"], model.product_shapes["out"]
+    before = rows * columns + out_rows * out_columns + model.num_experts * model.hidden_size
+    return 1 - before / model.matmul_params_per_layer
+
+
+def unequal_batches(s: CostInputs, phase: Phase) -> tuple[Phase, Phase]:
+    """The two micro-batches of a sweep, where `CostInputs.balance` makes them: the second has nothing but sequences that the CPU attends to."""
+    delegated = phase.decode_seqs * s.balance.cpu_frac if s.balance else 0.0
+    second = delegated * (1 - _first_share(s, phase))
+    first = replace(phase, decode_seqs=phase.decode_seqs - second)
+    return first, replace(phase, prefill_tokens=0.0, prefill_seqs=0.0, decode_seqs=second, deferred_tokens=0.0)
+
+
+def _first_share(s: CostInputs, phase: Phase) -> float:
+    """Of the CPU's attention, the part that goes with the first of two unequal micro-batches."""
+    assert s.balance is not None
+    return first_batch_cpu_share(phase.tokens, phase.decode_seqs * s.balance.cpu_frac, s.balance.tokens)
 
 
 def linear_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's matrix products: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
-    Changed: the rate depends on the tokens of one micro-batch (equal parts of the sweep), and prefill and decode tokens
-    ride together. Each expert that is touched multiplies the tokens that chose it, on average.
+    Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens
+    ride together. Each expert that is touched multiplies the tokens that chose it: the busiest as many as `Routing` says, the others
+    the mean of the rest.
     """
     if phase.tokens == 0:
         return 0.0
+    if s.balance is not None:
+        return sum(linear_s(s.one_batch, part) for part in unequal_batches(s, phase))
     # Products of packed weights have rates of their own; where these are not known, they count as if in the compute format.
     own = product_key(s.main_format, s.compute_format)
     rates = s.rates.rates("gemm_flops_per_s", own if s.rates.has_rates("gemm_flops_per_s", own) else s.compute_format)
@@ -73,8 +110,13 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     if not model.num_experts:
         return seconds(model.matmul_params_per_layer, batch_tokens)
     chosen = model.experts_per_token * model.expert_params * model.expert_layers // model.num_layers
-    of_each = batch_tokens * model.experts_per_token / experts_touched(model, batch_tokens)
-    return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + seconds(chosen, of_each)
+    routing, assigned = s.workload.routing, batch_tokens * model.experts_per_token
+    others = max(0.0, experts_touched(model, batch_tokens, routing) - 1)
+    busiest = min(batch_tokens, assigned, routing.imbalance * assigned / (others + 1))
+    of_experts = busiest / assigned * seconds(chosen, busiest)
+    if others:  # which share the rest equally
+        of_experts += (1 - busiest / assigned) * seconds(chosen, (assigned - busiest) / others)
+    return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + of_experts
 
 
 def _with_kv(s: CostInputs, kind: str) -> Rates:
@@ -187,6 +229,11 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
     return decode_attention_s(s, together, s.hardware.cpu) / s.model.num_layers
 
 
+def products_s(s: CostInputs, phase: Phase) -> float:
+    """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
+    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * s.rates.step_overhead_s
+
+
 def dequantize_weights_s(s: CostInputs) -> float:
     """Seconds of dequantizing one layer's 4-bit weights, once per sweep (or per micro-batch, FlexGen)."""
     if s.weight_format != "int4":
@@ -196,6 +243,15 @@ def dequantize_weights_s(s: CostInputs) -> float:
         / known(s.rates.expand_bytes_per_s)
         * (s.num_gpu_batches if s.runtime.dequantizes_per_micro_batch else 1)
     )
+
+
+def _dequantize_experts_s(s: CostInputs) -> float:
+    return dequantize_weights_s(s) * experts_frac(s.model)
+
+
+def dequantizes_after_router(s: CostInputs) -> bool:
+    """Whether of a layer's 4-bit experts only those are dequantized that tokens go through, wherever these lie."""
+    return not s.on_gpu and s.num_gpu_batches == 1
 
 
 def _history_tokens(s: CostInputs, phase: Phase) -> float:
@@ -236,15 +292,19 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     """Bytes of one layer over each transfer lane: FlexGen's ctog, gtoc, dtoc and ctod, prefill and decode together.
 
     Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
-    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks.
+    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks; of experts those may
+    be left out that no token is routed to.
     """
     deferred_rows = s.deferral.rows / s.workload.num_seqs if s.deferral else 0.0
     kv_deferred = phase.prefill_tokens * s.kv_token_bytes * deferred_rows
     kv_prefilled = phase.prefill_tokens * s.kv_token_bytes - kv_deferred
     kv_new = kv_prefilled + phase.decode_seqs * s.kv_token_bytes
     from_disk, to_disk = _disk_bytes(s, phase)
+    skipped = experts_skipped_frac(s, phase) if reads_on_demand(s, phase) else 0.0
     disk = {
-        "disk_read": at.w_disk * s.layer_bytes + at.kv_disk * from_disk,
+        "disk_read": at.w_disk * s.layer_bytes
+        - at.experts_disk * (skipped * s.all_expert_bytes)
+        + at.kv_disk * from_disk,
         "disk_write": at.kv_disk * to_disk,
     }
     if not s.on_gpu:
@@ -281,9 +341,8 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     computes no faster than the host launches: the lane `launch`.
     """
     moved = moved_bytes(s, phase, at)
-    overhead = s.num_gpu_batches * s.rates.step_overhead_s
-    before = linear_s(s, phase) + elementwise_s(s, phase) + prefill_attention_s(s, phase) + shared_attention_s(s, phase)
-    before += dequantize_weights_s(s) + sums_s(s, phase) + overhead
+    before = products_s(s, phase) + prefill_attention_s(s, phase) + shared_attention_s(s, phase)
+    before += dequantize_weights_s(s)
     own_attention = decode_attention_s(s, phase, s.rates)
     hardware = s.hardware
     reads, writes = _disk_requests(phase, at)
@@ -318,10 +377,39 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
         lanes["compute"] = before + own_attention + requests_s
+        if dequantizes_after_router(s):
+            lanes["compute"] = lanes["compute"] - experts_skipped_frac(s, phase) * _dequantize_experts_s(s)
+        if reads_on_demand(s, phase):
+            _add_on_demand(s, phase, at, lanes)
         read = s.layer_bytes if s.weight_format in (INT8, *KEPT_FORMATS) else s.dequantized_layer_bytes
-        dram = on_disk + (read + kv_read)
+        dram = on_disk + (read * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
+
+
+def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
+    """Change the lanes of a layer to those of one whose experts on disk are read on demand.
+
+    The Steps are `read_dense`, `route` and `read_experts` of runtime/steps/graph.py. What all tokens need is read ahead while the
+    layer before routes, the experts when the router has chosen, and what comes after them waits. So neither products nor
+    the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
+    """
+    touched_frac = 1 - experts_skipped_frac(s, phase)
+    read_s = s.all_expert_bytes * touched_frac / s.hardware.disk_read_bytes_per_s
+    mixtures = s.model.expert_layers / s.model.num_layers
+    tensors = mixtures * s.model.num_experts * touched_frac * len(s.expert_bytes)
+    requests_s = tensors * s.hardware.disk_read_overhead_s
+    dequantize_s = _dequantize_experts_s(s)
+    if not dequantizes_after_router(s):
+        lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_s * (1 - touched_frac))
+    for lane in {"disk_read", "disk"} & lanes.keys():
+        lanes[lane] = lanes[lane] + at.experts_disk * requests_s
+    after_s = (linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase)) * after_router_frac(s.model) * mixtures
+    dense_s = (at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes) * (
+        1 / s.hardware.disk_read_bytes_per_s
+    )
+    lanes["chain_experts"] = lanes["compute"] + at.experts_disk * (read_s + requests_s)
+    lanes["chain_dense"] = dense_s + at.experts_disk * (read_s + requests_s + after_s + dequantize_s * touched_frac)
 
 
 def _chains(
@@ -331,8 +419,8 @@ def _chains(
 
     The Steps are those of runtime/steps/graph.py. With K = 1 micro-batch, queries go out, the CPU attends, results come
     back, and activations that wait in host memory come and go, all between the same batch's products. With K >= 2 only
-    activations are waited for, as they are fetched when the batch before has ended. With NEO's order that holds for the batch
-    that the CPU attends to by itself.
+    activations are waited for, as they are fetched when the batch before has ended. Of two unequal batches (NEO) each waits for
+    its own products and then for its part of CPU attention.
 
     A link serves its Steps in order, and a layer's weights are issued when the layer two before it has ended. So what is
     issued after them waits for them: activations from host memory, KV of the second micro-batch, and where the CPU
@@ -370,8 +458,13 @@ def _chains(
         "chain_weights": weights + fetched + at.act_cpu * before + only_if(at.acts_wait),
         "chain_ahead": weights + before / batches + only_if(at.delegates),
     }
-    if s.batch_order == "neo":
-        chains["chain_neo"] = before / batches + delegated
+    if (
+        s.balance is not None
+    ):  # KV that comes to the GPU is the first batch's; what it waits for is left to the simulator
+        share = _first_share(s, phase)
+        first, second = (products_s(s.one_batch, part) for part in unequal_batches(s, phase))
+        chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated
+        chains["chain_second"] = second + (1 - share) * delegated
     elif phase.decode_seqs:
         page = s.kv_block_bytes / s.disk_block_bytes
         staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * (_disk_bytes(s, phase)[0] * page)
@@ -456,7 +549,7 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     kv = kv_bytes(s, at)
     weights = s.layer_bytes * model.num_layers
     between = s.batch_tokens * s.hidden_bytes
-    rows = planned_logit_rows(model, int(element), s.batch_tokens, s.gpu_batch_size, s.workload.task)
+    rows = planned_logit_rows(model, int(element), s.batch_tokens, s.batch_seqs, s.workload.task)
     captured = s.gpu_batch_size if s.on_gpu else 0
     work = activation_bytes(model, int(element), s.batch_tokens, rows, on_gpu=s.on_gpu, captured_tokens=captured)
     work += coded_bytes(s.weight_format, on_gpu=s.on_gpu)
@@ -472,14 +565,14 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
         cpu += s.head_bytes + work + dequantized + (s.num_gpu_batches - 1) * between + staging
         return {"cpu": cpu, "disk": kv["disk"]}
     chunks = _SLOTS * -(-model.vocab_size // VOCABULARY_CHUNKS) * s.output_row_bytes
-    exchanged = s.gpu_batch_size * (model.qkv_size + model.num_heads * model.head_dim) * element
+    exchanged = s.batch_seqs * (model.qkv_size + model.num_heads * model.head_dim) * element
     batches = s.num_gpu_batches
     in_transit = at.streamed_peak * (_SLOTS * sum(s.slot_group_bytes.values()))
     gpu = work + DEVICE_WORKSPACE_BYTES + at.w_gpu * weights + in_transit + kv["gpu"]
     whole_logits = 0 if s.workload.task == "score" else s.block_size * model.vocab_size * 4
     gpu += at.head_gpu * s.head_bytes + at.head_cpu * (chunks + whole_logits)
     gpu += staging + dequantized + at.delegates * dequantized + at.embed_gpu * s.embedding_bytes
-    gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.gpu_batch_size)
+    gpu += 2 * passing_bytes(int(s.disk_block_bytes)) + at.delegates * sent_bytes(model, int(element), s.batch_seqs)
     gpu += at.act_gpu * (batches * between) + at.acts_wait * (_SLOTS * between)
     cpu += PINNED_BYTES + at.head_cpu * s.head_bytes + at.act_cpu * (batches * between) + at.delegates * (2 * exchanged)
     if s.deferral:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from batchgen.core.errors import InputError
+from batchgen.core.plan import TIERS
 from batchgen.planner.cost import bounds, can_delegate, decode_attention_s, layer_lanes, peak_bytes
 from batchgen.planner.flow import deferral_of, phases_of
 from batchgen.planner.lp import solve
@@ -67,7 +68,11 @@ def deferring(
     """
     s, best, best_s = base.inputs, None, math.inf
     most = _most_deferred(problem, base)
-    allowed = replace(problem.allowed, kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n))
+    allowed = replace(
+        problem.allowed,
+        weight_tiers=_weight_tiers(base),
+        kv_classes=tuple(c for c, n in base.counts.kv_seqs.items() if n),
+    )
     sizes = [s.block_size, *(size for size in reversed(block_sizes(problem)) if size < s.block_size)]
     for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:
         deferral = deferral_of(s.workload, swept_seqs, most, s.model.num_layers + 1)
@@ -83,6 +88,12 @@ def deferring(
         best, best_s = (inputs, phases), realised.seconds
     relaxed = solve(*best, allowed, integer=False) if best else None
     return realised_candidate(replace(problem, allowed=allowed), relaxed, *best, worth) if best and relaxed else None
+
+
+def _weight_tiers(base: Candidate) -> tuple[str, ...]:
+    """Those that hold weights of the candidate: the CPU attends beside whole sweeps, which weights in transit would only make longer."""
+    of_tiers = zip(*base.counts.weight_layers.values(), strict=True)
+    return tuple(tier for tier, layers in zip(TIERS, of_tiers, strict=True) if any(layers))
 
 
 def _most_deferred(problem: Problem, base: Candidate) -> int:

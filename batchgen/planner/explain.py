@@ -11,7 +11,7 @@ from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, moved_bytes, peak_bytes, sweep_overhead_s
-from batchgen.planner.experts import break_even_tokens, on_demand_tokens
+from batchgen.planner.experts import break_even_tokens
 from batchgen.planner.explanation import LANE_NAMES, Explanation, explanation_of, price_lines, stage_rows, total_lines
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import CostInputs, Placement
@@ -71,7 +71,8 @@ def make_plan(
         batch_order=_batch_order(s, counts),
         deferred_rows=s.deferral.rows if s.deferral else None,
         kv_layers=int(counts.kv_layers),
-        on_demand_tokens=on_demand_tokens(s, counts.weight_layers),
+        on_demand_tokens=s.on_demand_tokens,
+        balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
     )
     return Plan(
         model=model_name,
@@ -90,9 +91,10 @@ def make_plan(
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:
-    """NEO's two batches where they were costed and there are two kinds of sequences for them; the same of mixed ones."""
-    classes = {name for name, count in counts.kv_seqs.items() if count}
-    return s.batch_order if len(classes) > 1 and ("cpu" in classes or s.batch_order != "neo") else "even"
+    """NEO's two batches where they were costed and the CPU attends to any sequence; mixed ones where there are two kinds of sequences."""
+    if s.balance is not None:
+        return "neo" if counts.kv_seqs.get("cpu") else "even"
+    return s.batch_order if sum(count > 0 for count in counts.kv_seqs.values()) > 1 else "even"
 
 
 def _predict(
@@ -261,8 +263,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         )
         + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
         "",
-        f"block of {policy.max_num_seqs:,} sequences = {policy.num_gpu_batches} micro-batch"
-        f"{'es' if policy.num_gpu_batches > 1 else ''} of {policy.gpu_batch_size:,}, {policy.admission} admission, up to"
+        f"block of {policy.max_num_seqs:,} sequences = {_batches(policy)}, {policy.admission} admission, up to"
         f" {policy.max_num_batched_tokens:,} tokens a sweep, weights {policy.weight_format}, KV {policy.kv_format}",
         "",
         *_placement_lines(plan),
@@ -282,6 +283,20 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         *price_lines(explained),
     ]
     return lines
+
+
+def _block(policy: Policy) -> str:
+    """For a column of a table."""
+    if policy.balance_tokens is not None:
+        return f"{policy.max_num_seqs} in 2 unequal"
+    return f"{policy.num_gpu_batches} x {policy.gpu_batch_size}"
+
+
+def _batches(policy: Policy) -> str:
+    if policy.balance_tokens is not None:
+        return f"{policy.num_gpu_batches} micro-batches of unequal size"
+    plural = "es" if policy.num_gpu_batches > 1 else ""
+    return f"{policy.num_gpu_batches} micro-batch{plural} of {policy.gpu_batch_size:,}"
 
 
 def _placement_lines(plan: Plan) -> list[str]:
@@ -367,7 +382,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
         if plans[0][1].workload.task == "generate"
         else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),
         rows_of("bottleneck", lambda p: LANE_NAMES[p.prediction.bottleneck]),
-        rows_of("block", lambda p: f"{p.policy.num_gpu_batches} x {p.policy.gpu_batch_size}, {p.policy.admission}"),
+        rows_of("block", lambda p: f"{_block(p.policy)}, {p.policy.admission}"),
         rows_of("formats", lambda p: f"{p.policy.weight_format}, KV {p.policy.kv_format}"),
         rows_of("weights", placed("weights")),
         rows_of("KV", placed("KV")),

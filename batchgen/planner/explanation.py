@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.core.errors import InputError
-from batchgen.core.plan import STAGES, Plan, Stage
+from batchgen.core.plan import STAGES, Plan, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
 
 LANE_NAMES = {
@@ -138,7 +138,12 @@ def explanation_of(
         all_rate=rate(prompts + generated),
         generated_rate=rate(generated),
         disk_written_bytes=dict(predicted.disk_written_bytes),
-        sentences=(*_weight_sentences(plan), *_kv_sentences(plan), *_activation_sentences(plan)),
+        sentences=(
+            *_weight_sentences(plan),
+            *_kv_sentences(plan),
+            *_batch_sentences(plan),
+            *_activation_sentences(plan),
+        ),
         prices=_prices(plan, planned_anew_s or {}),
         search_gap=predicted.search_gap,
         cost=None if price_per_hour is None else price_per_hour * hours,
@@ -182,6 +187,21 @@ def _kv_sentences(plan: Plan) -> list[str]:
     return [
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
         for n, text in found
+    ]
+
+
+def _batch_sentences(plan: Plan) -> list[str]:
+    """Of unequal micro-batches: what each has while most of the job's tokens are decoded."""
+    policy, delegated = plan.policy, plan.policy.kv_seqs.get("cpu", 0)
+    stages = [stage for stage in plan.prediction.stages if stage.sweeps]
+    if policy.balance_tokens is None or not delegated or not stages:
+        return []
+    longest = max(stages, key=lambda stage: stage.seconds)
+    tokens = longest.tokens / longest.sweeps
+    share = first_batch_cpu_share(tokens, min(delegated, tokens), policy.balance_tokens)
+    return [
+        f"The micro-batches are of unequal size: about {share:.0%} of the sequences that the CPU attends to go with all else, and the"
+        " others by themselves."
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, main_format, output_row_bytes
 from batchgen.planner.flow import Deferral
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
-from batchgen.planner.memory import group_bytes, group_bytes_of_layers, slot_bytes
+from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, slot_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
@@ -56,6 +56,19 @@ FLEXGEN = RuntimeModel(
 
 
 @dataclass(frozen=True)
+class Balance:
+    """Two micro-batches of unequal size, in NEO's order.
+
+    Attributes:
+        tokens: `balance_tokens` of policy.Policy.
+        cpu_frac: of the sequences that decode, those that the CPU attends to: how tokens are shared out is fixed before the placement.
+    """
+
+    tokens: int
+    cpu_frac: float
+
+
+@dataclass(frozen=True)
 class CostInputs:
     """All that is fixed while placement is decided.
 
@@ -67,6 +80,8 @@ class CostInputs:
         longest_tokens: of a sequence that staging buffers must hold; None: the longest of the workload.
         batch_order: of policy.Policy.
         deferral: sequences of the block whose attention is deferred; None: there are none.
+        balance: how unequal micro-batches are made; None: they are equal.
+        on_demand_tokens: of policy.Policy.
     """
 
     hardware: HardwareProfile
@@ -86,6 +101,8 @@ class CostInputs:
     longest_tokens: int | None = None
     batch_order: str = "even"
     deferral: Deferral | None = None
+    balance: Balance | None = None
+    on_demand_tokens: int = 0
 
     @property
     def deferred_seqs(self) -> int:
@@ -115,9 +132,24 @@ class CostInputs:
         return -(-self.block_size // self.num_gpu_batches)
 
     @property
+    def equal_parts(self) -> int:
+        """As of policy.Policy."""
+        return 1 if self.balance else self.num_gpu_batches
+
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of one micro-batch."""
+        return -(-self.block_size // self.equal_parts)
+
+    @property
     def batch_tokens(self) -> int:
         """Most tokens of one micro-batch."""
-        return -(-max(self.max_num_batched_tokens, self.block_size) // self.num_gpu_batches)
+        return -(-max(self.max_num_batched_tokens, self.block_size) // self.equal_parts)
+
+    @cached_property
+    def one_batch(self) -> CostInputs:
+        """The same for what a single micro-batch computes."""
+        return replace(self, num_gpu_batches=1, batch_order="even", balance=None)
 
     # Sizes in bytes, under the names that the papers use.
 
@@ -136,10 +168,20 @@ class CostInputs:
         return sum(self.group_bytes.values())
 
     @cached_property
+    def expert_bytes(self) -> dict[str, int]:
+        """Stored bytes of one expert's matrices, by group; none where there are no experts."""
+        return expert_bytes(self.model, self.compute_format, self.weight_format)
+
+    @cached_property
+    def all_expert_bytes(self) -> float:
+        """Stored bytes of all experts of one layer, the mean of layers with and without."""
+        mixtures = self.model.expert_layers / self.model.num_layers
+        return mixtures * self.model.num_experts * sum(self.expert_bytes.values())
+
+    @cached_property
     def disk_group_bytes(self) -> dict[str, int]:
-        """The same of a buffer in host memory that any layer is read into from disk: each starts on a page of its own."""
-        layers = group_bytes_of_layers(self.model, self.compute_format, self.weight_format)
-        return {group: aligned(max(layer[group] for layer in layers)) for group in self.group_bytes}
+        """The same of a buffer in host memory that any layer is read into from disk."""
+        return disk_bytes(self.model, self.compute_format, self.weight_format)
 
     @cached_property
     def slot_group_bytes(self) -> dict[str, int]:
@@ -151,7 +193,7 @@ class CostInputs:
         """Of a buffer for the dequantized weights of any layer."""
         return sum(slot_bytes(self.model, self.compute_format, self.compute_format).values())
 
-    @property
+    @cached_property
     def dequantized_layer_bytes(self) -> float:
         return self.model.params_per_layer * self.element_bytes
 
@@ -266,7 +308,7 @@ class CostInputs:
     @property
     def delegated_prompt_blocks(self) -> int:
         """Of a staging buffer, for the prompts of sequences that the CPU attends to, which pass through it once."""
-        return self.kv_blocks(self.batch_tokens) + min(self.gpu_batch_size, self.batch_tokens)
+        return self.kv_blocks(self.batch_tokens) + min(self.batch_seqs, self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -286,6 +328,7 @@ class Placement:
         stages: 1 if KV of any sequence comes to the GPU for its attention.
         embed_gpu: 1 if the input embeddings are on the GPU; it counts in memory alone, as the rows that come over
             otherwise are few.
+        experts_disk: of the bytes of all experts, those on disk, as a fraction.
     """
 
     w_gpu: Linear
@@ -307,6 +350,7 @@ class Placement:
     acts_wait: Linear = 0
     stages: Linear = 0
     embed_gpu: float = 0
+    experts_disk: Linear = 0
 
     @property
     def w_streamed(self) -> Linear:

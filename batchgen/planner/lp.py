@@ -61,14 +61,15 @@ class Counts:
             used = (size for t, size in groups.items() if any(self.weight_layers[t][i] > 0 for i in tiers))
             return sum(used) / sum(groups.values())
 
+        experts = sum(self.weight_layers[group][2] * size for group, size in s.expert_bytes.items())
         kv = {name: self.kv_seqs.get(name, 0) for name in KV_CLASSES}
         staying = self.kv_layers / layers  # of the KV of class "streamed"
         delegates = int(s.on_gpu and kv["cpu"] > 0)
         attends = int(delegates or s.deferred_seqs > 0)  # the CPU
-        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.num_gpu_batches), attends)
+        passing = max(-(-sum(kv[c] for c in _staged(s)) // s.equal_parts), attends)
         staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
         if s.runtime.attends_disk_kv_on_cpu:
-            on_disk = -(-kv["disk"] // s.num_gpu_batches) * s.longest_blocks
+            on_disk = -(-kv["disk"] // s.equal_parts) * s.longest_blocks
         else:
             on_disk = staged if kv["disk"] else 0
         batches = sum(self.activation_batches)
@@ -92,6 +93,7 @@ class Counts:
             acts_wait=int(self.activation_batches[1] > 0),
             stages=int(s.on_gpu and any(kv[c] > 0 for c in _staged(s))),
             embed_gpu=self.embeddings_on_gpu,
+            experts_disk=experts / (layers * sum(s.expert_bytes.values())) if experts else 0,
         )
 
 
@@ -247,6 +249,10 @@ class _PlacementProgramme(Programme):
             head_cpu=1 - self.head_gpu,
             streamed_peak=self._peak(s.slot_group_bytes, (1, 2), layers),
             disk_peak=self._peak(s.disk_group_bytes, (2,), layers),
+            experts_disk=total(
+                self.weights[group][2] * (size / (layers * sum(s.expert_bytes.values())))
+                for group, size in s.expert_bytes.items()
+            ),
             **self._buffers(),
         )
 
@@ -258,24 +264,25 @@ class _PlacementProgramme(Programme):
     def _buffers(self) -> dict[str, Linear]:
         """Placement.staged_blocks and those after it, the same as in `Counts.placement`."""
         s, batches = self.s, self.s.num_gpu_batches
+        parts = s.equal_parts
         delegates: Linear = self._any([self.kv["cpu"]], s.block_size) if s.on_gpu else 0
-        passing = self._count(s.gpu_batch_size)
-        self.at_most(total(self.kv[c] for c in _staged(s)), passing * batches)
+        passing = self._count(s.batch_seqs)
+        self.at_most(total(self.kv[c] for c in _staged(s)), passing * parts)
         attends: Linear = 1 if s.deferred_seqs else delegates  # the CPU
         self.at_most(attends, passing)
         staged = passing * s.longest_blocks + attends * s.delegated_prompt_blocks
         if not s.on_gpu:
             on_disk = staged
         elif s.runtime.attends_disk_kv_on_cpu:
-            read = self._count(s.gpu_batch_size)
-            self.at_most(self.kv["disk"], read * batches)
+            read = self._count(s.batch_seqs)
+            self.at_most(self.kv["disk"], read * parts)
             on_disk = read * s.longest_blocks
         else:
             # As many as are staged, if any sequence is on disk.
-            most = s.gpu_batch_size * s.longest_blocks + s.delegated_prompt_blocks
+            most = s.batch_seqs * s.longest_blocks + s.delegated_prompt_blocks
             on_disk = self.column()
             self.at_most(staged - most * (1 - self._any([self.kv["disk"]], s.block_size)), on_disk)
-            self.at_most(self.kv["disk"] * (s.longest_blocks / batches), on_disk)
+            self.at_most(self.kv["disk"] * (s.longest_blocks / parts), on_disk)
         waiting: Linear = self._any([self.activations[1]], batches) if s.on_gpu else 0
         stages: Linear = self._any([self.kv[c] for c in _staged(s)], s.block_size) if s.on_gpu and batches > 1 else 0
         flags = {"delegates": delegates, "acts_wait": waiting, "stages": stages}

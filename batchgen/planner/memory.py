@@ -89,7 +89,7 @@ def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def planned_logit_rows(
-    config: ModelConfig, dtype_bytes: int, batch_tokens: int, gpu_batch_size: int, task: str | None
+    config: ModelConfig, dtype_bytes: int, batch_tokens: int, batch_seqs: int, task: str | None
 ) -> int:
     """Rows of logits that are made together for one micro-batch.
 
@@ -98,21 +98,26 @@ def planned_logit_rows(
     Args:
         task: "generate", "score", or None for either.
     """
-    rows = gpu_batch_size if task == "generate" else max(gpu_batch_size, batch_tokens)
+    rows = batch_seqs if task == "generate" else max(batch_seqs, batch_tokens)
     return min(rows, logit_rows(config, dtype_bytes))
 
 
 def group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> list[dict[str, int]]:
     """Stored bytes of each layer's groups of tensors, `ModelConfig.layer_tensors`."""
-    return [
+    return [dict(layer) for layer in _group_bytes_of_layers(config, dtype, weight_format)]
+
+
+@lru_cache(maxsize=64)
+def _group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> tuple[dict[str, int], ...]:
+    return tuple(
         {group: sum(own.values()) for group, own in layer_groups(sizes).items()}
         for sizes in layer_sizes(config, dtype, weight_format)
-    ]
+    )
 
 
 @lru_cache(maxsize=64)
 def _group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
-    layers = group_bytes_of_layers(config, dtype, weight_format)
+    layers = _group_bytes_of_layers(config, dtype, weight_format)
     if weight_format == MIXED:
         return {group: -(-sum(layer[group] for layer in layers) // len(layers)) for group in layers[0]}
     return {group: max(layer[group] for layer in layers) for group in layers[0]}
@@ -124,6 +129,37 @@ def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str
     Of the largest, where MLPs of layers differ; the mean, rounded up, where their formats do.
     """
     return dict(_group_bytes(config, dtype, weight_format))
+
+
+def disk_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Bytes of a buffer in host memory that any layer's groups of tensors are read into from disk: each starts on a page of its own."""
+    return dict(_disk_bytes(config, dtype, weight_format))
+
+
+@lru_cache(maxsize=64)
+def _disk_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    layers = _group_bytes_of_layers(config, dtype, weight_format)
+    return {group: aligned(max(layer[group] for layer in layers)) for group in layers[0]}
+
+
+@lru_cache(maxsize=64)
+def _expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    layers = [s for j, s in enumerate(layer_sizes(config, dtype, weight_format)) if config.has_experts(j)]
+    found = {}
+    for group, stem in (("up", "gate_up."), ("down", "down.")):
+        total = sum(
+            size for s in layers for name, size in s.items() if name.startswith(stem) and name.endswith(".weight")
+        )
+        found[group] = total // (len(layers) * config.num_experts)
+    return found
+
+
+def expert_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
+    """Stored bytes of the matrices of one expert, by the group that they are in; the mean where formats of layers differ.
+
+    None where there are no experts.
+    """
+    return dict(_expert_bytes(config, dtype, weight_format)) if config.expert_layers else {}
 
 
 def slot_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
@@ -166,15 +202,15 @@ def plan_memory(
     device = "gpu" if "gpu" in budgets else "cpu"
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
     parts["cpu"]["process"] = process_bytes
-    batch_tokens = -(-max(policy.max_num_batched_tokens, policy.max_num_seqs) // policy.num_gpu_batches)
-    staging_blocks = _staging_blocks(policy, device, batch_tokens, demand.longest_tokens)
+    batch_tokens = policy.batch_tokens
+    staging_blocks = _staging_blocks(policy, device, demand.longest_tokens)
     task = demand.task
 
     def add(tier: str, what: str, num_bytes: int) -> None:
         if num_bytes:
             parts[tier][what] = parts[tier].get(what, 0) + num_bytes
 
-    rows = planned_logit_rows(config, int(FORMAT_BYTES[dtype]), batch_tokens, policy.gpu_batch_size, task)
+    rows = planned_logit_rows(config, int(FORMAT_BYTES[dtype]), batch_tokens, policy.batch_seqs, task)
     rows = rows if config.has_head else 0
     _add_weights(config, policy, dtype, device, task, add)
     _add_activations(config, policy, dtype, device, batch_tokens, rows, add)
@@ -232,21 +268,21 @@ def _add_activations(
     on_gpu, on_host = policy.activation_batches
     add("gpu", "activations", work + DEVICE_WORKSPACE_BYTES + (on_gpu + (2 if on_host else 0)) * between)
     exchanged = config.qkv_size + config.num_heads * config.head_dim
-    delegated = 2 * policy.gpu_batch_size * exchanged * size if policy.kv_seqs.get("cpu") else 0
+    delegated = 2 * policy.batch_seqs * exchanged * size if policy.kv_seqs.get("cpu") else 0
     add("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES + on_host * between + delegated)
     if delegated:
-        add("gpu", "activations", sent_bytes(config, size, policy.gpu_batch_size))
+        add("gpu", "activations", sent_bytes(config, size, policy.batch_seqs))
     if deferred := policy.kv_seqs.get("deferred", 0):
         add("cpu", "activations", 2 * deferred * config.num_heads * config.head_dim * size)
         add("gpu", "activations", deferred_bytes(config, size, deferred))
 
 
-def sent_bytes(config: ModelConfig, dtype_bytes: int, gpu_batch_size: int) -> int:
+def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
     """Bytes of an accelerator with which queries, keys and values are made ready for CPU attention, beside other computation.
 
     They themselves, perhaps packed too, and in fp32 for the rotary embedding.
     """
-    return gpu_batch_size * config.qkv_size * (2 * dtype_bytes + 16)
+    return batch_seqs * config.qkv_size * (2 * dtype_bytes + 16)
 
 
 def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:
@@ -267,22 +303,22 @@ def stream_bytes(config: ModelConfig, policy: Policy, memory: MemoryPlan, dtype:
     if policy.all_on_gpu:
         return {}
     size, gpu = int(FORMAT_BYTES[dtype]), memory.parts["gpu"]
-    d2h = sent_bytes(config, size, policy.gpu_batch_size) if policy.kv_seqs.get("cpu") else 0
+    d2h = sent_bytes(config, size, policy.batch_seqs) if policy.kv_seqs.get("cpu") else 0
     fetched = 2 * memory.batch_tokens * config.hidden_size * size if policy.activation_batches[1] else 0
     return {"compute": gpu["activations"] + gpu.get("logits", 0) - d2h - fetched, "d2h": d2h}
 
 
-def _staging_blocks(policy: Policy, device: str, batch_tokens: int, longest_tokens: int) -> int:
+def _staging_blocks(policy: Policy, device: str, longest_tokens: int) -> int:
     """Blocks of one buffer: a micro-batch's part of what does not live on the compute device, at its longest."""
     away = {c: n for c, n in policy.kv_seqs.items() if n and KV_TIERS[c] != device}
     if not away:
         return 0
     longest = -(-longest_tokens // policy.kv_block_size)
     attended = {"cpu", "deferred"} & away.keys()  # on the CPU
-    passing = -(-sum(n for c, n in away.items() if c not in attended) // policy.num_gpu_batches)
+    passing = -(-sum(n for c, n in away.items() if c not in attended) // policy.equal_parts)
     blocks = max(1, passing) * longest
     if attended:  # their prompts pass through once
-        blocks += -(-batch_tokens // policy.kv_block_size) + min(policy.gpu_batch_size, batch_tokens)
+        blocks += -(-policy.batch_tokens // policy.kv_block_size) + min(policy.batch_seqs, policy.batch_tokens)
     return blocks
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,9 @@ from batchgen.core.units import format_at_least, format_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import main_format
+from batchgen.planner.balance import balanced
 from batchgen.planner.bound import lower_bound_s
+from batchgen.planner.experts import on_demand_tokens
 from batchgen.planner.fitting import fitting
 from batchgen.planner.flow import Phase, phases_of_each
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
@@ -104,6 +107,9 @@ class Candidate:
         return self.realised.counts
 
 
+# A kind is known well enough by the LPs of so many entries, those of the least bounds that can be used: its other sizes are about as fast.
+_MOST_OF_KIND = 6
+
 # The best placement by the LP alone, for inputs and phases.
 _Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
 
@@ -111,6 +117,12 @@ _Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
 def search(problem: Problem) -> Candidate:
     """The fastest plan whose realised peak fits every budget. Raises InputError, saying what is short, if none does."""
     return next(candidates(problem, most=1))
+
+
+def search_worth(problem: Problem, worth: Callable[[float], bool]) -> Candidate | None:
+    """The same, given up as soon as no plan can be found that is worth it. worth: as of `candidates`."""
+    fastest = _BestFirst(problem).fastest(worth)
+    return _least_movement(fastest, problem.allowed) if fastest else None
 
 
 def candidates(
@@ -129,12 +141,13 @@ def candidates(
     """
     entries = _BestFirst(problem)
     fastest = entries.fastest()
+    assert fastest is not None  # nothing was given up
     best = _least_movement(fastest, problem.allowed)
     yield best
     if most == 1:
         return
     yield from _in_other_orders(problem, best, worth)
-    kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, worth)
+    kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, most, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
@@ -161,9 +174,11 @@ class _BestFirst:
         self._heap = [entry for entry in entries if entry.seconds < math.inf]
         heapq.heapify(self._heap)
 
-    def fastest(self) -> Candidate:
-        """The fastest placement of whole things there is. Raises InputError where none fits."""
+    def fastest(self, worth: Callable[[float], bool] = lambda seconds: True) -> Candidate | None:
+        """The fastest placement of whole things there is; None where it is not worth it. Raises InputError where none fits."""
         while self._heap:
+            if not worth(self._heap[0].seconds):
+                return None
             entry = heapq.heappop(self._heap)
             if entry.relaxed is not None:
                 self._kinds.setdefault(_kind(entry.inputs), (entry.relaxed, entry.inputs, entry.phases))
@@ -172,31 +187,41 @@ class _BestFirst:
             self._work_out(entry)
         raise InputError(_too_slow(self._problem) if self._too_slow else explain_infeasible(self._problem))
 
-    def kinds(self, limit_s: float, worth: Callable[[float], bool]) -> Mapping[tuple[int, int], _Relaxed]:
-        """Of each kind, the fastest by the LP, where that is below a limit and worth it."""
+    def kinds(self, limit_s: float, most: int, worth: Callable[[float], bool]) -> Mapping[tuple[int, int], _Relaxed]:
+        """Of the kinds that `_other_kinds` takes, about the fastest by the LP, where that is below a limit and worth it.
+
+        The first kind of each number of micro-batches is among them, others only until there are `most`: they come in the order of
+        their seconds.
+        """
+        worked_out = Counter[tuple[int, int]]()
         while self._heap and self._heap[0].seconds < limit_s and worth(self._heap[0].seconds):
             entry = heapq.heappop(self._heap)
-            if _kind(entry.inputs) in self._kinds:
+            kind = _kind(entry.inputs)
+            if kind in self._kinds or (len(self._kinds) >= most and kind[0] in {number for number, _ in self._kinds}):
                 continue
-            if entry.relaxed is None:
-                self._work_out(entry)
-            else:
-                self._kinds[_kind(entry.inputs)] = entry.relaxed, entry.inputs, entry.phases
+            if entry.relaxed is not None:
+                self._kinds[kind] = entry.relaxed, entry.inputs, entry.phases
+            elif worked_out[kind] < _MOST_OF_KIND:
+                worked_out[kind] += self._work_out(entry)
         return self._kinds
 
-    def _work_out(self, entry: _Entry) -> None:
-        """Put the entry back with what the solver says of it, unless nothing fits, or its blocks take too long."""
+    def _work_out(self, entry: _Entry) -> bool:
+        """Put the entry back with what the solver says of it, unless nothing fits, or its blocks take too long; returns whether it is back."""
         found = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
         if found is None:
-            return
-        if _exceeds_latency(self._problem, entry.inputs, entry.phases, found):
-            self._too_slow = True
-            return
+            return False
+        inputs = entry.inputs
         if entry.relaxed is None:
-            better = replace(entry, seconds=found.seconds, relaxed=found)
+            inputs, found = _with_experts_on_demand(inputs, entry.phases, self._problem.allowed, found)
+        if _exceeds_latency(self._problem, inputs, entry.phases, found):
+            self._too_slow = True
+            return False
+        if entry.relaxed is None:
+            better = replace(entry, seconds=found.seconds, inputs=inputs, relaxed=found)
         else:
             better = replace(entry, seconds=found.seconds, realised=found)
         heapq.heappush(self._heap, better)
+        return True
 
 
 @dataclass(frozen=True, order=True)
@@ -209,6 +234,19 @@ class _Entry:
     phases: tuple[Phase, ...] = field(compare=False)
     relaxed: Solution | None = field(default=None, compare=False)
     realised: Solution | None = field(default=None, compare=False)
+
+
+def _with_experts_on_demand(
+    s: CostInputs, phases: tuple[Phase, ...], allowed: Allowed, found: Solution
+) -> tuple[CostInputs, Solution]:
+    """Inputs whose sweeps read experts on demand where that is sooner with the placement found, and the best placement for them."""
+    tokens = on_demand_tokens(s, found.placement)
+    if not tokens:
+        return s, found
+    inputs = replace(s, on_demand_tokens=tokens)
+    if all(phase.tokens > tokens for phase in phases):
+        return inputs, found
+    return inputs, solve(inputs, phases, allowed, integer=False) or found
 
 
 def _kind(s: CostInputs) -> tuple[int, int]:
@@ -257,14 +295,13 @@ def _in_other_orders(problem: Problem, candidate: Candidate, worth: Callable[[fl
 def in_neos_order(
     problem: Problem, candidate: Candidate, worth: Callable[[float], bool] = lambda seconds: True
 ) -> Iterator[Candidate]:
-    """The candidate in NEO's order, where it has two micro-batches, and sequences that the CPU attends to beside others."""
-    classes = {name for name, count in candidate.counts.kv_seqs.items() if count}
-    if candidate.inputs.num_gpu_batches != 2 or "cpu" not in classes or len(classes) == 1:
+    """The candidate with unequal micro-batches, where it has two, and sequences that the CPU attends to."""
+    if candidate.inputs.num_gpu_batches != 2 or not candidate.counts.kv_seqs.get("cpu"):
         return
-    inputs = replace(candidate.inputs, batch_order="neo")
+    inputs = balanced(candidate.inputs, candidate.counts.kv_seqs["cpu"])
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
     found = relaxed and realised_candidate(problem, relaxed, inputs, candidate.phases, worth)
-    if found:
+    if found and found.counts.kv_seqs.get("cpu"):
         yield found
 
 
@@ -279,7 +316,13 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
     """
     within_s = best.seconds * (1 + _EQUALLY_FAST)
     found = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.realised)
-    return replace(best, realised=with_embeddings(best.inputs, found or best.realised))
+    realised = with_embeddings(best.inputs, found or best.realised)
+    tokens = on_demand_tokens(best.inputs, realised.placement)
+    if tokens == best.inputs.on_demand_tokens:
+        return replace(best, realised=realised)
+    inputs = replace(best.inputs, on_demand_tokens=tokens)
+    seconds = job_seconds(inputs, best.phases, realised.placement)
+    return replace(best, inputs=inputs, realised=replace(realised, seconds=seconds))
 
 
 def block_latency_s(candidate: Candidate) -> float:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.dtypes import INT4
+from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
@@ -89,7 +91,11 @@ class SweepOptions:
 
 
 class Executor:
-    """A model and its KV, ready to run sweeps. Not for use from several threads at once."""
+    """A model and its KV, ready to run sweeps. Not for use from several threads at once.
+
+    Attributes:
+        routing: What its experts' tokens were, where the host computes.
+    """
 
     def __init__(
         self,
@@ -117,6 +123,7 @@ class Executor:
             options.delegated_seqs,
             options.deferred_seqs,
         )
+        self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self._logits: Tensor | None = None
         self._ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
         for rope in {config.rope_of(layer) for layer in range(config.num_layers)} - {None}:
@@ -129,7 +136,7 @@ class Executor:
         self._cohorts: dict[int, CohortRows] = {}  # under way, by number
         self._cohort_of: dict[int, CohortRows] = {}  # Step -> whose it is
         self._on_logits: OnLogits = lambda rows, logits, start: None
-        self._vocabulary_chunks = False
+        self._vocabulary_chunks = self._one_batch = False
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
         ahead = tiers.driver is not None and not options.serial and weights.embeds_on_device
         self._tokens = TokenTable(self._device) if ahead else None
@@ -210,7 +217,7 @@ class Executor:
                     to_run = [empty_batch()] if cohorts.waiting else []  # until they are through all layers
                 self._cohorts.clear()
                 self.lanes.prepare(lambda: [self._forget_kv(batch, chosen) for batch in batches])  # noqa: B023
-        for counted in (self.weights, self.kv_cache, *(self.links or ())):
+        for counted in (self.weights, self.kv_cache, self.routing, *(self.links or ())):
             counted.reset_counts()
 
     def _unlike_layers(self) -> list[int]:
@@ -397,6 +404,7 @@ class Executor:
         captured = batches[0].buffers is not None
         flows = [b.packed.flow(b.on_host) for b in batches]
         num_tokens = sum(b.packed.num_tokens for b in batches)
+        self._one_batch = len(batches) == 1
         steps = (
             self._sweeps.captured()
             if captured
@@ -435,7 +443,15 @@ class Executor:
         self.weights.load(step.layer, step.weight_slot)
 
     def _expand_weight(self, step: Step, b: BatchState) -> None:
-        self.weights.dequantize(step.layer, step.weight_slot)
+        self.weights.dequantize(step.layer, step.weight_slot, experts=not self._dequantizes_after_router(step))
+
+    def _dequantizes_after_router(self, step: Step) -> bool:
+        """Whether of a layer's 4-bit experts only those are dequantized that the sweep's tokens go through.
+
+        Of several micro-batches each would dequantize its own again.
+        """
+        packed = self.weights.residency.weight_format == INT4 and self.config.has_experts(step.layer)
+        return packed and self._compute_tier == "cpu" and self._one_batch
 
     # KV of staged sequences.
 
@@ -619,10 +635,12 @@ class Executor:
         self.weights.dequantize_experts(step.layer, step.weight_slot, b.experts)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         for (part,), routes in zip(self._chunks(b.hidden) if b.routes else (), b.routes, strict=True):
-            layers.add_experts(self.config, tensors, part, routes, self._options.reduce)
+            layers.add_experts(self.config, tensors, part, routes, self._options.reduce, self.routing.add)
         b.routes = None
 
     def _post(self, step: Step, b: BatchState) -> None:
+        if b.routes is None and self._dequantizes_after_router(step):
+            self._route(step, b)
         if b.routes is not None:
             self._through_experts(step, b)
             return
@@ -633,7 +651,7 @@ class Executor:
         is_last, num_own = step.layer == self.config.num_layers - 1, len(hidden) - sum(len(c.rows) for c in b.joined)
         tensors = self.weights.layer(step.layer, step.weight_slot)
         by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
-        options = {"by_expert": by_expert, "reduce": self._options.reduce}
+        options = {"by_expert": by_expert, "reduce": self._options.reduce, "on_counts": self.routing.add}
         for part, attended in self._chunks(hidden, attention):
             layers.post_attention(self.config, tensors, part, attended, part, **options)
         if b.joined and not is_last:

@@ -130,3 +130,26 @@ def test_a_file_that_has_become_shorter_is_noticed(tiny_models, tmp_path):
     parts.executor.weights.read_experts = after_truncation
     with pytest.raises(BatchgenError, match="is shorter than it was: convert the model again"):
         generate(parts, PROMPTS, [5, 5, 5])
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_of_4_bit_experts_those_touched_are_dequantized(tier, tiny_models, stores, monkeypatch):
+    """Tokens are those of a run in which all are, as with two micro-batches."""
+    path, _ = tiny_models("qwen3_moe", num_experts=16, num_experts_per_tok=2)
+    layers = policy_of(path).weight_layers
+    counts = {group: (0, sum(of) * (tier == "cpu"), sum(of) * (tier == "disk")) for group, of in layers.items()}
+    seen, dequantize = [], Weights.dequantize_experts
+
+    def dequantize_experts(weights, layer, slot, chosen):
+        for name in ("gate_up.weight", "down.weight"):  # what is left of layers before must not be multiplied
+            weights._dequantized_views(layer)[name].fill_(float("nan"))
+        seen.append(len(chosen))
+        dequantize(weights, layer, slot, chosen)
+
+    monkeypatch.setattr(Weights, "dequantize_experts", dequantize_experts)
+    options = {"weight_format": "int4", "weight_layers": counts}
+    two = {"num_gpu_batches": 2, "gpu_batch_size": 4, "activation_batches": (0, 2)}
+    whole = generate(make_parts(path, CPU, policy_of(path, **options, **two), stores), PROMPTS, [5, 5, 5])
+    assert not seen
+    assert generate(make_parts(path, CPU, policy_of(path, **options), stores), PROMPTS, [5, 5, 5]) == whole
+    assert seen and min(seen) < 16

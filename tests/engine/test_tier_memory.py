@@ -68,6 +68,9 @@ POLICIES = {
     "streamed, 4-bit": {"kv_seqs": {"streamed": 36}, "activation_batches": (1, 2), "kv_format": "int4"},
     "streamed in one of two layers": {"kv_seqs": {"streamed": 36}, "activation_batches": (3, 0), "kv_layers": 1},
     "delegated": {"kv_seqs": {"cpu": 36}, "activation_batches": (3, 0)},
+    "unequal batches": {
+        "num_gpu_batches": 2, "kv_seqs": {"gpu": 8, "cpu": 16}, "activation_batches": (1, 1), "batch_order": "neo", "balance_tokens": 50,
+    },
     "all together": {
         "kv_seqs": {"gpu": 9, "cpu": 9, "streamed": 9, "disk": 9}, "activation_batches": (1, 2), "head_tier": "cpu",
     },
@@ -143,6 +146,10 @@ TIERED = {
         "kv_seqs": {"gpu": 4, "cpu": 2, "disk": 2},
     },
     "KV of some layers": {"kv_seqs": {"streamed": 8}, "kv_layers": 2},
+    "unequal batches": {
+        "gpu_batch_size": 4, "num_gpu_batches": 2, "kv_seqs": {"gpu": 2, "cpu": 6}, "activation_batches": (1, 1), "batch_order": "neo",
+        "balance_tokens": 50,
+    },
     "4-bit KV, head in vocabulary chunks": {
         "kv_format": "int4", "kv_seqs": {"gpu": 2, "streamed": 6}, "head_tier": "cpu", "activation_batches": (0, 1),
     },

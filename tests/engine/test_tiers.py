@@ -135,6 +135,7 @@ def random_case(rng, variants):
         residencies = rng.choices([0, 1, 2] if accelerated else [1, 2], k=num_layers)
         layers[group] = tuple(residencies.count(tier) for tier in range(3))
     num_batches, batch_size = rng.randint(1, 4), rng.randint(1, 4)
+    unequal = num_batches == 2 and rng.random() < 0.5
     classes = list(CLASSES) if accelerated else ["cpu", "disk"]
     kv_layers = rng.randrange(num_layers) if accelerated and rng.random() < 0.2 else 0
     some = ["streamed"] if kv_layers else rng.sample(classes, rng.randint(1, len(classes)))
@@ -156,8 +157,9 @@ def random_case(rng, variants):
         "kv_seqs": {c: members.count(c) for c in classes if c in members},
         "kv_layers": kv_layers,
         "activation_batches": (num_batches - on_host, on_host),
-        "batch_order": rng.choice(BATCH_ORDERS),
+        "batch_order": "neo" if unequal else rng.choice(BATCH_ORDERS),
         "on_demand_tokens": rng.choice([0, 5, 300]),
+        "balance_tokens": rng.choice([0, 10, 1000]) if unequal else None,
     }
     rows = [(rng.randrange(NUM_PROMPTS), rng.randint(1, OUTPUT_LEN)) for _ in range(rng.randint(1, 14))]
     mode = rng.choice(["serial", "overlapped", "uneven", "own cores", "shuffled", "shuffled"])
@@ -263,16 +265,20 @@ def all_rows(expected):
     return expected.prompts, [len(tokens) for tokens in expected.tokens]
 
 
-@pytest.mark.parametrize("order", BATCH_ORDERS)
-@pytest.mark.parametrize("num_batches", [2, 3, 4])
+CUTS = [*((order, count, None) for order in BATCH_ORDERS for count in (2, 3, 4)), ("neo", 2, 10)]
+
+
+@pytest.mark.parametrize(("order", "num_batches", "balance_tokens"), CUTS)
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_cpu_attention_of_several_gpu_batches_beside_compute(family, num_batches, order, reference, stores):
+def test_cpu_attention_of_several_gpu_batches_beside_compute(
+    family, num_batches, order, balance_tokens, reference, stores
+):
     """Where FlexGen's own code goes wrong: its batches share one workspace. Here attention of one batch and products of
     another really run at the same time."""
     path, expected = reference(family, {})
     policy = make_policy(
         path, EMULATED, gpu_batch_size=6, num_gpu_batches=num_batches, kv_seqs={"cpu": 6 * num_batches - 4, "gpu": 4},
-        activation_batches=(num_batches, 0), batch_order=order, max_num_batched_tokens=150,
+        activation_batches=(num_batches, 0), batch_order=order, max_num_batched_tokens=150, balance_tokens=balance_tokens,
     )  # fmt: skip
     spans = {"compute": [], "cpu_attention": []}
 

@@ -78,6 +78,10 @@ TIERS = {
     "streamed layers": (EMULATED, lambda path: {"kv_seqs": {"streamed": SEQUENCES}, "kv_layers": 1}),
     "device": (EMULATED, lambda path: {"kv_seqs": {"gpu": SEQUENCES}}),
     "mixed": (EMULATED, lambda path: moving_fields(path)),
+    "unequal batches": (EMULATED, lambda path: {
+        "weight_layers": layers(path, 1), "kv_seqs": {"cpu": 3, "gpu": 1, "streamed": 1, "disk": 1}, "batch_order": "neo",
+        "balance_tokens": 10,
+    }),
     "experts on demand": (CPU, lambda path: {
         "weight_layers": layers(path, 2), "kv_seqs": {"cpu": SEQUENCES}, "on_demand_tokens": SEQUENCES,
     }),
@@ -103,6 +107,7 @@ def mixed_layers(path):
 
 def policy_of(path, tier, kv_format, admission, num_batches, weight_format=DTYPE, tiers=TIERS):
     device, fields = tiers[tier][0], tiers[tier][1](path)
+    num_batches = 2 if "balance_tokens" in fields else num_batches
     size = -(-SEQUENCES // num_batches)
     spare = size * num_batches - SEQUENCES
     kv_seqs = dict(fields.pop("kv_seqs"))

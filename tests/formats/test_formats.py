@@ -48,6 +48,7 @@ WRITERS = {
     "helm/jobs.py": "helm_jobs",
     "job/destination.py": "what was copied to a URL, by its digest, beside the manifest",
     "job/files.py": ("plan", "hardware_profile"),
+    "job/routing.py": "what a plan may do without: of another version it counts as not there",
     "job/standard_input.py": "a copy of what was piped in, deleted with the job",
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",

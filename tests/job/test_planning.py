@@ -30,6 +30,7 @@ from batchgen.job.planning import (
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.what_if import what_if
 from batchgen.models.files import ModelFiles
+from batchgen.planner.balance import balanced
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import group_bytes
 from batchgen.planner.search import search
@@ -368,6 +369,7 @@ class TestPlanFiles:
             ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
             ("policy/head_tier", "attic"), ("policy/kv_layers", 1), ("policy/kv_layers", None),
             ("policy/on_demand_tokens", -1),
+            ("policy/balance_tokens", 10),  # in batches of equal size
         ],
     )  # fmt: skip
     def test_that_were_edited_badly(self, in_memory, field, value):
@@ -401,6 +403,33 @@ class TestPlanFiles:
             assert words in complaint(Plan.from_json, values)
         else:
             assert Plan.from_json(values).policy.kv_layers == 2
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"balance_tokens": -1}, "a number of 0 or more, not -1"),
+            ({"batch_order": "even"}, "two micro-batches in batch_order 'neo'"),
+            ({"num_gpu_batches": 4, "max_num_seqs": 16}, "two micro-batches in batch_order 'neo'"),
+            ({}, None),
+            ({"balance_tokens": None, "num_gpu_batches": 4, "max_num_seqs": 16}, None),
+        ],
+    )
+    def test_batches_of_unequal_size(self, in_memory, changes, words):
+        values = json.loads(json.dumps(in_memory.to_json()))
+        unequal = {
+            "gpu_batch_size": 4,
+            "num_gpu_batches": 2,
+            "max_num_seqs": 8,
+            "batch_order": "neo",
+            "balance_tokens": 9,
+        }
+        values["policy"] |= unequal | changes
+        if words:
+            assert words in complaint(Plan.from_json, values)
+        else:
+            assert Plan.from_json(values).to_json()["policy"]["balance_tokens"] == values["policy"]["balance_tokens"]
+            del values["policy"]["balance_tokens"]
+            assert Plan.from_json(values).policy.balance_tokens is None, "plans of earlier versions have equal batches"
 
     def test_that_were_edited_well(self, in_memory):
         values = json.loads(json.dumps(in_memory.to_json()))
@@ -448,11 +477,12 @@ def test_more_rows_take_longer():
     [
         (("gpu", "cpu"), "neo", "neo"),
         (("streamed", "cpu"), "neo", "neo"),
+        (("cpu",), "neo", "neo"),
         (("gpu", "cpu"), "even", "even"),
         (("gpu", "streamed"), "mixed", "mixed"),
         (("gpu",), "mixed", "even"),
         (("gpu", "streamed"), "neo", "even"),
-        (("cpu",), "neo", "even"),
+        (("cpu",), "mixed", "even"),
         (("gpu",), "neo", "even"),
     ],
 )
@@ -465,7 +495,11 @@ def test_two_batches_are_in_another_order_where_they_were_costed_so_and_it_has_s
     share, rest = divmod(16, len(kv_classes))
     seqs = {name: share + (i < rest) for i, name in enumerate(kv_classes)}
     placed = replace(best, realised=replace(best.realised, counts=replace(best.counts, kv_seqs=seqs)))
-    placed = replace(placed, inputs=replace(placed.inputs, batch_order=costed))
+    if costed == "neo":
+        placed = replace(placed, inputs=balanced(placed.inputs, seqs.get("cpu", 0)))
+    else:
+        placed = replace(placed, inputs=replace(placed.inputs, batch_order=costed))
     options = {"model_name": "small", "max_model_len": 512, "share_prefixes": True, "startup_s": 0.0}
     policy = make_plan(problem, placed, output_len_known=True, **options).policy
     assert policy.batch_order == order and policy.kv_seqs == seqs
+    assert (policy.balance_tokens is not None) == (order == "neo")

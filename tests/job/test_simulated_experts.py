@@ -3,16 +3,23 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from planner_cases import GIB, cpu_box
 from tiered import CPU, generate, make_parts, make_policy
 from tiny_models import MODELS
 
 from batchgen.core.plan import Plan, Policy, Prediction
+from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.job.planning import PlanRequest, plan_job, problem_of
 from batchgen.job.simulation import simulate_job
 from batchgen.models.config import ModelConfig
+from batchgen.models.files import read_config, resolve_model
+from batchgen.planner.cost import moved_bytes
 from batchgen.planner.explanation import explanation_of
+from batchgen.planner.flow import Phase
+from batchgen.planner.inputs import BATCHGEN, CostInputs
+from batchgen.planner.lp import Counts, job_seconds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,16 +33,24 @@ MODEL = ModelConfig.from_hf(
 )  # fmt: skip
 
 
-def simulated_s(rows, tokens):
-    """Of a job whose sweeps all have `rows` tokens."""
+def plan_with(rows, tokens):
+    """A job whose sweeps all have `rows` tokens."""
     policy = Policy(
         admission="continuous", gpu_batch_size=rows, num_gpu_batches=1, max_num_batched_tokens=512, max_model_len=64,
         kv_block_size=16, kv_blocks={}, share_prefixes=False, weight_format="float16", kv_format="float16",
         weight_layers=dict.fromkeys(MODEL.layer_tensors, (0, 0, 6)), kv_seqs={"cpu": rows}, on_demand_tokens=tokens,
     )  # fmt: skip
     budgets = {"cpu": 8 * GIB, "disk": 0}
-    plan = Plan("model", "machine", "float16", Workload.uniform(rows, 1, 12), budgets, policy, {}, NOTHING)
-    return simulate_job(plan, MODEL, cpu_box()).total_s
+    return Plan("model", "machine", "float16", Workload.uniform(rows, 1, 12), budgets, policy, {}, NOTHING)
+
+
+def simulated_s(rows, tokens):
+    return simulate_job(plan_with(rows, tokens), MODEL, cpu_box()).total_s
+
+
+def in_float32(hardware):
+    rates = {name: {"float32": of["float16"]} for name, of in vars(hardware.cpu).items() if isinstance(of, dict) and of}
+    return replace(hardware, cpu=replace(hardware.cpu, **rates))
 
 
 def planned(rows):
@@ -60,6 +75,83 @@ def test_few_tokens_are_simulated_faster_and_many_slower():
     assert simulated_s(200, tokens=200) > simulated_s(200, tokens=0)
 
 
+def cost_inputs(plan, config, hardware):
+    """What the cost model is given for a plan without KV on disk, and the plan's placement."""
+    policy = plan.policy
+    s = CostInputs(
+        hardware=hardware, model=config, workload=plan.workload, runtime=BATCHGEN, compute_format=plan.dtype,
+        weight_format=policy.weight_format, kv_format=policy.kv_format, admission=policy.admission,
+        block_size=policy.max_num_seqs, num_gpu_batches=policy.num_gpu_batches,
+        max_num_batched_tokens=policy.max_num_batched_tokens, kv_block_size=policy.kv_block_size, budgets=plan.budgets,
+        process_bytes=0, on_demand_tokens=policy.on_demand_tokens,
+    )  # fmt: skip
+    return s, Counts(dict(policy.weight_layers), dict(policy.kv_seqs), policy.activation_batches, 0).placement(s)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 200])
+@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize("exponent", [1.0, 0.6])
+@pytest.mark.parametrize("weight_format", ["float16", "int4"])
+def test_the_cost_model_and_the_simulator_agree(rows, on_demand, exponent, weight_format):
+    """But for the first sweep, in which every layer is read as a whole."""
+    plan = plan_with(rows, rows if on_demand else 0)
+    policy = replace(plan.policy, weight_format=weight_format)
+    plan = replace(plan, policy=policy, workload=replace(plan.workload, routing=Routing(exponent)))
+    hardware = cpu_box(disk_read_overhead_s=2e-5)
+    starts = {}
+    simulate_job(
+        plan, MODEL, hardware, on_step=lambda step, start, end: starts.setdefault((step.sweep, step.kind), start)
+    )
+    simulated = starts[10, "embed"] - starts[4, "embed"]
+    s, at = cost_inputs(plan, MODEL, hardware)
+    assert job_seconds(s, [Phase(6, 0, 0, rows, 8)], at) == pytest.approx(simulated, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [3, 9])  # few, and too many to read experts on demand
+def test_bytes_of_a_sweep_are_those_that_are_read(rows, tiny_models, tmp_path, monkeypatch):
+    """Really, by the cost model, and by the simulator, with routers that choose all experts equally often."""
+    path, _ = tiny_models("qwen3_moe", num_experts=16, num_experts_per_tok=2, moe_intermediate_size=192)
+    draw = torch.Generator().manual_seed(0)
+
+    def evenly(config, weights, x):
+        weights = torch.full((len(x), 2), 0.5)
+        return weights, torch.rand(len(x), 16, generator=draw).topk(2).indices
+
+    monkeypatch.setattr("batchgen.models.experts.route", evenly)
+    monkeypatch.setattr("batchgen.models.layers.route", evenly)
+    layers = len(read_config(resolve_model(str(path))).windows)
+    policy = make_policy(
+        path, CPU, weight_layers=dict.fromkeys(("qkv", "out", "up", "down"), (0, 0, layers)), kv_seqs={"cpu": rows},
+        gpu_batch_size=rows, on_demand_tokens=3,
+    )  # fmt: skip
+    read = {}  # kind of Step -> bytes of each
+
+    def on_step(step, start, end):
+        if step.lane == "disk_read":
+            before = sum(sum(of) for of in read.values())
+            read.setdefault(step.kind, []).append(parts.executor.bytes_moved["disk_read"] - before)
+
+    parts = make_parts(path, CPU, policy, tmp_path, on_step=on_step)
+    generate(parts, [[5 + i] for i in range(rows)], [24] * rows)
+    few = {"read_dense", "read_experts"} if rows == 3 else set()
+    assert set(read) == {"read_weight"} | few
+    budgets = {"cpu": 4 * GIB, "disk": 0}
+    plan = Plan("model", "machine", "float32", Workload.uniform(rows, 1, 24), budgets, policy, {}, NOTHING)
+    hardware, took = in_float32(cpu_box(disk_read_bytes_per_s=1e6)), {}
+
+    def on_simulated(step, start, end):
+        if step.lane == "disk_read":
+            took.setdefault(step.kind, []).append(end - start)
+
+    simulate_job(plan, parts.config, hardware, on_step=on_simulated)
+    kinds = few or {"read_weight"}
+    s, at = cost_inputs(plan, parts.config, hardware)
+    wanted = sum(sum(read[kind]) / len(read[kind]) for kind in kinds)  # of a layer
+    assert moved_bytes(s, Phase(1, 0, 0, rows, 12), at)["disk_read"] == pytest.approx(wanted, rel=0.05)
+    # The last layer is simulated for the rows whose logits are asked for: here all.
+    assert sum(1e6 * sum(took[kind]) / len(took[kind]) for kind in kinds) == pytest.approx(wanted, rel=0.05)
+
+
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_the_kinds_of_steps_are_those_of_the_engine(num_batches, tiny_models, tmp_path):
     family, fields = MODELS["qwen3_moe, 8 of 64, shares as they are"]
@@ -74,13 +166,8 @@ def test_the_kinds_of_steps_are_those_of_the_engine(num_batches, tiny_models, tm
     generate(parts, [[5], [9], [30]], [6, 6, 6])
     budgets = {"cpu": 4 * GIB, "disk": 0}
     plan = Plan("model", "machine", "float32", Workload.uniform(3, 1, 6), budgets, policy, {}, NOTHING)
-    hardware = cpu_box()
-    rates = {name: {"float32": of["float16"]} for name, of in vars(hardware.cpu).items() if isinstance(of, dict) and of}
     simulated = []
-    simulate_job(
-        plan, parts.config, replace(hardware, cpu=replace(hardware.cpu, **rates)),
-        on_step=lambda step, start, end: simulated.append(step),
-    )  # fmt: skip
+    simulate_job(plan, parts.config, in_float32(cpu_box()), on_step=lambda step, start, end: simulated.append(step))
 
     def of_sweeps(steps):  # what is read ahead when the job ends may be dropped
         kinds = [(s.kind, s.sweep, s.layer, s.batch) for s in steps if s.lane == "compute" or s.kind == "read_experts"]

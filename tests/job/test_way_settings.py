@@ -15,7 +15,7 @@ from way_settings import ROUND_PROCESS_BYTES, SETTINGS, SHAPE, plans_of, round_m
 
 def test_no_two_settings_are_won_by_the_same_way():
     winners = [name for setting in SETTINGS for name in setting.winners]
-    assert len(winners) == len(set(winners)) and {"GPU-only", "NEO", "FlexGen"} <= set(winners)
+    assert len(winners) == len(set(winners)) and {"GPU-only", "NEO", "APEX", "FlexGen"} <= set(winners)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -74,6 +74,15 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
         assert one_s < seconds_of(alone)
 
 
+def test_deferred_sequences_take_no_weights_off_the_gpu():
+    """What they need of its memory is fewer other sequences': before, layers' weights left it and came over in every sweep."""
+    problem, _ = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
+    alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(("gpu",), ("gpu",))))
+    beside = deferring(problem, alone)
+    assert beside.counts.weight_layers == alone.counts.weight_layers
+    assert 0 < beside.counts.kv_seqs["gpu"] < alone.counts.kv_seqs["gpu"] and beside.seconds < alone.seconds
+
+
 @pytest.mark.thorough
 def test_so_does_the_plan():
     fast, slow = (planned(slow_cpu(ratio)) for ratio in (1.5, 10))

@@ -1,6 +1,7 @@
 """The search solves what its answer depends on, and finds the best there is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from thorough import some_of
 from batchgen.core.plan import KV_CLASSES
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
+from batchgen.models.store_format import layer_groups
+from batchgen.planner import memory
 from batchgen.planner import search as searching
 from batchgen.planner.bound import lower_bound_s
 from batchgen.planner.fitting import fitting, halving
 from batchgen.planner.lp import Allowed, fits, solve
-from batchgen.planner.search import Problem, candidates, search, search_space
+from batchgen.planner.search import Problem, block_latency_s, candidates, search, search_space, search_worth
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
@@ -26,7 +29,7 @@ TABLE = {
     for name, job in JOBS.items()
 }
 # More than any case needs; before the search was best first, and asked first what fits, one took 1,685 LPs.
-MOST_LPS, MOST_WHOLE = 500, 20
+MOST_LPS, MOST_WHOLE = 150, 20
 IN_SWEEPS = Allowed(kv_classes=tuple(c for c in KV_CLASSES if c != "deferred"))
 FORMATS = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
 
@@ -58,6 +61,46 @@ def test_few_programmes_are_solved(monkeypatch, name):
         found.append(candidate)
     assert found[0].seconds <= min(candidate.seconds for candidate in found) * (1 + 1e-3)
     assert solved.count(False) <= MOST_LPS and solved.count(True) <= 2 * MOST_WHOLE
+
+
+def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
+    """Of each entry by itself it was half of the time that a plan of many layers takes."""
+    asked = []
+
+    def counting(tensors):
+        asked.append(tensors)
+        return layer_groups(tensors)
+
+    monkeypatch.setattr(memory, "layer_groups", counting)
+    hardware = gpu_box()
+    # Of a vocabulary that no other test has, so that nothing of it is known yet.
+    model = replace(opt(1024, 48, 16), vocab_size=1237)
+    problem = Problem(hardware, model, Workload.uniform(64, 100, 20), budgets(hardware), **FORMATS)
+    assert sum(1 for _ in search_space(problem)) > 100
+    search(problem)
+    assert 48 <= len(asked) <= 3 * 48
+
+
+def test_what_is_worth_nothing_is_given_up():
+    hardware = gpu_box()
+    problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(64, 100, 20), budgets(hardware), **FORMATS)
+    fastest = search(problem)
+    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 1.001).seconds == fastest.seconds
+    assert search_worth(problem, lambda seconds: seconds <= fastest.seconds * 0.9) is None
+
+
+def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):
+    """The most promising of a kind are its largest blocks."""
+    hardware = gpu_box()
+    problem = Problem(hardware, opt(1024, 12, 16), Workload.uniform(4096, 100, 20), budgets(hardware), **FORMATS)
+    bounded = replace(problem, max_block_latency_s=block_latency_s(search(problem)) / 4)
+
+    def kinds():
+        return {candidate.inputs.num_gpu_batches for candidate in candidates(bounded, 6)}
+
+    found = kinds()
+    monkeypatch.setattr(searching, "_MOST_OF_KIND", 10**6)
+    assert found == kinds()
 
 
 @pytest.mark.parametrize("name", some_of(TABLE, 2, "what fits"))

@@ -2,8 +2,8 @@
 
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
-computes. 4-bit matrices are dequantized once per layer and sweep; those of 8 bits, and rows of blocks, are multiplied as
-they are, each in the format that it was found in.
+computes. 4-bit matrices are dequantized once per layer and sweep, of experts on the host only those that tokens are routed to;
+matrices of 8 bits, and rows of blocks, are multiplied as they are, each in the format that it was found in.
 """
 
 from __future__ import annotations
@@ -155,14 +155,15 @@ class Weights:
         for name, tensor in {**self._on_host[layer], **self._disk_views(layer, slot)}.items():
             self._h2d.copy(target[name], tensor)
 
-    def dequantize(self, layer: int, slot: int | None) -> None:
-        """4-bit matrices of a layer into the compute format, but for experts that are read on demand."""
+    def dequantize(self, layer: int, slot: int | None, *, experts: bool) -> None:
+        """4-bit matrices of a layer into the compute format; of experts all that are there, or with `experts` False none."""
+        left_out = MATRICES if self.config.has_experts(layer) and (slot in self._on_demand or not experts) else ()
         packed = {**self._resident[layer], **self._slot_views(layer, slot)}
         for name, target in self._dequantized_views(layer).items():
-            if slot not in self._on_demand or name not in MATRICES:
+            if name not in left_out:
                 ops.dequantize(packed[name], target)
 
-    def dequantize_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
+    def dequantize_experts(self, layer: int, slot: int | None, experts: Sequence[int]) -> None:
         """4-bit matrices of some experts into the compute format."""
         if not self._dequantized:
             return

@@ -75,8 +75,9 @@ def splitter(
         num_gpu_batches=policy.num_gpu_batches,
         order=policy.batch_order,
         max_tokens=memory.batch_tokens,
-        max_seqs=policy.gpu_batch_size,
+        max_seqs=policy.batch_seqs,
         max_staged_blocks=max(1, memory.staging_blocks),
         block_size=policy.kv_block_size,
         residency_of=partial(residency_of, compute_tier=compute_tier),
+        balance_tokens=policy.balance_tokens,
     )

@@ -1,15 +1,17 @@
 """A sweep cut into micro-batches: the parts that go through a layer one after the other. No tensors.
 
 While one batch computes, the KV of the next is loaded and that of the one before is stored (FlexGen). Two batches
-of which one has all decode attention that the CPU does, and the other everything else, keep both processors at
+of which one has most of the decode attention that the CPU does, and the other everything else, keep both processors at
 work (NEO's asymmetric pipelining).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
+from batchgen.core.plan import first_batch_cpu_share
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
 from batchgen.runtime.scheduling.sequence import tier_of
 
@@ -45,6 +47,7 @@ def split_batches(
     max_staged_blocks: int,
     block_size: int,
     residency_of: Callable[[ScheduledSequence], str],
+    balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
     """The micro-batches of a sweep, none of them empty.
 
@@ -52,6 +55,8 @@ def split_batches(
         which one class comes after the other. "mixed": the same, each with its part of every class. "neo": with
         two batches, the second has what is delegated and the first all else; where one of them would be empty, and
         with any other number of batches, as "even".
+    balance_tokens: as of Policy, for two batches in order "neo": the first has a part of what is delegated too, and all of a sweep in which
+        nothing is.
     max_tokens, max_seqs, max_staged_blocks: the most of each in a batch. What exceeds them is cut further, so there may be more
         than `num_gpu_batches`. A sequence with more tokens than that is a batch of its own; with more staged blocks
         it cannot be run, and the caller must not let it in.
@@ -71,7 +76,9 @@ def split_batches(
         parts.append(_Part(scheduled, where, (scheduled.num_tokens, 1, blocks)))
     delegated = [p for p in parts if p.where == "delegated"]
     others = [p for p in parts if p.where != "delegated"]
-    if order == "neo" and num_gpu_batches == 2 and delegated and others:
+    if balance_tokens is not None:
+        batches = _balanced(others, delegated, balance_tokens)
+    elif order == "neo" and num_gpu_batches == 2 and delegated and others:
         batches = [others, delegated]
     else:
         batches = _cut(_mixed(parts) if order == "mixed" else parts, num_gpu_batches, _TOKENS)
@@ -102,6 +109,18 @@ def _mixed(parts: list[_Part]) -> list[_Part]:
             placed.append(((before + part.load[_TOKENS] / 2) / total, part))
             before += part.load[_TOKENS]
     return [part for _, part in sorted(placed, key=lambda entry: entry[0])]
+
+
+def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) -> list[list[_Part]]:
+    """One batch or two, with attention of the CPU in each as long as the products of the other, by keys (NEO section 3.2).
+
+    Of what is delegated the first sequences go to the first batch.
+    """
+    tokens = sum(p.load[_TOKENS] for p in (*others, *delegated))
+    keys = list(accumulate((p.scheduled.num_keys for p in delegated), initial=0))
+    wanted = keys[-1] * first_batch_cpu_share(tokens, len(delegated), balance_tokens)
+    count = min(range(len(keys)), key=lambda n: abs(keys[n] - wanted))
+    return [batch for batch in ([*others, *delegated[:count]], delegated[count:]) if batch]
 
 
 def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:

@@ -203,11 +203,13 @@ class Scheduler:
         for sequence in self.running:
             if len(sweep) >= most:
                 break
+            if sequence.num_remaining <= 1:
+                continue
             pool = self._pool(sequence)
             blocks = pool.num_available - self._reserved[tier_of(sequence.kv_class)] + sequence.reserved_blocks
             headroom = (len(sequence.block_table) + blocks) * pool.block_size - sequence.num_computed
             count = min(self._chunk(sequence, budget), headroom, self._window_headroom(sequence))
-            if sequence.num_remaining > 1 and count > 0:
+            if count > 0:
                 self._grow(sequence, count)
                 budget -= count
                 sweep.append(ScheduledSequence(sequence, count))

@@ -25,7 +25,14 @@ def scheduled(kv_class, num_tokens, num_computed=0, num_prompt=None):
 
 
 def split(
-    sweep, num_gpu_batches, order="even", max_tokens=10**6, max_staged_blocks=10**6, compute_tier="gpu", max_seqs=10**6
+    sweep,
+    num_gpu_batches,
+    order="even",
+    max_tokens=10**6,
+    max_staged_blocks=10**6,
+    compute_tier="gpu",
+    max_seqs=10**6,
+    balance_tokens=None,
 ):
     return split_batches(
         sweep,
@@ -36,6 +43,7 @@ def split(
         max_staged_blocks=max_staged_blocks,
         block_size=BLOCK,
         residency_of=lambda s: residency_of(s, compute_tier),
+        balance_tokens=balance_tokens,
     )
 
 
@@ -91,18 +99,20 @@ SWEEPS = st.lists(
 @given(
     SWEEPS,
     st.integers(1, 5),
-    st.sampled_from(ORDERS),
+    st.sampled_from([*((order, None) for order in ORDERS), ("neo", 0), ("neo", 9), ("neo", 10**6)]),
     st.integers(1, 80),
     st.integers(0, 40),
     st.sampled_from(["gpu", "cpu"]),
 )
 def test_every_sequence_is_in_one_batch_in_order_and_within_limits(
-    sweep, count, order, max_tokens, spare, compute_tier
+    sweep, count, order_and_balance, max_tokens, spare, compute_tier
 ):
+    order, balance_tokens = order_and_balance
+    count = count if balance_tokens is None else 2
     if compute_tier == "cpu":
         sweep = [s for s in sweep if s.sequence.kv_class != "gpu"] or [scheduled("disk", 1, 5)]
     largest = max(blocks_of([s], compute_tier) for s in sweep)
-    batches = split(sweep, count, order, max_tokens, largest + spare, compute_tier)
+    batches = split(sweep, count, order, max_tokens, largest + spare, compute_tier, balance_tokens=balance_tokens)
     assert all(batches)
     flat = [s for batch in batches for s in batch]
     assert sorted(map(id, flat)) == sorted(map(id, sweep))
@@ -172,9 +182,49 @@ def test_neo_order_puts_delegated_attention_in_the_second_batch():
         assert split(sweep, count, "neo") == split(sweep, count)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("num_gpu_batches", [1, 2, 3, 4])
-def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches):
+def keys_of(batch):
+    """That the CPU attends to."""
+    return sum(s.num_keys for s in batch if residency_of(s, "gpu") == "delegated")
+
+
+@pytest.mark.parametrize("balance_tokens", [0, 40, 400])
+@pytest.mark.parametrize("prompt", [0, 60, 900])
+def test_unequal_batches_have_attention_as_long_as_the_products_of_the_other(balance_tokens, prompt):
+    """NEO section 3.2: neither the CPU nor the device waits, however many tokens of prompts there are."""
+    others = [scheduled("gpu", 1, 9) for _ in range(20)] + [scheduled("cpu", prompt)] * (prompt > 0)
+    cpu = [scheduled("cpu", 1, 9 + 7 * i % 50) for i in range(80)]
+    first, second = split([*cpu, *others], 2, "neo", balance_tokens=balance_tokens)
+    assert {id(s) for s in others} <= {id(s) for s in first}
+    assert [s for s in [*first, *second] if residency_of(s, "gpu") == "delegated"] == cpu
+    products = [tokens + balance_tokens for tokens in tokens_of([first, second])]
+    share = keys_of(first) / (keys_of(first) + keys_of(second))
+    one = max(s.num_keys for s in cpu) / keys_of(cpu)
+    assert share == pytest.approx(products[1] / sum(products), abs=2 * one)
+
+
+def test_the_fewer_tokens_the_second_batch_has_the_less_is_hidden_behind_it():
+    def first_part(prompt, balance_tokens):
+        sweep = [scheduled("cpu", 1, 9) for _ in range(64)] + [scheduled("cpu", prompt)]
+        return len(split(sweep, 2, "neo", balance_tokens=balance_tokens)[0]) - 1
+
+    by_prompt = [first_part(prompt, 32) for prompt in (8, 64, 512, 4096)]
+    assert by_prompt == sorted(by_prompt, reverse=True) and by_prompt[0] > 24 and by_prompt[-1] <= 2
+    by_balance = [first_part(512, tokens) for tokens in (0, 64, 1024, 10**6)]
+    assert by_balance == sorted(by_balance) and by_balance[-1] == 32, "products that take no longer for more tokens"
+
+
+def test_unequal_batches_of_a_sweep_of_one_kind():
+    cpu, gpu = [scheduled("cpu", 1, 9) for _ in range(10)], [scheduled("gpu", 1, 9) for _ in range(10)]
+    assert split(cpu, 2, "neo", balance_tokens=7) == [cpu[:5], cpu[5:]]
+    assert split(gpu, 2, "neo", balance_tokens=7) == [gpu], "there is nothing to hide"
+    assert split(cpu[:1], 2, "neo", balance_tokens=7) == [cpu[:1]]
+
+
+CUTS = [*((order, count, None) for order in ORDERS for count in (1, 2, 3, 4)), ("neo", 2, 0), ("neo", 2, 9)]
+
+
+@pytest.mark.parametrize(("order", "num_gpu_batches", "balance_tokens"), CUTS)
+def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(order, num_gpu_batches, balance_tokens):
     pools = {"gpu": BlockManager(60, BLOCK), "cpu": BlockManager(200, BLOCK)}
     limits = SchedulerLimits(40, 60, class_seqs={"gpu": 12, "cpu": 20}, compute_tier="gpu", max_chunk_tokens=16)
     scheduler = Scheduler(pools, limits)
@@ -186,7 +236,7 @@ def test_who_takes_a_prefix_of_the_same_sweep_comes_no_earlier_than_its_writer(o
     while scheduler.has_work:
         sweep = scheduler.schedule()
         behind, fresh = {}, set()
-        for batch in split(sweep, num_gpu_batches, order, max_tokens=25):
+        for batch in split(sweep, num_gpu_batches, order, max_tokens=25, balance_tokens=balance_tokens):
             for s in batch:  # all of a batch is written before any of it is read
                 sequence, tier = s.sequence, tier_of(s.sequence.kv_class)
                 for b in range(sequence.num_computed // BLOCK, s.num_keys // BLOCK):

@@ -1,0 +1,43 @@
+"""How a model's routers spread tokens, as its last job counted it: kept in the cache directory for the next plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.digest import json_sha256
+from batchgen.core.routing import INDEPENDENT, Routing, RoutingCounts
+from batchgen.core.typed_json import read_typed
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles, cache_dir
+
+
+def known_routing(files: ModelFiles, config: ModelConfig) -> Routing:
+    """What was kept of a model; where nothing was, tokens draw by themselves."""
+    if not config.num_experts:
+        return INDEPENDENT
+    try:
+        found: Routing = read_typed(Routing, json.loads(_path_of(files, config).read_text()))
+    except (OSError, ValueError):  # a file that is damaged is written anew by the next job
+        return INDEPENDENT
+    return found
+
+
+def keep_routing(files: ModelFiles, config: ModelConfig, counts: RoutingCounts) -> None:
+    """Keep what a job counted, where that says enough; not of made-up weights. A disk that is full is no reason to fail."""
+    fitted = counts.fitted()
+    if fitted is None or files.kind == "dummy":
+        return
+    path = _path_of(files, config)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(fitted)).encode(), contended=True)
+
+
+def _path_of(files: ModelFiles, config: ModelConfig) -> Path:
+    """config: of the whole model."""
+    key = json_sha256([str(files.path.resolve()), config.to_json()])
+    return cache_dir() / "routing" / f"{key[:32]}.json"

@@ -1,0 +1,57 @@
+"""Micro-batches of unequal size where they win: cost model, simulation and plan agree."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import llama_8b
+
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Lengths, Workload
+from batchgen.job.planning import PlanRequest, plan_job, plan_maker, problem_of
+from batchgen.job.shortened import simulate_shortened
+from batchgen.job.ways import limited
+from batchgen.planner.explain import explain
+from batchgen.planner.search import in_neos_order, search
+from batchgen.profiler.shipped import shipped_profile
+
+# The host of a g5.8xlarge: the CPU attends to as much as it can hide beside all that the GPU computes, and no more.
+HOST = 0.5
+WORKLOAD = Workload(600, Lengths(tuple(range(900, 1101, 20))), Lengths(tuple(range(180, 221, 4))), 220)
+TIMES = {"startup_s": 0.0, "loading_s": 0.0, "output_len_known": True}
+
+
+@pytest.fixture(scope="module")
+def case():
+    scaled = {"cpu_decode_attention": HOST, "dram_bytes_per_s": HOST, "cpu_memory_bytes": HOST}
+    hardware = shipped_profile("a10g").scaled(**scaled)
+    request = PlanRequest("m", "float16", 4096, admission="continuous", process_bytes=700 << 20, disk_memory=0)
+    problem = problem_of(hardware, llama_8b(), WORKLOAD, request)
+    return problem, request, plan_maker(problem, request, **TIMES)
+
+
+def simulated_s(candidate, plan, **policy):
+    return simulate_shortened(replace(plan, policy=replace(plan.policy, **policy)), candidate).seconds
+
+
+def test_they_are_faster_than_equal_ones_and_than_all_cpu_attention_in_one(case):
+    problem, _, plan_of = case
+    own = limited(problem, ("gpu",), ("gpu", "cpu"), num_gpu_batches=2)
+    even = search(own)
+    (unequal,) = in_neos_order(own, even)
+    equal_s = {order: simulated_s(even, plan_of(even, None), batch_order=order) for order in ("even", "mixed", "neo")}
+    found_s = simulated_s(unequal, plan_of(unequal, None))
+    assert found_s < 0.92 * min(equal_s.values()), (found_s, equal_s)
+    assert found_s == pytest.approx(unequal.seconds, rel=0.05), "the cost model cuts sweeps as the simulator does"
+    wrong_s = simulated_s(unequal, plan_of(unequal, None), balance_tokens=1 << 20)
+    assert wrong_s > 1.02 * found_s, "with half of what the CPU attends to in each"
+
+
+def test_the_plan_has_them_and_says_so(case):
+    problem, request, _ = case
+    plan = plan_job(problem, request, **TIMES)
+    policy = plan.policy
+    assert (policy.batch_order, policy.num_gpu_batches) == ("neo", 2) and policy.balance_tokens > 0
+    text = "\n".join(explain(plan))
+    assert "= 2 micro-batches of unequal size, continuous admission" in text
+    assert "of the sequences that the CPU attends to go with all else" in text
+    assert Plan.from_json(plan.to_json()).policy == policy

@@ -1,0 +1,86 @@
+"""Two micro-batches of unequal size, as NEO makes them: costed, simulated and cut by the same shares."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import budgets, constant, gpu_box, llama_8b
+
+from batchgen.core.hardware import ComputeRates, Rates
+from batchgen.core.plan import first_batch_cpu_share
+from batchgen.core.workload import Workload
+from batchgen.planner.balance import balanced
+from batchgen.planner.cost import layer_lanes, unequal_batches
+from batchgen.planner.flow import Phase
+from batchgen.planner.lp import Counts
+from batchgen.planner.search import Problem, search_space
+
+FIXED_S, TOKEN_S = 3e-3, 1e-5  # of products in a layer
+
+
+def box(cpu_attention=2e10):
+    """Products take a time of their own and as much again for each token; of all else only attention takes any."""
+    flops = 2 * llama_8b().matmul_params_per_layer
+    points = tuple((tokens, flops * tokens / (FIXED_S + TOKEN_S * tokens)) for tokens in range(1, 4097))
+    gpu = ComputeRates(
+        gemm_flops_per_s={"float16": Rates(("tokens",), points)},
+        prefill_attention_flops_per_s={"float16": constant(1e18)},
+        decode_attention_bytes_per_s={"float16": constant(4e11)},
+        elementwise_bytes_per_s={"float16": constant(1e18)},
+    )
+    cpu = ComputeRates(decode_attention_bytes_per_s={"float16": constant(cpu_attention)})
+    links = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s", "dram_bytes_per_s"), 1e18)
+    return gpu_box(gpu=gpu, cpu=cpu, gpu_memory_bytes=40 << 30, **links)
+
+
+def inputs_of(hardware, **changes):
+    problem = Problem(
+        hardware=hardware,
+        model=llama_8b(),
+        workload=Workload.uniform(64, 200, 8),
+        budgets=budgets(hardware),
+        compute_format="float16",
+        weight_formats=("float16",),
+        kv_formats=("float16",),
+        block_size=64,
+        num_gpu_batches=2,
+        max_num_batched_tokens=2048,
+        admissions=("continuous",),
+    )
+    inputs, _ = next(iter(search_space(problem)))
+    return replace(inputs, **changes)
+
+
+def placed(s, on_gpu, on_cpu):
+    layers = dict.fromkeys(s.model.layer_tensors, (s.model.num_layers, 0, 0))
+    return Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (2, 0), 1).placement(s)
+
+
+def test_the_time_of_their_own_that_products_take_is_in_the_plan():
+    s = balanced(inputs_of(box()), 40)
+    assert s.balance.tokens == pytest.approx(FIXED_S / TOKEN_S, rel=0.02)
+    assert s.balance.cpu_frac == 40 / 64
+    flat = replace(
+        box(), gpu=replace(box().gpu, gemm_flops_per_s={"float16": Rates(("tokens",), ((1, 1.0), (4096, 4096.0)))})
+    )
+    assert first_batch_cpu_share(2048, 40, balanced(inputs_of(flat), 40).balance.tokens) == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 500, 1900])
+def test_neither_processor_waits_where_both_have_time_enough(prompt_tokens):
+    """A layer takes what the busier of both does, whichever that is."""
+    phase, bound_by = Phase(1, prompt_tokens, prompt_tokens / 200, 64, 800), set()
+    for cpu_attention in (2e9, 2e10, 5e10, 2e11):
+        s = balanced(inputs_of(box(cpu_attention)), 40)
+        lanes = layer_lanes(s, phase, placed(s, 24, 40))
+        busier = max(lanes["compute"], lanes["cpu_attention"])
+        bound_by.add(lanes["compute"] > lanes["cpu_attention"])
+        assert max(lanes.values()) == pytest.approx(busier, rel=2e-3)
+        first, second = unequal_batches(s, phase)
+        assert first.tokens + second.tokens == pytest.approx(phase.tokens)
+    assert bound_by == {True, False}
+
+
+def test_a_sweep_of_prompts_is_one_batch():
+    s = balanced(inputs_of(box()), 40)
+    first, second = unequal_batches(s, Phase(1, 1500, 7, 0, 200))
+    assert (first.tokens, second.tokens) == (1500, 0)
