@@ -35,6 +35,7 @@ def output_status(output: str | Path, sleep: Callable[[float], None] = time.slee
 
     Raises:
         InputError: There is no job.
+        BatchgenError: A file of the job is damaged.
     """
     directory = run_directory(target_path(Path(output)))
     held = Manifest.read(directory / "manifest.json")
@@ -43,10 +44,15 @@ def output_status(output: str | Path, sleep: Callable[[float], None] = time.slee
     if held.state == "complete" and held.totals:
         return {"state": "complete", **{name: held.totals[name] for name in ("rows_ok", "rows_failed")}}
     files = DirectoryFiles(directory / SHARE_FOLDER)
-    content = files.read("job.json")
-    if content is None:
+    job = SharedJob.read(files)
+    if job is None:
         return _plain(directory)
-    return _shared(files, SharedJob.from_json(content, files.path), directory, sleep)
+    try:
+        return _shared(files, job, directory, sleep)
+    except FileNotFoundError:  # the folder is gone: a worker has completed the output meanwhile
+        if files.path.exists():
+            raise
+        return output_status(output, sleep)
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
