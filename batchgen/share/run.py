@@ -358,6 +358,10 @@ class SharedRun:
             if not is_held(self._files, lease):
                 raise _LeaseLost("another worker joins the parts")
 
+        def before_replacing() -> None:
+            how.get("before_replacing", lambda: None)()
+            check()
+
         check()
         link_parts(self._parts, done, self.parts_dir, self._job.first_part)
         with self._open_plain() as plain:
@@ -366,7 +370,7 @@ class SharedRun:
             else:
                 if (kernels := self.kernels) is not None:
                     plain.record_kernels(kernels)
-                totals = plain.finish(dataset, before_replacing=check, **how)
+                totals = plain.finish(dataset, **{**how, "before_replacing": before_replacing})
         self.close()
         self._remove()
         return totals
