@@ -29,6 +29,12 @@ def test_of_a_plain_run(tmp_path):
     assert describe_status(output_status(output)) == ["complete: 19 rows ok, 1 failed"]
 
 
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_of_what_is_no_file(output):
+    with pytest.raises(InputError, match="has no job"):
+        output_status(output)
+
+
 def test_of_workers(tmp_path):
     output = tmp_path / "out.parquet"
 
