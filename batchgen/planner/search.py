@@ -136,7 +136,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in each order that may be
+    the best one (`_in_orders`); a single one that is asked for comes as it is.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
