@@ -1,4 +1,4 @@
-"""Linear expressions, and linear and integer programmes of them, which HiGHS solves."""
+"""Linear expressions, and linear and integer programmes of them, which are PuLP's and which HiGHS solves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import highspy
 import numpy as np
+import pulp
 
 from batchgen.planner.solver_banner import silence_banner
 
@@ -19,7 +20,7 @@ _own = threading.local()
 class Affine:
     """A sum of columns, each times a number, and a constant. Values are never changed.
 
-    The cost model adds and multiplies so many of them that expressions of a library would take most of a plan's time.
+    The cost model adds and multiplies so many of them that PuLP's expressions would take most of a plan's time.
 
     Attributes:
         terms: column number -> factor.
@@ -72,42 +73,87 @@ def total(expressions: Iterable[Affine | float]) -> Affine:
     return Affine(terms, constant)
 
 
+class _WholeMatrix(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, which is given all rows in one call: one by one they take longer than solving. start: values to begin with."""
+
+    def __init__(self, gap: float, start: Sequence[float]) -> None:
+        super().__init__(msg=False, gapRel=gap)
+        self._start = start
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = _solver()
+        lp.solverModel.setOptionValue("mip_rel_gap", self.gapRel)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        columns, rows = lp.variables(), list(lp.constraints.values())
+        for i, item in (*enumerate(columns), *enumerate(rows)):
+            item.index = i
+        terms = [[(column.index, factor) for column, factor in row.items()] for row in rows]
+        lowest, highest = ([getattr(row, end)() for row in rows] for end in ("getLb", "getUb"))
+        lp.solverModel.passModel(
+            len(columns),
+            len(rows),
+            sum(map(len, terms)),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            float(lp.objective.constant),
+            np.array([lp.objective.get(column, 0.0) for column in columns], dtype=float),
+            np.array([column.lowBound for column in columns], dtype=float),
+            np.array([math.inf if column.upBound is None else column.upBound for column in columns], dtype=float),
+            np.array([-math.inf if bound is None else bound for bound in lowest], dtype=float),
+            np.array([math.inf if bound is None else bound for bound in highest], dtype=float),
+            np.cumsum([0, *map(len, terms)], dtype=np.int32),
+            np.array([column for row in terms for column, _ in row], dtype=np.int32),
+            np.array([factor for row in terms for _, factor in row], dtype=float),
+            np.array([column.cat == pulp.LpInteger for column in columns], dtype=np.int32),
+        )
+        if len(self._start):
+            known = highspy.HighsSolution()
+            known.col_value = list(self._start)
+            lp.solverModel.setSolution(known)
+
+
 class Programme:
     """Columns with bounds, rows over them, and what is to be least.
 
     Attributes:
         objective: What is to be least.
-        found: Of the columns, in the solution.
     """
 
     def __init__(self) -> None:
         self.objective = Affine({})
-        self.found: tuple[float, ...] = ()
-        self._highest: list[float] = []  # of each column
-        self._is_integer: list[bool] = []
-        # Of each row: terms, and between what their sum must lie.
-        self._rows: list[tuple[dict[int, float], float, float]] = []
-        self._duals: list[float] = []
+        self._problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self._columns: list[pulp.LpVariable] = []
+        self._rows: list[pulp.LpConstraint] = []
 
     def column(self, most: float = math.inf, *, integer: bool = False) -> Affine:
         """A new unknown from 0 to `most`."""
-        self._highest.append(most)
-        self._is_integer.append(integer)
-        return Affine({len(self._highest) - 1: 1.0})
+        number, kind = len(self._columns), pulp.LpInteger if integer else pulp.LpContinuous
+        # PuLP sorts columns by name.
+        self._columns.append(pulp.LpVariable(f"{number:06d}", 0, None if most == math.inf else most, kind))
+        return Affine({number: 1.0})
 
     def at_most(self, left: Affine | float, right: Affine | float) -> int:
         """A row that keeps `left` from exceeding `right`; its number."""
-        row = total((left, -right))
-        return self._row(row, -math.inf)
+        return self._row(total((left, -right)), pulp.LpConstraintLE)
 
     def equal(self, left: Affine | float, right: Affine | float) -> int:
         """A row that keeps both equal; its number."""
-        row = total((left, -right))
-        return self._row(row, -row.constant)
+        return self._row(total((left, -right)), pulp.LpConstraintEQ)
 
-    def _row(self, row: Affine, lowest: float) -> int:
-        self._rows.append((row.terms, lowest, -row.constant))
+    def _row(self, row: Affine, sense: int) -> int:
+        self._rows.append(pulp.LpConstraint(self._expression(row), sense))
+        self._problem.addConstraint(self._rows[-1], str(len(self._rows)))
         return len(self._rows) - 1
+
+    def _expression(self, affine: Affine) -> pulp.LpAffineExpression:
+        terms = {self._columns[number]: factor for number, factor in affine.terms.items()}
+        return pulp.LpAffineExpression(terms, affine.constant)
+
+    @property
+    def found(self) -> tuple[float, ...]:
+        """Of the columns, in the solution."""
+        return tuple(column.varValue or 0.0 for column in self._columns)
 
     def solve(self, gap: float, start: Sequence[float] = ()) -> bool:
         """Whether there is a solution, which is the best one; of integers, it is proven to be within `gap` of it, as a part of it.
@@ -116,54 +162,19 @@ class Programme:
             gap: As a fraction.
             start: Values of all columns, for the solver to begin with; none: it finds its own.
         """
-        solver = _solver()
-        solver.setOptionValue("mip_rel_gap", gap)
-        self._pass_to(solver)
-        if len(start):
-            known = highspy.HighsSolution()
-            known.col_value = list(start)
-            solver.setSolution(known)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return False
-        solution = solver.getSolution()
-        self.found, self._duals = tuple(solution.col_value), list(solution.row_dual)
-        return True
-
-    def _pass_to(self, solver: highspy.Highs) -> None:
-        """All rows in one call: one by one they take longer than solving."""
-        terms, lowest, highest = zip(*self._rows, strict=True) if self._rows else ((), (), ())
-        counts, columns = list(map(len, terms)), len(self._highest)
-        costs = np.zeros(columns)
-        for column, factor in self.objective.terms.items():
-            costs[column] = factor
-        solver.passModel(
-            columns,
-            len(terms),
-            sum(counts),
-            int(highspy.MatrixFormat.kRowwise),
-            int(highspy.ObjSense.kMinimize),
-            self.objective.constant,
-            costs,
-            np.zeros(columns),
-            np.array(self._highest, dtype=float),
-            np.array(lowest, dtype=float),
-            np.array(highest, dtype=float),
-            np.cumsum([0, *counts], dtype=np.int32),
-            np.array([column for row in terms for column in row], dtype=np.int32),
-            np.array([factor for row in terms for factor in row.values()], dtype=float),
-            np.array(self._is_integer, dtype=np.int32),
-        )
+        self._problem.setObjective(self._expression(self.objective))
+        return bool(self._problem.solve(_WholeMatrix(gap, start)) == pulp.LpStatusOptimal)
 
     def value(self, expression: Affine | float) -> float:
         """What the solution makes of an expression."""
         if not isinstance(expression, Affine):
             return float(expression)
-        return expression.constant + sum(factor * self.found[number] for number, factor in expression.terms.items())
+        found = [factor * (self._columns[number].varValue or 0.0) for number, factor in expression.terms.items()]
+        return expression.constant + sum(found)
 
     def dual(self, row: int) -> float:
         """By how much the objective changes with each unit by which a row's limit is raised; of the solution without integers."""
-        return self._duals[row]
+        return float(self._rows[row].pi)
 
 
 def _solver() -> highspy.Highs:
