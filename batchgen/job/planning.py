@@ -49,7 +49,7 @@ from batchgen.job.ways import with_ways
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
-from batchgen.models.layouts import layer_sizes, main_format
+from batchgen.models.layouts import layer_sizes, main_format, output_format
 from batchgen.planner import explain
 from batchgen.planner.lp import Allowed
 from batchgen.planner.ranks import Link, link_of, part_of_host, with_sums
@@ -221,6 +221,8 @@ def request_of(job: ResolvedJob) -> PlanRequest:
 def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[HardwareProfile, PlanRequest]:
     """This machine, with the device that the job names, and what its plan may use of it. Raises InputError."""
     config, dtype, device, quantization = job.process_config, job.dtype, job.device, job.options.quantization
+    may_stream = _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < store_bytes(config, dtype, quantization)
+    formats, in_rows = _formats_measured(job, may_stream=may_stream)
     find = partial(
         find_hardware,
         job.options.hardware,
@@ -228,11 +230,8 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         offload_dir=job.offload_dir,
         model=config,
         device="cuda" if device.kind == "cuda" else "cpu",
-        formats=tuple(
-            name
-            for name in (*KV_CODE_BITS, *BLOCK_FORMATS)
-            if name in (main_format(config, quantization), job.options.kv_cache_dtype)
-        ),
+        formats=formats,
+        in_rows=in_rows,
         memory_bytes=job.budgets["cpu"],
         notify=notify,
     )
@@ -248,7 +247,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     profile = on_this_machine(profile)
     given = bool(job.options.hardware or os.environ.get(HARDWARE_VARIABLE))
     budgets = job.budgets
-    if _MEMORY_FRAC_WITHOUT_DISK * budgets["cpu"] < store_bytes(config, dtype, quantization):
+    if may_stream:
         profile = corrected_by_disk_probe(profile, job.offload_dir)
     profile = process_profile(profile, job, whole=given)
     if device.kind == "emulated":
@@ -270,6 +269,22 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         has_int4_store=has_int4_store,
     )
     return profile, request
+
+
+def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Formats beside the compute dtype that this job's plan needs rates of; and those of products with weights as they are stored.
+
+    may_stream: Whether weights may have no room in memory.
+    """
+    config, quantization = job.process_config, job.options.quantization
+    layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
+    named = (layers, output, job.options.kv_cache_dtype)
+    in_rows = []
+    if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
+        streams = may_stream or job.device.accelerated
+        in_rows += [layers] if streams and layers in (INT8, *BLOCK_FORMATS) else []
+        in_rows += [output] if config.tied_embeddings and output in BLOCK_FORMATS else []
+    return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
 
 
 def process_profile(hardware: HardwareProfile, job: ResolvedJob, *, whole: bool) -> HardwareProfile:
@@ -302,6 +317,7 @@ def find_hardware(
     offload_dir: Path,
     device: str = "cpu",
     formats: tuple[str, ...] = (),
+    in_rows: tuple[str, ...] = (),
     refresh: bool = False,
     model: ModelConfig | None = None,
     memory_bytes: int | None = None,
@@ -317,6 +333,7 @@ def find_hardware(
         offload_dir: Directory of the disk tier, whose disk is measured.
         device: "cpu" or "cuda".
         formats: Further ones that weights or KV may be stored in: "int4", "int8", one of `BLOCK_FORMATS`.
+        in_rows: Those of weights that are multiplied as they are stored.
         refresh: Measure again.
         model: Whose layers' shapes are measured; None: rates for models of any size.
         memory_bytes: What measuring and this process may take of the host's memory together; None: what is free.
@@ -336,7 +353,7 @@ def find_hardware(
             known = ", ".join(shipped_profiles())
             raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
         return read_profile(name)
-    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model)
+    wanted = Wanted(device, (dtype,), formats, model, kernels_of=model, in_rows=in_rows)
     if model is not None and model.params_per_layer > _LARGE_LAYER_PARAMS:
         wanted = replace(wanted, model=None)  # large products reach the same rates whatever their shape, and take long
     with contextlib.nullcontext() if cores is None else on_cores(cores):
