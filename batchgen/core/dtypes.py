@@ -84,11 +84,15 @@ def matrix_format(weight_format: str, stem: str, dtype: str) -> str:
     return weight_format
 
 
-def product_key(weight_format: str, dtype: str) -> str:
-    """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`."""
+def product_key(weight_format: str, dtype: str, *, in_rows: bool = False) -> str:
+    """What rates of products with weights in `weight_format` are called in a profile, of tokens in `dtype`.
+
+    in_rows: weights lie as they are stored, as streamed ones do, and not in the order in which products read them fastest.
+    """
+    name = INT8 if weight_format == INT8 else dtype
     if weight_format in KEPT_FORMATS:
-        return f"{block_format(weight_format)} {dtype}"
-    return INT8 if weight_format == INT8 else dtype
+        name = f"{block_format(weight_format)} {dtype}"
+    return f"{name} in rows" if in_rows else name
 
 
 def changes_results(quantization: str) -> bool:

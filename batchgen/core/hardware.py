@@ -144,7 +144,7 @@ class ComputeRates:
     """What one compute device does, per dtype ("bfloat16", "float32", ..., "int4" and "int8" for KV, "int8" for products with such weights too).
 
     Attributes:
-        gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows).
+        gemm_flops_per_s: over `width` (the weights' inner dimension) and `tokens` (rows); by `dtypes.product_key`.
         prefill_attention_flops_per_s: causal attention over `context` tokens; only FLOPs of visible keys count.
         shared_attention_flops_per_s: attention of many sequences to one prefix of `context` tokens that they share;
             where there is none, as fast as prefill attention.

@@ -5,7 +5,7 @@ They are the planner's cost terms, split over the Steps that these cover.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from batchgen.planner.cost import (
     experts_touched,
     head_lanes,
     linear_s,
+    longer_in_rows_s,
     prefill_attention_s,
     shared_attention_s,
     sums_s,
@@ -42,6 +43,7 @@ from batchgen.runtime.scheduling.window_pool import HOLE
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
 _NOTHING_PLACED = Placement(*[0] * 13)
+_HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,9 @@ class StepCosts:
                 self._loaded_bytes[j] += sizes[j][group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(sizes[j][group]) if tier == "disk" else 0
         of_one = s.expert_bytes
+        self._streamed = [
+            _Streamed.of(s, {g: of_layers[j] for g, of_layers in tiers.items()}) for j in range(config.num_layers)
+        ]
         # Of one expert what is on disk, and in how many tensors.
         self._expert_sizes = [
             [size for group, size in of_one.items() if tiers[group][j] == "disk"] if config.has_experts(j) else []
@@ -368,16 +373,19 @@ class StepCosts:
             total += self._chunks_s[key]
         return total + sum(_prefix_s(s, new, prefix) for new, prefix in attended.shared)
 
-    def _matrices_s(self, tokens: int) -> float:
+    def _layer_s(self, tokens: int) -> _LayerSeconds:
+        """What a layer's computation takes but for attention."""
         phase = Phase(1, tokens, 0, 0, 0)
         s = self._inputs
-        return float(linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase))
+        whole = float(linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase)) if tokens else 0.0
+        return _LayerSeconds(whole * self._pre_frac, whole * (1 - self._pre_frac), *longer_in_rows_s(s, phase))
 
     def _head_s(self, rows: int) -> float:
         """Logits, or those of one chunk of the vocabulary."""
         if not rows:
             return 0.0
-        lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), _NOTHING_PLACED)
+        at = _HEAD_ELSEWHERE if self._vocabulary_chunks else _NOTHING_PLACED
+        lanes = head_lanes(self._inputs, Phase(1, 0, rows, 0, 0), at)
         return float(lanes["compute"]) / max(1, self._vocabulary_chunks)
 
     def _computing_with(self, joined: int, load: BatchLoad, batch: _Computing, step: Step) -> float:
@@ -391,9 +399,10 @@ class StepCosts:
             rows = load.logits_rows
         if not rows + joined:
             return 0.0
+        layer, streamed = self._layer_s(rows + joined), self._streamed[step.layer]
         if step.kind == "pre":
-            return self._matrices_s(rows + joined) * self._pre_frac + self._inputs.rates.step_overhead_s
-        return self._matrices_s(rows + joined) * (1 - self._pre_frac)
+            return layer.before_attention(streamed) + self._inputs.rates.step_overhead_s
+        return layer.after_attention(streamed)
 
     def _computing(self, load: BatchLoad) -> _Computing:
         s = self._inputs
@@ -407,12 +416,14 @@ class StepCosts:
             attended.pop("deferred", None)  # in Steps of its own
             on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
-        layer_s = self._matrices_s(load.tokens) if load.tokens else 0.0
-        going_on = load.logits_rows if self.config.has_head else load.tokens  # from the last layer
+        layer = self._layer_s(load.tokens)
+        last = self._layer_s(load.logits_rows) if self.config.has_head else layer  # with the tokens that go on from it
         return _Computing(
-            pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
-            post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=self._matrices_s(going_on) * (1 - self._pre_frac) if going_on else 0.0,
+            pre_s=tuple(layer.before_attention(streamed) + s.rates.step_overhead_s for streamed in self._streamed),
+            post_s=(
+                *(layer.after_attention(streamed) for streamed in self._streamed[:-1]),
+                last.after_attention(self._streamed[-1]),
+            ),
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
             head_s=self._head_s(load.logits_rows),
@@ -448,12 +459,49 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class _Computing:
-    """Seconds of one micro-batch's computations. attention_s, cpu_attention_s: by layer."""
+class _Streamed:
+    """What streams of a layer, by bytes: of all but its experts what is before attention, and what is after it; and of its experts."""
 
-    pre_s: float
-    post_s: float
-    last_post_s: float
+    before: float
+    after: float
+    experts: float
+
+    @classmethod
+    def of(cls, s: CostInputs, tiers: Mapping[str, str]) -> _Streamed:
+        """tiers: of each group of its tensors."""
+        here = "gpu" if s.on_gpu else "cpu"
+        experts = {g: s.all_expert_bytes * size / sum(s.expert_bytes.values()) for g, size in s.expert_bytes.items()}
+        dense = {g: size - experts.get(g, 0.0) for g, size in s.group_bytes.items()}
+
+        def part(groups: Mapping[str, float], names: Iterable[str]) -> float:
+            whole = sum(groups.values())
+            return sum(groups[g] for g in names if g in groups and tiers[g] != here) / whole if whole else 0.0
+
+        return cls(part(dense, ("qkv",)), part(dense, dense.keys() - {"qkv"}), part(experts, experts))
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Seconds of a layer's products and element-wise work before attention and after it, and by how much products take longer where weights stream."""
+
+    before_s: float
+    after_s: float
+    longer_s: float
+    experts_longer_s: float
+
+    def before_attention(self, streamed: _Streamed) -> float:
+        return self.before_s + self.longer_s * streamed.before
+
+    def after_attention(self, streamed: _Streamed) -> float:
+        return self.after_s + self.longer_s * streamed.after + self.experts_longer_s * streamed.experts
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of one micro-batch's computations. pre_s, post_s, attention_s, cpu_attention_s: by layer."""
+
+    pre_s: tuple[float, ...]
+    post_s: tuple[float, ...]
     head_s: float
     dequantize_s: float
     attention_s: tuple[float, ...]
@@ -463,8 +511,10 @@ class _Computing:
         if step.kind == "attention":
             return self.attention_s[step.layer]
         if step.kind in ("post", "route"):
-            return self.last_post_s if step.layer == len(self.attention_s) - 1 else self.post_s
-        own = {"pre": self.pre_s, "head": self.head_s, "expand_weight": self.dequantize_s}
+            return self.post_s[step.layer]
+        if step.kind == "pre":
+            return self.pre_s[step.layer]
+        own = {"head": self.head_s, "expand_weight": self.dequantize_s}
         return own[step.kind]
 
 

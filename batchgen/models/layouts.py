@@ -247,8 +247,13 @@ def end_bytes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[int,
 
 def output_row_bytes(config: ModelConfig, dtype: str, weight_format: str) -> int:
     """Stored bytes of a row of the output matrix, which may be the embedding."""
+    return weight_row_bytes(config.embed_size, output_format(config, dtype, weight_format))
+
+
+def output_format(config: ModelConfig, dtype: str, weight_format: str) -> str:
+    """What the output matrix, which may be the embedding, is stored in: a dtype to compute in, or one of `BLOCK_FORMATS`."""
     as_found = dict(config.end_formats) if weight_format in KEPT_FORMATS else {}
-    return weight_row_bytes(config.embed_size, as_found.get("embed" if config.tied_embeddings else "lm_head", dtype))
+    return as_found.get("embed" if config.tied_embeddings else "lm_head", dtype)
 
 
 @lru_cache(maxsize=64)

@@ -90,27 +90,74 @@ def _first_share(s: CostInputs, phase: Phase) -> float:
     return first_batch_cpu_share(phase.tokens, phase.decode_seqs * s.balance.cpu_frac, s.balance.tokens)
 
 
-def linear_s(s: CostInputs, phase: Phase) -> float:
+def _product_rates(s: CostInputs, weight_format: str, *, in_rows: bool) -> Rates:
+    """Of products with weights in a format. in_rows: as of `dtypes.product_key`.
+
+    Where these rates are not known, they count as those of weights in the order of products, and these as if in the compute format.
+    """
+    key = product_key(weight_format, s.compute_format)
+    if in_rows and _has_rows(s, weight_format):
+        key = product_key(weight_format, s.compute_format, in_rows=True)
+    return s.rates.rates("gemm_flops_per_s", key if s.rates.has_rates("gemm_flops_per_s", key) else s.compute_format)
+
+
+def _has_rows(s: CostInputs, weight_format: str) -> bool:
+    """Whether products with weights that lie as they are stored have rates of their own."""
+    return s.rates.has_rates("gemm_flops_per_s", product_key(weight_format, s.compute_format, in_rows=True))
+
+
+def linear_s(s: CostInputs, phase: Phase, *, in_rows: bool = False) -> float:
     """Seconds of one layer's matrix products: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
     Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens
     ride together. Each expert that is touched multiplies the tokens that chose it: the busiest as many as `Routing` says, the others
     the mean of the rest.
+
+    in_rows: of a layer all of which streams.
     """
-    if phase.tokens == 0:
-        return 0.0
     if s.balance is not None:
-        return sum(linear_s(s.one_batch, part) for part in unequal_batches(s, phase))
-    # Products of packed weights have rates of their own; where these are not known, they count as if in the compute format.
-    own = product_key(s.main_format, s.compute_format)
-    rates = s.rates.rates("gemm_flops_per_s", own if s.rates.has_rates("gemm_flops_per_s", own) else s.compute_format)
+        return sum(linear_s(s.one_batch, part, in_rows=in_rows) for part in unequal_batches(s, phase))
+    return sum(_linear_parts_s(s, phase, in_rows=in_rows))
+
+
+def longer_in_rows_s(s: CostInputs, phase: Phase) -> tuple[float, float]:
+    """Seconds by which one layer's products take longer where its weights stream: of all but its experts, and of its experts.
+
+    What streams lies as it is stored, and not in the order in which products read it fastest. Not in FlexGen's model.
+    """
+    if not _has_rows(s, s.main_format):
+        return 0.0, 0.0
+    if s.balance is not None:
+        parts = [longer_in_rows_s(s.one_batch, part) for part in unequal_batches(s, phase)]
+        return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
+    ordered, stored = (_linear_parts_s(s, phase, in_rows=in_rows) for in_rows in (False, True))
+    return max(0.0, stored[0] - ordered[0]), max(0.0, stored[1] - ordered[1])
+
+
+def _streamed_products_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
+    """Seconds by which one layer's products take longer with a placement, of which a part streams."""
+    dense_s, experts_s = longer_in_rows_s(s, phase)
+    if s.on_gpu:
+        return at.w_streamed * (dense_s + experts_s) if dense_s + experts_s else 0.0
+    found: Linear = 0.0
+    if dense_s:
+        dense_bytes = at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes
+        found = dense_bytes * (dense_s / (s.layer_bytes - s.all_expert_bytes))
+    return found + at.experts_disk * experts_s if experts_s else found
+
+
+def _linear_parts_s(s: CostInputs, phase: Phase, *, in_rows: bool) -> tuple[float, float]:
+    """`linear_s` of all but a layer's experts, and of its experts."""
+    if phase.tokens == 0:
+        return 0.0, 0.0
+    rates = _product_rates(s, s.main_format, in_rows=in_rows)
     model, batch_tokens = s.model, phase.tokens / s.num_gpu_batches
 
     def seconds(params: int, tokens: float) -> float:
         return 2 * params * phase.tokens / rates.at(width=model.hidden_size, tokens=max(1.0, tokens))
 
     if not model.num_experts:
-        return seconds(model.matmul_params_per_layer, batch_tokens)
+        return seconds(model.matmul_params_per_layer, batch_tokens), 0.0
     chosen = model.experts_per_token * model.expert_params * model.expert_layers // model.num_layers
     routing, assigned = s.workload.routing, batch_tokens * model.experts_per_token
     others = max(0.0, experts_touched(model, batch_tokens, routing) - 1)
@@ -118,7 +165,7 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     of_experts = busiest / assigned * seconds(chosen, busiest)
     if others:  # which share the rest equally
         of_experts += (1 - busiest / assigned) * seconds(chosen, (assigned - busiest) / others)
-    return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + of_experts
+    return seconds(model.matmul_params_per_layer - chosen, batch_tokens), of_experts
 
 
 def _with_kv(s: CostInputs, kind: str) -> Rates:
@@ -343,8 +390,9 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     computes no faster than the host launches: the lane `launch`.
     """
     moved = moved_bytes(s, phase, at)
-    before = products_s(s, phase) + prefill_attention_s(s, phase) + shared_attention_s(s, phase)
-    before += dequantize_weights_s(s)
+    at_least = products_s(s, phase) + prefill_attention_s(s, phase) + shared_attention_s(s, phase)
+    at_least += dequantize_weights_s(s)
+    before = at_least + _streamed_products_s(s, phase, at)
     own_attention = decode_attention_s(s, phase, s.rates)
     hardware = s.hardware
     reads, writes = _disk_requests(phase, at)
@@ -365,12 +413,13 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
             lanes["launch"] = s.num_gpu_batches * s.rates.launch_overhead_s
         # What the CPU has found for deferred sequences is fetched by compute itself.
         results = phase.deferred_tokens * s.model.num_heads * s.model.head_dim * s.element_bytes
-        before += results / known(hardware.h2d_bytes_per_s)
+        results_s = results / known(hardware.h2d_bytes_per_s)
+        at_least, before = at_least + results_s, before + results_s
         lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
         delegated = _attended_on_cpu(s, at) * cpu
         lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
         if "compute" not in s.runtime.serial:
-            lanes |= _chains(s, phase, at, before, lanes["compute"], delegated)
+            lanes |= _chains(s, phase, at, at_least, before, lanes["compute"], delegated)
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
@@ -406,7 +455,8 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
         lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_s * (1 - touched_frac))
     for lane in {"disk_read", "disk"} & lanes.keys():
         lanes[lane] = lanes[lane] + at.experts_disk * requests_s
-    after_s = (linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase)) * after_router_frac(s.model) * mixtures
+    layer_s = linear_s(s, phase) + sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase) + sums_s(s, phase)
+    after_s = layer_s * after_router_frac(s.model) * mixtures
     dense_s = (at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes) * (
         1 / s.hardware.disk_read_bytes_per_s
     )
@@ -415,7 +465,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
 
 
 def _chains(
-    s: CostInputs, phase: Phase, at: Placement, before: float, compute: Linear, attention: Linear
+    s: CostInputs, phase: Phase, at: Placement, at_least: float, before: Linear, compute: Linear, attention: Linear
 ) -> dict[str, Linear]:
     """Seconds of what cannot overlap within one layer of one sweep: Steps that wait for one another, or behind one another.
 
@@ -429,7 +479,8 @@ def _chains(
     attends, the products of the first and the last batch.
 
     Args:
-        before: seconds of products and prefill attention.
+        at_least: seconds of products and prefill attention where no weights stream.
+        before: the same with the placement.
         compute: of these and of attention on the GPU.
         attention: on the CPU, of what is not deferred.
     """
@@ -457,14 +508,17 @@ def _chains(
     fetched = at.act_cpu * (hidden / h2d)
     chains = {
         "chain": compute + fetched,
-        "chain_weights": weights + fetched + at.act_cpu * before + only_if(at.acts_wait),
-        "chain_ahead": weights + before / batches + only_if(at.delegates),
+        "chain_weights": weights + fetched + at.act_cpu * at_least + only_if(at.acts_wait),
+        "chain_ahead": weights + before * (1 / batches) + only_if(at.delegates),
     }
     if (
         s.balance is not None
     ):  # KV that comes to the GPU is the first batch's; what it waits for is left to the simulator
         share = _first_share(s, phase)
-        first, second = (products_s(s.one_batch, part) for part in unequal_batches(s, phase))
+        first, second = (
+            products_s(s.one_batch, part) + _streamed_products_s(s.one_batch, part, at)
+            for part in unequal_batches(s, phase)
+        )
         chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated
         chains["chain_second"] = second + (1 - share) * delegated
     elif phase.decode_seqs:
@@ -493,14 +547,17 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
 
     FlexGen leaves them out (footnote 1); with small models or large vocabularies they count.
     """
-    params = s.model.vocab_size * s.model.embed_size
-    gemm = s.rates.rates("gemm_flops_per_s", s.compute_format).at(
-        width=s.model.hidden_size, tokens=max(1.0, phase.logits_rows / s.num_gpu_batches)
+    flops = 2 * s.model.vocab_size * s.model.embed_size * phase.logits_rows
+    tokens = max(1.0, phase.logits_rows / s.num_gpu_batches)
+    ordered_s, in_rows_s = (
+        flops / _product_rates(s, s.output_format, in_rows=in_rows).at(width=s.model.hidden_size, tokens=tokens)
+        for in_rows in (False, True)
     )
-    compute = (
-        2 * params * phase.logits_rows / gemm
-        + phase.logits_rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
-    )
+    sampling_s = phase.logits_rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
+    # Rows of an embedding are looked up too, so they stay as they are; and chunks that come over lie as they are stored.
+    compute: Linear = sampling_s + (in_rows_s if s.model.tied_embeddings else ordered_s)
+    if s.on_gpu and not s.model.tied_embeddings and in_rows_s > ordered_s:
+        compute = compute + at.head_cpu * (in_rows_s - ordered_s)
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:
         moved = at.head_cpu * s.head_bytes + at.act_gpu * (phase.tokens * s.hidden_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from batchgen.planner.cost import bounds, elementwise_s, layer_lanes, linear_s
+from batchgen.planner.cost import bounds, elementwise_s, layer_lanes, linear_s, longer_in_rows_s
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs, Placement
 
@@ -31,16 +31,17 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
     return _first(lambda tokens: not is_sooner(tokens)) - 1
 
 
-def break_even_tokens(s: CostInputs, moved_s: float) -> int:
+def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0) -> int:
     """Tokens of a sweep from which on a layer's products take as long as bringing its weights; 0: whatever they are, or never.
 
     Args:
         moved_s: of the weights of one layer that are brought to the compute device in every sweep.
+        streamed_frac: what part of the layer these are.
     """
 
     def products_s(tokens: int) -> float:
         phase = Phase(1, 0, 0, tokens, 1)
-        return linear_s(s, phase) + elementwise_s(s, phase)
+        return linear_s(s, phase) + streamed_frac * sum(longer_in_rows_s(s, phase)) + elementwise_s(s, phase)
 
     first = _first(lambda tokens: products_s(tokens) >= moved_s)
     return first if 1 < first < _MOST_TOKENS else 0

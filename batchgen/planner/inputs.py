@@ -17,7 +17,7 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.plan import window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import end_bytes, main_format, output_row_bytes
+from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
 from batchgen.planner.flow import Deferral
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
 from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, slot_bytes
@@ -221,6 +221,11 @@ class CostInputs:
     def main_format(self) -> str:
         """What most of the layers' weights are in."""
         return main_format(self.model, self.weight_format)
+
+    @cached_property
+    def output_format(self) -> str:
+        """What the output matrix is in."""
+        return output_format(self.model, self.compute_format, self.weight_format)
 
     @property
     def output_row_bytes(self) -> int:

@@ -57,6 +57,7 @@ class Wanted:
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
+        in_rows: formats of weights that are multiplied as they lie: those that stream, and output matrices that are the embedding too.
     """
 
     device: str
@@ -65,6 +66,7 @@ class Wanted:
     model: ModelConfig | None = None
     effort: Effort = FULL
     kernels_of: ModelConfig | None = None
+    in_rows: tuple[str, ...] = ()
 
     @property
     def kv_formats(self) -> tuple[str, ...]:
@@ -72,9 +74,11 @@ class Wanted:
         return tuple(name for name in self.formats if name in KV_CODE_BITS)
 
     @property
-    def multiplied(self) -> dict[str, str]:
-        """Those of `formats` that are multiplied as they are stored, each with the name of its rates."""
-        return {name: product_key(name, self.dtypes[0]) for name in self.formats if name in (INT8, *BLOCK_FORMATS)}
+    def products(self) -> dict[str, tuple[str, bool]]:
+        """Names of the rates of products beside those of the dtypes: the weights' format, and whether they lie in rows."""
+        multiplied = [(name, False) for name in self.formats if name in (INT8, *BLOCK_FORMATS)]
+        multiplied += [(name, True) for name in self.in_rows]
+        return {product_key(name, self.dtypes[0], in_rows=in_rows): (name, in_rows) for name, in_rows in multiplied}
 
 
 def recall(wanted: Wanted, *, cache_dir: Path, offload_dir: Path) -> HardwareProfile | None:
@@ -169,14 +173,14 @@ def _complete(
             profile = calibrated(profile, wanted.model, dtypes[0], effort.until_s)
     elif missing := [dtype for dtype in dtypes if dtype not in profile.compute.gemm_flops_per_s]:
         profile = add_dtypes(profile, missing, **how)
-    if wanted.formats:
+    if wanted.formats or wanted.in_rows:
         _keep(profile, path, notify)
     for packing in wanted.kv_formats:
         if not profile.compute.has_rates("decode_attention_bytes_per_s", packing):
             profile = add_packed(profile, dtypes[0], packing, **how)
-    for packing, key in wanted.multiplied.items():
+    for key, (packing, in_rows) in wanted.products.items():
         if not profile.compute.has_rates("gemm_flops_per_s", key):
-            profile = add_products(profile, dtypes[0], packing, **how)
+            profile = add_products(profile, dtypes[0], packing, in_rows=in_rows, **how)
     return profile
 
 
@@ -192,7 +196,7 @@ def _lacks(wanted: Wanted, profile: HardwareProfile) -> bool:
         return True
     if any(not rates.has_rates("decode_attention_bytes_per_s", packing) for packing in wanted.kv_formats):
         return True
-    if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.multiplied.values()):
+    if any(not rates.has_rates("gemm_flops_per_s", key) for key in wanted.products):
         return True
     known = _known_kernels(profile)
     return known != profile.kernels or (known != PROCESS_SET and any(_unknown_shapes(wanted, known)))

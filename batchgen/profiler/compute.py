@@ -138,13 +138,23 @@ def measure_packed(  # what is measured, how, and for how long
 
 @torch.inference_mode()
 def measure_products(  # what is measured, how, and for how long
-    device: Device, dtype_name: str, weight_format: str, subjects: Subjects, effort: Effort, timed: Timed
+    device: Device,
+    dtype_name: str,
+    weight_format: str,
+    subjects: Subjects,
+    effort: Effort,
+    timed: Timed,
+    *,
+    in_rows: bool = False,
 ) -> ComputeRates:
-    """What packed weights change: the rates of products, of tokens in `dtype_name`. weight_format: as of `gemm_rates`."""
+    """What other weights change: the rates of products, of tokens in `dtype_name`. weight_format, in_rows: as of `gemm_rates`."""
     pool = device.pool(getattr(torch, dtype_name), effort)
-    name = f"matrix products with {weight_format} weights and {dtype_name} on {device.kind}"
-    gemm = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels))
-    return ComputeRates(gemm_flops_per_s={product_key(weight_format, dtype_name): gemm})
+    name = f"matrix products with {weight_format} weights{' in rows' * in_rows} and {dtype_name} on {device.kind}"
+
+    def gemm() -> Rates:
+        return gemm_rates(device, pool, subjects.products, effort, weight_format, subjects.kernels, in_rows=in_rows)
+
+    return ComputeRates(gemm_flops_per_s={product_key(weight_format, dtype_name, in_rows=in_rows): timed(name, gemm)})
 
 
 def dequantize_rate(device: Device, pool: Tensor, model: ModelConfig, effort: Effort) -> float:
@@ -169,15 +179,18 @@ def gemm_rates(
     effort: Effort,
     weight_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
+    *,
+    in_rows: bool = False,
 ) -> Rates:
     """FLOP/s of a layer's matrix products over width and tokens, each model's in turn, on what they are chosen to run on.
 
     The activation and the residual adds go with them.
 
     Args:
-        weight_format: "int8", one of `BLOCK_FORMATS`, or None: the pool's dtype.
+        weight_format: "int8", one of `BLOCK_FORMATS`, the pool's dtype, or None: the latter.
+        in_rows: Weights lie as they are stored, as those do that stream.
     """
-    dtype_name = _name(pool.dtype)
+    stored_in = weight_format or _name(pool.dtype)
 
     def rates(model: ModelConfig) -> tuple:
         width, attention, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
@@ -188,7 +201,7 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                _weight(part.view(shape), weight_format or dtype_name, kernels, gated=model.gated_mlp and i == 2)
+                _weight(part.view(shape), stored_in, kernels, gated=model.gated_mlp and i == 2, in_rows=in_rows)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
@@ -211,7 +224,9 @@ def gemm_rates(
     return Rates(("width", "tokens"), tuple((model.hidden_size, rates(model)) for model in models))
 
 
-def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool) -> ops.Weight:
+def _weight(
+    numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated: bool, in_rows: bool = False
+) -> ops.Weight:
     """A matrix as products take it; where making its codes takes long, with other numbers: what is timed is the same."""
     if weight_format in BLOCK_FORMATS:
         rows, columns = numbers.shape
@@ -219,12 +234,13 @@ def _weight(numbers: Tensor, weight_format: str, kernels: KernelChoice, *, gated
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
         found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(rows, columns, _name(numbers.dtype)))
-        return ops.pack_blocks(found, numbers.dtype, gated=gated)
+        return found if in_rows else ops.pack_blocks(found, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]
-    return ops.pack_weight(stored, gated=gated, isa=kernels.linear_isa(*numbers.shape, weight_format))
+    isa = kernels.linear_isa(*numbers.shape, weight_format)
+    return ops.bind_weight(stored, isa) if in_rows else ops.pack_weight(stored, gated=gated, isa=isa)
 
 
 def decode_rates(

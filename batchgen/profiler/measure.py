@@ -212,10 +212,11 @@ def add_products(
     notify: Callable[[str], None],
     model: ModelConfig | None = None,
     effort: Effort = FULL,
+    in_rows: bool = False,
 ) -> HardwareProfile:
-    """A profile of this machine with the rates of products with packed weights, of tokens in `dtype`, merged in.
+    """A profile of this machine with the rates of products with other weights, of tokens in `dtype`, merged in.
 
-    weight_format: "int8" or one of `BLOCK_FORMATS`.
+    weight_format: "int8", one of `BLOCK_FORMATS`, or with in_rows the dtype too. in_rows: as of `dtypes.product_key`.
     """
     from batchgen.profiler.compute import measure_products, subjects_of
 
@@ -223,7 +224,7 @@ def add_products(
     check_measurable(device, (dtype,))
     watch = _Stopwatch(notify)
     subjects = subjects_of(device, effort, model, profile.kernels)
-    rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch)
+    rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, in_rows=in_rows)
     # What whole sweeps have shown of the dtype's own products goes for these too.
     slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
     scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}

@@ -8,6 +8,7 @@ from planner_cases import GIB, cpu_box
 from tiered import CPU, generate, make_parts, make_policy
 from tiny_models import MODELS
 
+from batchgen.core.dtypes import product_key
 from batchgen.core.plan import Plan, Policy, Prediction
 from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
@@ -105,6 +106,35 @@ def test_the_cost_model_and_the_simulator_agree(rows, on_demand, exponent, weigh
     simulated = starts[10, "embed"] - starts[4, "embed"]
     s, at = cost_inputs(plan, MODEL, hardware)
     assert job_seconds(s, [Phase(6, 0, 0, rows, 8)], at) == pytest.approx(simulated, rel=0.05)
+
+
+def slower_in_rows(hardware, factor):
+    """The machine with products of weights that lie as they are stored so many times slower."""
+    gemm = hardware.cpu.gemm_flops_per_s
+    gemm = gemm | {product_key("float16", "float16", in_rows=True): gemm["float16"].scaled(1 / factor)}
+    return replace(hardware, cpu=replace(hardware.cpu, gemm_flops_per_s=gemm))
+
+
+@pytest.mark.parametrize("rows", [4, 200])
+@pytest.mark.parametrize("on_disk", [("qkv", "out", "up", "down"), ("up", "down"), ("qkv",), ("up",)])
+def test_products_of_what_streams_have_rates_of_their_own_in_the_cost_model_and_in_the_simulator(rows, on_disk):
+    plan = plan_with(rows, 0)
+    layers = {group: (0, 0, 6) if group in on_disk else (0, 6, 0) for group in MODEL.layer_tensors}
+    plan = replace(plan, policy=replace(plan.policy, weight_layers=layers))
+    took = []
+    for hardware in (cpu_box(disk_read_bytes_per_s=1e15), slower_in_rows(cpu_box(disk_read_bytes_per_s=1e15), 5)):
+        starts = {}
+        simulate_job(
+            plan,
+            MODEL,
+            hardware,
+            on_step=lambda step, start, end, s=starts: s.setdefault((step.sweep, step.kind), start),
+        )
+        s, at = cost_inputs(plan, MODEL, hardware)
+        modelled = job_seconds(s, [Phase(6, 0, 0, rows, 8)], at)
+        assert modelled == pytest.approx(starts[10, "embed"] - starts[4, "embed"], rel=0.05)
+        took.append(modelled)
+    assert took[1] > 1.05 * took[0]
 
 
 @pytest.mark.parametrize("rows", [3, 9])  # few, and too many to read experts on demand

@@ -19,6 +19,7 @@ from timing import undisturbed
 from tiny_models import make_tiny_model
 
 from batchgen.core.device import Device
+from batchgen.core.dtypes import product_key
 from batchgen.core.plan import Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.workload import Lengths, Workload
@@ -288,8 +289,13 @@ def spent(plan: Plan, model: ModelConfig, hardware, batch: list[ScheduledSequenc
 
 
 @pytest.mark.parametrize("kv_class", ["gpu", "cpu", "streamed", "disk"])
-def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class):
+@pytest.mark.parametrize("in_rows", [1.0, 3.0])
+def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, in_rows):
+    """in_rows: how many times as long products take of weights that stream, which lie as they are stored."""
     model, hardware = opt(2048, 24, 32), gpu_box(shared_cores=False)
+    gemm = hardware.gpu.gemm_flops_per_s
+    gemm = gemm | {product_key("float16", "float16", in_rows=True): gemm["float16"].scaled(1 / in_rows)}
+    hardware = replace(hardware, gpu=replace(hardware.gpu, gemm_flops_per_s=gemm))
     counts = {"qkv": (24, 0, 0), "out": (0, 24, 0), "up": (24, 0, 0), "down": (0, 0, 24)}
     policy = gpu_policy(weight_layers=counts, kv_seqs={kv_class: 32}, activation_batches=(0, 1), head_tier="cpu")
     plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
@@ -299,6 +305,8 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class):
     at = Counts(counts, {kv_class: 32}, (0, 1), 0).placement(replace(inputs, block_size=32))
     phase = Phase(1, 0, 0, count, context)
     expected = layer_lanes(inputs, phase, at)
+    resident = layer_lanes(inputs, phase, replace(at, w_gpu=1, w_cpu=0, w_disk=0))["compute"]
+    assert (expected["compute"] > 1.05 * resident) == (in_rows > 1)
     assert layer["compute"] == pytest.approx(expected["compute"])
     assert layer["cpu_attention"] == pytest.approx(expected["cpu_attention"])
     assert head == pytest.approx(head_lanes(inputs, phase, at)["compute"])

@@ -25,6 +25,7 @@ from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.machine import available_memory_bytes
 from batchgen.ops import cpp, quant
+from batchgen.ops.cpp import PackedWeight
 from batchgen.profiler import compute as profile_compute
 from batchgen.profiler import kernel_choice
 from batchgen.profiler import measure as profile_module
@@ -172,12 +173,14 @@ class TestMeasure:
         ("packing", "dtype", "key"),
         [("int8", "float32", "int8"), ("int8", "bfloat16", "int8"), ("q4_1", "float32", "q4_1 float32")],
     )
-    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key):
+    @pytest.mark.parametrize("in_rows", [False, True])
+    def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, in_rows):
+        key = f"{key} in rows" if in_rows else key
         lines = []
         slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
-        after = add_products(before, dtype, packing, notify=lines.append, effort=TINY, model=model)
+        after = add_products(before, dtype, packing, notify=lines.append, effort=TINY, model=model, in_rows=in_rows)
         table = after.cpu.gemm_flops_per_s
         assert {k: v for k, v in table.items() if k != key} == measured.cpu.gemm_flops_per_s
         assert all(math.isfinite(rate) and rate > 1e4 for rate in leaves(table[key].points))
@@ -188,6 +191,19 @@ class TestMeasure:
         for model in profile_compute.subjects_of("cpu", Effort(), None).products:
             for _, columns in model.product_shapes.values():
                 assert all(columns % values == 0 for values, _ in GGUF_FORMATS.values())
+
+    @pytest.mark.parametrize("weight_format", ["q4_1", "int8", "float32"])
+    def test_weights_in_rows_are_multiplied_as_they_lie(self, weight_format, monkeypatch):
+        used = []
+        monkeypatch.setattr(profile_compute.ops, "linear", lambda x, weight, **_: used.append(weight))
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or 1.0)
+        model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)
+        pool, device = torch.zeros((4 << 20) // 4), Device("cpu")
+        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format, in_rows=True)
+        assert used and not any(isinstance(weight, PackedWeight) for weight in used)
+        used.clear()
+        profile_compute.gemm_rates(device, pool, [model], TINY, weight_format)
+        assert used and all(isinstance(weight, PackedWeight) for weight in used)
 
     @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])
     def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):
