@@ -91,6 +91,11 @@ def product_key(weight_format: str, dtype: str) -> str:
     return INT8 if weight_format == INT8 else dtype
 
 
+def as_stored_key(dtype: str) -> str:
+    """What rates of products with weights in rows, as they are stored and streamed, are called in a CPU's profile."""
+    return f"{dtype} as stored"
+
+
 def changes_results(quantization: str) -> bool:
     """Whether products are other ones than those of the weights in the compute dtype: rows of blocks hold the same numbers."""
     return quantization in (INT4, INT8)

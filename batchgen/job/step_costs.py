@@ -27,6 +27,7 @@ from batchgen.planner.cost import (
     linear_s,
     prefill_attention_s,
     shared_attention_s,
+    streamed_products_s,
     sums_s,
     sweep_overhead_s,
 )
@@ -248,6 +249,18 @@ class StepCosts:
         self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
         rows, columns = config.product_shapes["qkv"]
         self._pre_frac = rows * columns / config.matmul_params_per_layer
+        # In each layer, of the weights before attention and of those after it, the parts that come to the compute device in every sweep.
+        home = "cpu" if hardware.gpu is None else "gpu"
+        away = [
+            {group: size * (tiers[group][j] != home) for group, size in sizes[j].items()} for j in range(len(sizes))
+        ]
+        self._streamed_fracs = [
+            {
+                "pre": layer["qkv"] / sizes[j]["qkv"],
+                "post": (sum(layer.values()) - layer["qkv"]) / (sum(sizes[j].values()) - sizes[j]["qkv"]),
+            }
+            for j, layer in enumerate(away)
+        ]
         # Of what comes after attention, what comes before the experts.
         self._route_frac = 1 - after_router_frac(config) / (1 - self._pre_frac)
         self._dequantize_s = dequantize_weights_s(s)
@@ -286,6 +299,7 @@ class StepCosts:
                     h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
                     return self._link_bytes(step, load) / h2d if h2d else 0.0
                 own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
+                own_s += self._streamed_s(batch, step)
                 if (step.layer, step.weight_slot) in self._without_experts:
                     own_s = self._without_experts_s(step, loads, own_s)
                 elif len(loads) == 1 and not self._inputs.on_gpu and self.config.has_experts(step.layer):
@@ -296,7 +310,7 @@ class StepCosts:
             if step.kind == "attend_deferred":
                 window = self.config.windows[step.layer]
                 attended = (load.attended if window is None else load.windowed)["deferred"]
-                return self.attention_s(attended, window, hardware.cpu)
+                return self.attention_s(attended, window, hardware.cpu) + hardware.cpu.waking_overhead_s
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
             if step.kind in ("read_weight", "read_dense", "read_experts"):
@@ -313,6 +327,16 @@ class StepCosts:
             return moved / rate
 
         return seconds
+
+    def _streamed_s(self, batch: _Computing, step: Step) -> float:
+        """What a computation takes longer as its weights are streamed."""
+        if step.kind == "pre":
+            return batch.streamed_s * self._pre_frac * self._streamed_fracs[step.layer]["pre"]
+        if step.kind in ("post", "route"):
+            is_last = step.layer == self.config.num_layers - 1
+            whole_s = batch.last_streamed_s if is_last else batch.streamed_s
+            return whole_s * (1 - self._pre_frac) * self._streamed_fracs[step.layer]["post"]
+        return 0.0
 
     def _read_s(self, step: Step, loads: Sequence[BatchLoad]) -> float:
         """Reading weights from disk: of a layer, of what all tokens need of it, or of the experts that a micro-batch adds."""
@@ -384,16 +408,17 @@ class StepCosts:
         """Seconds of a computation in which cohorts take part: rows that have joined, and those that leave in the first layer."""
         if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
             return batch.seconds(step)
+        waking_s = self._inputs.rates.waking_overhead_s
         if step.kind == "head":
-            return self._head_s(load.logits_rows + joined)
+            return self._head_s(load.logits_rows + joined) + waking_s
         rows = load.tokens - (0 if step.kind == "pre" and step.layer == 0 else load.deferred)
         if step.kind == "post" and step.layer == self.config.num_layers - 1:
             rows = load.logits_rows
         if not rows + joined:
             return 0.0
         if step.kind == "pre":
-            return self._matrices_s(rows + joined) * self._pre_frac + self._inputs.rates.step_overhead_s
-        return self._matrices_s(rows + joined) * (1 - self._pre_frac)
+            return self._matrices_s(rows + joined) * self._pre_frac + self._inputs.rates.step_overhead_s + waking_s
+        return self._matrices_s(rows + joined) * (1 - self._pre_frac) + waking_s
 
     def _computing(self, load: BatchLoad) -> _Computing:
         s = self._inputs
@@ -405,18 +430,24 @@ class StepCosts:
             attended = dict(load.attended if window is None else load.windowed)
             delegated = attended.pop("delegated", Attended())
             attended.pop("deferred", None)  # in Steps of its own
-            on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
+            on_cpu[window] = (
+                self.attention_s(delegated, window, self.hardware.cpu) + self.hardware.cpu.waking_overhead_s
+            )
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
+            on_device[window] += s.rates.waking_overhead_s
         layer_s = self._matrices_s(load.tokens) if load.tokens else 0.0
+        waking_s = s.rates.waking_overhead_s
         going_on = load.logits_rows if self.config.has_head else load.tokens  # from the last layer
         return _Computing(
-            pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s,
-            post_s=layer_s * (1 - self._pre_frac),
-            last_post_s=self._matrices_s(going_on) * (1 - self._pre_frac) if going_on else 0.0,
+            pre_s=layer_s * self._pre_frac + s.rates.step_overhead_s + waking_s,
+            post_s=layer_s * (1 - self._pre_frac) + waking_s,
+            last_post_s=self._matrices_s(going_on) * (1 - self._pre_frac) + waking_s if going_on else 0.0,
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
-            head_s=self._head_s(load.logits_rows),
+            head_s=self._head_s(load.logits_rows) + waking_s,
             dequantize_s=self._dequantize_s,
+            streamed_s=streamed_products_s(s, Phase(1, load.tokens, 0, 0, 0)),
+            last_streamed_s=streamed_products_s(s, Phase(1, going_on, 0, 0, 0)),
         )
 
     def _disk_s(self, moved: tuple[int, int], bytes_per_s: float, request_s: float) -> float:
@@ -449,13 +480,19 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class _Computing:
-    """Seconds of one micro-batch's computations. attention_s, cpu_attention_s: by layer."""
+    """Seconds of one micro-batch's computations.
+
+    attention_s, cpu_attention_s: by layer. streamed_s, last_streamed_s: by which a layer's products take longer, and the last one's, if
+    all of its weights are streamed.
+    """
 
     pre_s: float
     post_s: float
     last_post_s: float
     head_s: float
     dequantize_s: float
+    streamed_s: float
+    last_streamed_s: float
     attention_s: tuple[float, ...]
     cpu_attention_s: tuple[float, ...]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from batchgen.core.direct_io import ALIGNMENT
-from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, product_key
+from batchgen.core.dtypes import FORMAT_BYTES, INT4, INT8, KEPT_FORMATS, KV_CODE_BITS, as_stored_key, product_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, first_batch_cpu_share, passing_bytes
 from batchgen.core.routing import Routing
@@ -88,19 +88,19 @@ def _first_share(s: CostInputs, phase: Phase) -> float:
     return first_batch_cpu_share(phase.tokens, phase.decode_seqs * s.balance.cpu_frac, s.balance.tokens)
 
 
-def linear_s(s: CostInputs, phase: Phase) -> float:
+def linear_s(s: CostInputs, phase: Phase, *, as_stored: bool = False) -> float:
     """Seconds of one layer's matrix products: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
     Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens
     ride together. Each expert that is touched multiplies the tokens that chose it: the busiest as many as `Routing` says, the others
-    the mean of the rest.
+    the mean of the rest. as_stored: with the rates of weights in rows, which the profile has.
     """
     if phase.tokens == 0:
         return 0.0
     if s.balance is not None:
-        return sum(linear_s(s.one_batch, part) for part in unequal_batches(s, phase))
+        return sum(linear_s(s.one_batch, part, as_stored=as_stored) for part in unequal_batches(s, phase))
     # Products of packed weights have rates of their own; where these are not known, they count as if in the compute format.
-    own = product_key(s.main_format, s.compute_format)
+    own = as_stored_key(s.compute_format) if as_stored else product_key(s.main_format, s.compute_format)
     rates = s.rates.rates("gemm_flops_per_s", own if s.rates.has_rates("gemm_flops_per_s", own) else s.compute_format)
     model, batch_tokens = s.model, phase.tokens / s.num_gpu_batches
 
@@ -117,6 +117,17 @@ def linear_s(s: CostInputs, phase: Phase) -> float:
     if others:  # which share the rest equally
         of_experts += (1 - busiest / assigned) * seconds(chosen, (assigned - busiest) / others)
     return seconds(model.matmul_params_per_layer - chosen, batch_tokens) + of_experts
+
+
+def streamed_products_s(s: CostInputs, phase: Phase) -> float:
+    """Seconds by which one layer's products take longer with weights that come in every sweep: those are multiplied as they are stored.
+
+    Not in FlexGen's model. Nothing where the profile says nothing about it, as on a GPU, or where weights are in other formats.
+    """
+    key = as_stored_key(s.compute_format)
+    if s.weight_format != s.compute_format or key not in s.rates.gemm_flops_per_s:
+        return 0.0
+    return max(0.0, linear_s(s, phase, as_stored=True) - linear_s(s, phase))
 
 
 def _with_kv(s: CostInputs, kind: str) -> Rates:
@@ -231,7 +242,8 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 
 def products_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
-    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * s.rates.step_overhead_s
+    fixed_s = s.rates.step_overhead_s + 2 * s.rates.waking_overhead_s  # before attention and after it
+    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * fixed_s
 
 
 def dequantize_weights_s(s: CostInputs) -> float:
@@ -361,14 +373,18 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         cpu = decode_attention_s(s, phase, hardware.cpu) if can_delegate(s) else 0.0
         if s.rates.launch_overhead_s:
             lanes["launch"] = s.num_gpu_batches * s.rates.launch_overhead_s
+        waking_s = s.num_gpu_batches * s.rates.waking_overhead_s  # for attention
+        if can_delegate(s) and phase.decode_seqs:
+            cpu += s.num_gpu_batches * hardware.cpu.waking_overhead_s
         # What the CPU has found for deferred sequences is fetched by compute itself.
         results = phase.deferred_tokens * s.model.num_heads * s.model.head_dim * s.element_bytes
         before += results / known(hardware.h2d_bytes_per_s)
-        lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
+        streamed = at.w_streamed * streamed_products_s(s, phase)
+        lanes["compute"] = before + streamed + (at.kv_gpu + _brought_to_gpu(s, at)) * (own_attention + waking_s)
         delegated = _attended_on_cpu(s, at) * cpu
         lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
         if "compute" not in s.runtime.serial:
-            lanes |= _chains(s, phase, at, before, lanes["compute"], delegated)
+            lanes |= _chains(s, phase, at, before, lanes["compute"], delegated, streamed)
             if hardware.shared_cores:
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
@@ -376,7 +392,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
-        lanes["compute"] = before + own_attention + requests_s
+        lanes["compute"] = before + own_attention + requests_s + at.w_disk * streamed_products_s(s, phase)
         if dequantizes_after_router(s):
             lanes["compute"] = lanes["compute"] - experts_skipped_frac(s, phase) * _dequantize_experts_s(s)
         if reads_on_demand(s, phase):
@@ -413,7 +429,7 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
 
 
 def _chains(
-    s: CostInputs, phase: Phase, at: Placement, before: float, compute: Linear, attention: Linear
+    s: CostInputs, phase: Phase, at: Placement, before: float, compute: Linear, attention: Linear, streamed: Linear
 ) -> dict[str, Linear]:
     """Seconds of what cannot overlap within one layer of one sweep: Steps that wait for one another, or behind one another.
 
@@ -430,6 +446,7 @@ def _chains(
         before: seconds of products and prefill attention.
         compute: of these and of attention on the GPU.
         attention: on the CPU, of what is not deferred.
+        streamed: by which products take longer with weights that are streamed. It is not in `before`.
     """
     h2d, d2h = known(s.hardware.h2d_bytes_per_s), known(s.hardware.d2h_bytes_per_s)
     batches, layer_s = s.num_gpu_batches, s.layer_bytes / h2d
@@ -449,8 +466,8 @@ def _chains(
     if batches == 1:
         moved = at.act_cpu * (hidden * (1 / h2d + 1 / d2h))
         return {
-            "chain": before + delegated + moved,
-            "chain_weights": before + delegated + moved + weights + only_if(at.acts_wait),
+            "chain": before + streamed + delegated + moved,
+            "chain_weights": before + streamed + delegated + moved + weights + only_if(at.acts_wait),
         }
     fetched = at.act_cpu * (hidden / h2d)
     chains = {

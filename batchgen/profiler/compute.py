@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, product_key, weight_row_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KV_CODE_BITS, as_stored_key, product_key, weight_row_bytes
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -74,6 +74,12 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     gemm = timed(
         f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels)
     )
+    products = {dtype_name: gemm}
+    if device.kind == "cpu":
+        products[as_stored_key(dtype_name)] = timed(
+            f"matrix products with weights as stored {where}",
+            lambda: gemm_rates(device, pool, subjects.products, effort, kernels=kernels, as_stored=True),
+        )
     decode = timed(
         f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort, kernels=kernels)
     )
@@ -82,7 +88,7 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     )
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
     return ComputeRates(
-        gemm_flops_per_s={dtype_name: gemm},
+        gemm_flops_per_s=products,
         prefill_attention_flops_per_s={dtype_name: prefill},
         decode_attention_bytes_per_s={dtype_name: decode},
         elementwise_bytes_per_s={dtype_name: elementwise},
@@ -169,6 +175,8 @@ def gemm_rates(
     effort: Effort,
     weight_format: str | None = None,
     kernels: KernelChoice = PROCESS_SET,
+    *,
+    as_stored: bool = False,
 ) -> Rates:
     """FLOP/s of a layer's matrix products over width and tokens, each model's in turn, on what they are chosen to run on.
 
@@ -176,6 +184,8 @@ def gemm_rates(
 
     Args:
         weight_format: "int8", one of `BLOCK_FORMATS`, or None: the pool's dtype.
+        as_stored: with weights in rows, as those are that come to the compute device in every sweep; else as products read
+            them fastest.
     """
     dtype_name = _name(pool.dtype)
 
@@ -188,7 +198,9 @@ def gemm_rates(
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
         layers = [
             [
-                _weight(part.view(shape), weight_format or dtype_name, kernels, gated=model.gated_mlp and i == 2)
+                ops.bind_weight(part.view(shape), kernels.linear_isa(*shape, dtype_name))
+                if as_stored
+                else _weight(part.view(shape), weight_format or dtype_name, kernels, gated=model.gated_mlp and i == 2)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
             for layer in pieces(large, sum(sizes))
