@@ -8,7 +8,7 @@ Times are those of the sweeps. Each is predicted twice: by the cost model (the L
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
 
-Writes benchmarks/results/policy_errors.json.
+Writes benchmarks/results/policy_errors.json; with --only, settings that are left out stay as they are there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tier_runs import SHAPE as LARGER
-from tier_runs import model_in, prompts, run, write
+from tier_runs import joined, model_in, prompts, results_of, run_undisturbed, write
 from way_settings import MIB, TIMES, request_of
 from way_settings import SHAPE as SMALLER
 
@@ -116,17 +116,19 @@ def main() -> None:
     )
     parser.add_argument("--only", action="append", help="names of settings")
     parser.add_argument("--dry", action="store_true", help="measure no job")
+    parser.add_argument("-o", "--output", type=Path, default=results_of("policy_errors"))
     args = parser.parse_args()
     found = [_setting(s, args) for s in SETTINGS if not args.only or s.name in args.only]
     if args.dry:
         return
-    result = {
-        name: _errors([p for entry in found for p in entry["policies"]], name) for name in ("planned", "simulated")
-    }
+    settings = joined(args.output, found, [s.name for s in SETTINGS])
+    policies = [policy for entry in settings for policy in entry["policies"]]
+    result = {f"{name}_error": _errors(policies, name) for name in ("planned", "simulated")}
     for name, error in result.items():
-        print(f"{name}: median error {error['median']:.1%}, worst {error['worst']:.1%}")
-    if not args.only:
-        write("policy_errors", {f"{name}_error": error for name, error in result.items()} | {"settings": found})
+        print(f"{name}: median {error['median']:.1%}, worst {error['worst']:.1%}")
+    tokens = {entry["setting"]: len({policy["tokens"] for policy in entry["policies"]}) for entry in settings}
+    print(f"different outputs of each setting's policies: {tokens}")
+    write("policy_errors", result | {"settings": settings}, args.output)
 
 
 def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -139,7 +141,9 @@ def _setting(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
     model = model_in(work_dir, setting.shape)
     config = read_config(resolve_model(str(model)))
-    find = partial(find_hardware, None, dtype="bfloat16", offload_dir=work_dir, model=config, notify=print)
+    find = partial(
+        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
+    )
     cpu, core = find_for(setting.device, find)
     process = process_bytes()
     hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)
@@ -180,13 +184,21 @@ def _setting(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
         line = f"{setting.name}: {words}: planned {candidate.seconds:.2f} s, simulated {simulated.total_s:.2f} s"
         if not args.dry:
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
-            measured = run(
+            measured = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
-                kv_tokens=kv_tokens, planned_process_bytes=process, **budgets,
+                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, **budgets,
             )  # fmt: skip
             seconds = measured["seconds"]
-            entry |= {"measured_s": seconds, "busy_s": measured["busy_s"], "simulated_busy_s": simulated.busy_s}
+            entry |= {"measured_s": seconds, "simulated_sweeps": simulated.sweeps}
+            entry |= {"simulated_busy_s": simulated.busy_s, "simulated_stalled_s": simulated.stalled_s}
+            entry |= {name: measured[name] for name in ("tokens", "busy", "sweeps", "preempted", "busy_s", "stalled_s")}
             line += f", measured {seconds:.2f} s: {candidate.seconds / seconds - 1:+.0%}, {simulated.total_s / seconds - 1:+.0%}"
+            line += "".join(
+                f"\n    {lane}: busy {busy:.2f} s, simulated {simulated.busy_s[lane]:.2f} s; waited for"
+                f" {measured['stalled_s'][lane]:.2f} s, simulated {simulated.stalled_s[lane]:.2f} s"
+                for lane, busy in measured["busy_s"].items()
+                if max(busy, simulated.busy_s[lane]) > 0.02 * seconds
+            )
         policies.append(entry)
         print(line, flush=True)
     result = {"setting": setting.name, "device": str(setting.device), "policies": policies}

@@ -15,9 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cpu_kind import machine
 from random_model import make_model
 
 from batchgen.core.device import Device
+from batchgen.core.digest import json_sha256
+from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.machine import CpuTime
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
@@ -25,6 +29,7 @@ from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve
 from batchgen.models.convert import find_or_convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizer import load_tokenizer
+from batchgen.profiler.busy import why_busy
 
 RESULTS = Path(__file__).parent / "results"
 # About 0.4 GB of bf16 weights, 31 MB a layer: products that fill the cores, buses that can be the bottleneck.
@@ -58,6 +63,16 @@ def run(*args: Any, **options: Any) -> dict[str, Any]:
         return pool.submit(run_here, *args, **options).result()
 
 
+def run_undisturbed(*args: Any, tries: int = 3, **options: Any) -> dict[str, Any]:
+    """As `run`, again where other processes took the cores meanwhile; the last of the tries stands, whatever it was."""
+    for _ in range(tries):
+        found = run(*args, **options)
+        if found["busy"] is None:
+            break
+        print(f"  again: {found['busy']}", flush=True)
+    return found
+
+
 def run_here(  # one run, told by its command line
     model: Path,
     device: Device,
@@ -69,9 +84,14 @@ def run_here(  # one run, told by its command line
     serial: bool = False,
     kv_tokens: int | None = None,
     planned_process_bytes: int | None = None,
+    kernels: KernelChoice = PROCESS_SET,
     **budgets: int | None,
 ) -> dict[str, Any]:
-    """Runs all rows; seconds are those of the sweeps, loading left out. kv_tokens: of the KV pools together."""
+    """Runs all rows; seconds are those of the sweeps, loading left out. kv_tokens: of the KV pools together.
+
+    tokens: a digest of what each row generated, the same for two runs where all of it is the same. busy: why the times cannot be
+    trusted, None where the machine was left alone.
+    """
     files = resolve_model(str(model))
     store = None
     if needs_store(policy):
@@ -91,6 +111,7 @@ def run_here(  # one run, told by its command line
         store=store,
         serial=serial,
         planned_process_bytes=planned_process_bytes,
+        kernels=kernels,
     )
     parts = load_parts(request, lambda: load_tokenizer(files))
     requests = [
@@ -98,14 +119,18 @@ def run_here(  # one run, told by its command line
         for row, n in zip(rows, output_lens, strict=True)
     ]
     with Engine.from_parts(parts) as engine:
-        started = time.perf_counter()
-        failed = [c.error for c in engine.generate(requests) if c.error]
+        before, started = CpuTime.now(), time.perf_counter()
+        done = list(engine.generate(requests))
         seconds = time.perf_counter() - started
+        busy = why_busy(before, CpuTime.now(), 1.0)
         stats = engine.stats
+        failed = [c.error for c in done if c.error]
         if failed:
             raise SystemExit(f"{len(failed)} rows failed: {failed[0]}")
         return {
             "seconds": seconds,
+            "busy": busy,
+            "tokens": json_sha256([c.samples[0].token_ids for c in sorted(done, key=lambda c: c.index)]),
             "generated_tokens_per_s": stats.generated_tokens / seconds,
             "sweeps": stats.sweeps,
             "tokens_per_sweep": stats.generated_tokens / stats.sweeps,
@@ -117,17 +142,29 @@ def run_here(  # one run, told by its command line
         }
 
 
-def write(name: str, result: dict[str, Any]) -> None:
-    """The result with what it was made with, to benchmarks/results/."""
+def results_of(name: str) -> Path:
+    """The file of a benchmark's results."""
+    return RESULTS / f"{name}.json"
+
+
+def joined(path: Path, found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Settings as they were found, and those of the file beside them, by their names in this order: a command may measure only some."""
+    before = json.loads(path.read_text())["settings"] if path.exists() else []
+    by_name = {entry["setting"]: entry for entry in (*before, *found)}
+    return [by_name[name] for name in names if name in by_name]
+
+
+def write(name: str, result: dict[str, Any], path: Path | None = None) -> None:
+    """The result with what it was made with, to a path or to benchmarks/results/."""
     import torch
 
     from batchgen._version import __version__
 
     about = {
         "command": f"python benchmarks/{Path(sys.argv[0]).name}",
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": machine(),
         "versions": {"batchgen": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    path = RESULTS / f"{name}.json"
+    path = path or results_of(name)
     path.write_text(json.dumps(about | result, indent=2) + "\n")
-    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    print(f"wrote {path}")

@@ -154,6 +154,7 @@ class ComputeRates:
         expand_bytes_per_s: 4-bit weights or KV to the compute dtype, in dequantized bytes; None: not supported.
         step_overhead_s: fixed cost of one layer of one micro-batch.
         launch_overhead_s: what the host takes to launch one, ahead of a device that computes meanwhile.
+        waking_overhead_s: by which each computation takes longer where an emulated device sleeps before it, so as to be slow.
     """
 
     gemm_flops_per_s: dict[str, Rates] = field(default_factory=dict)
@@ -164,6 +165,7 @@ class ComputeRates:
     expand_bytes_per_s: float | None = None
     step_overhead_s: float = 0.0
     launch_overhead_s: float = 0.0
+    waking_overhead_s: float = 0.0
 
     def rates(self, kind: str, dtype: str) -> Rates:
         """The table `kind` for a format; the two 16-bit formats stand in for each other. Raises InputError."""

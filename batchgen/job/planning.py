@@ -324,7 +324,7 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
     in_rows = []
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
-        in_rows += [layers] if streams and layers in (INT8, *BLOCK_FORMATS) else []
+        in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
         in_rows += [output] if config.tied_embeddings and output in BLOCK_FORMATS else []
         if as_found and config.tied_embeddings and expanded_fit(job, sum(job.budgets.values()) - job.budgets["disk"]):
             in_rows += [job.dtype]  # of expanded weights, which these are compared with

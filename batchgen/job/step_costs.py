@@ -301,7 +301,7 @@ class StepCosts:
             if step.kind == "attend_deferred":
                 window = self.config.windows[step.layer]
                 attended = (load.attended if window is None else load.windowed)["deferred"]
-                return self.attention_s(attended, window, hardware.cpu)
+                return self.attention_s(attended, window, hardware.cpu) + hardware.cpu.waking_overhead_s
             if step.lane == "cpu_attention":
                 return batch.cpu_attention_s[step.layer]
             if step.kind in ("read_weight", "read_dense", "read_experts"):
@@ -392,8 +392,9 @@ class StepCosts:
         """Seconds of a computation in which cohorts take part: rows that have joined, and those that leave in the first layer."""
         if step.kind not in ("pre", "post", "head") or not (joined or load.deferred):
             return batch.seconds(step)
+        waking_s = self._inputs.rates.waking_overhead_s
         if step.kind == "head":
-            return self._head_s(load.logits_rows + joined)
+            return self._head_s(load.logits_rows + joined) + waking_s
         rows = load.tokens - (0 if step.kind == "pre" and step.layer == 0 else load.deferred)
         if step.kind == "post" and step.layer == self.config.num_layers - 1:
             rows = load.logits_rows
@@ -401,8 +402,8 @@ class StepCosts:
             return 0.0
         layer, streamed = self._layer_s(rows + joined), self._streamed[step.layer]
         if step.kind == "pre":
-            return layer.before_attention(streamed) + self._inputs.rates.step_overhead_s
-        return layer.after_attention(streamed)
+            return layer.before_attention(streamed) + self._inputs.rates.step_overhead_s + waking_s
+        return layer.after_attention(streamed) + waking_s
 
     def _computing(self, load: BatchLoad) -> _Computing:
         s = self._inputs
@@ -414,19 +415,25 @@ class StepCosts:
             attended = dict(load.attended if window is None else load.windowed)
             delegated = attended.pop("delegated", Attended())
             attended.pop("deferred", None)  # in Steps of its own
-            on_cpu[window] = self.attention_s(delegated, window, self.hardware.cpu)
+            on_cpu[window] = (
+                self.attention_s(delegated, window, self.hardware.cpu) + self.hardware.cpu.waking_overhead_s
+            )
             on_device[window] = requests_s + sum(self.attention_s(a, window, s.rates) for a in attended.values())
+            on_device[window] += s.rates.waking_overhead_s
+        waking_s = s.rates.waking_overhead_s
         layer = self._layer_s(load.tokens)
         last = self._layer_s(load.logits_rows) if self.config.has_head else layer  # with the tokens that go on from it
         return _Computing(
-            pre_s=tuple(layer.before_attention(streamed) + s.rates.step_overhead_s for streamed in self._streamed),
+            pre_s=tuple(
+                layer.before_attention(streamed) + s.rates.step_overhead_s + waking_s for streamed in self._streamed
+            ),
             post_s=(
-                *(layer.after_attention(streamed) for streamed in self._streamed[:-1]),
-                last.after_attention(self._streamed[-1]),
+                *(layer.after_attention(streamed) + waking_s for streamed in self._streamed[:-1]),
+                last.after_attention(self._streamed[-1]) + waking_s,
             ),
             attention_s=tuple(on_device[w] for w in self.config.windows),
             cpu_attention_s=tuple(on_cpu[w] for w in self.config.windows),
-            head_s=self._head_s(load.logits_rows),
+            head_s=self._head_s(load.logits_rows) + waking_s,
             dequantize_s=self._dequantize_s,
         )
 

@@ -280,7 +280,8 @@ def deferred_attention_s(s: CostInputs, phase: Phase) -> float:
 
 def products_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's computation but for attention and dequantizing, with the fixed time of each micro-batch."""
-    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * s.rates.step_overhead_s
+    fixed_s = s.rates.step_overhead_s + 2 * s.rates.waking_overhead_s  # before attention and after it
+    return linear_s(s, phase) + elementwise_s(s, phase) + sums_s(s, phase) + s.num_gpu_batches * fixed_s
 
 
 def dequantize_weights_s(s: CostInputs) -> float:
@@ -411,11 +412,14 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         cpu = decode_attention_s(s, phase, hardware.cpu) if can_delegate(s) else 0.0
         if s.rates.launch_overhead_s:
             lanes["launch"] = s.num_gpu_batches * s.rates.launch_overhead_s
+        waking_s = s.num_gpu_batches * s.rates.waking_overhead_s  # for attention
+        if can_delegate(s) and phase.decode_seqs:
+            cpu += s.num_gpu_batches * hardware.cpu.waking_overhead_s
         # What the CPU has found for deferred sequences is fetched by compute itself.
         results = phase.deferred_tokens * s.model.num_heads * s.model.head_dim * s.element_bytes
         results_s = results / known(hardware.h2d_bytes_per_s)
         at_least, before = at_least + results_s, before + results_s
-        lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * own_attention
+        lanes["compute"] = before + (at.kv_gpu + _brought_to_gpu(s, at)) * (own_attention + waking_s)
         delegated = _attended_on_cpu(s, at) * cpu
         lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
         if "compute" not in s.runtime.serial:

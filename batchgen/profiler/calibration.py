@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,18 +34,23 @@ from batchgen.planner.search import Problem, search_space
 from batchgen.profiler.timing import FULL, last_level_cache_bytes
 from batchgen.profiler.transfer import disk_rates
 from batchgen.runtime.scheduling.scheduler import ScheduledSequence
-from batchgen.runtime.scheduling.sequence import Sequence
+from batchgen.runtime.scheduling.sequence import Sequence as Generated
 
 _VOCAB = 1024  # the head is not what is looked at
 _ROUNDS = 6
 _LONGEST_S = 0.6  # sweeps expected to take longer are left out
 _MEMORY_FRAC = 0.6  # of what is there, for layers and KV
-# Factors stay near 1 unless the times say otherwise: relative errors count once, a factor's distance from 1 this much.
+# Factors stay near 1 unless the times say otherwise: relative errors count once, a rate's factor's distance from 1 this much, and
+# another's as much less as it may be further from it.
 _PRIOR = 0.05
 _PROBE_S, _MOST_SLOWER = 0.5, 1.5
 # Disks that others use too differ more from one moment to another than cores do.
 _DISK_PROBE, _MOST_SLOWER_DISK = replace(FULL, disk_s=0.3, disk_bytes=64 << 20), 2.0
 _FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+# What a layer takes whatever its tokens is known from a model that fits the innermost caches. Beside the weights of a real one it
+# takes longer by more than any rate does.
+_FIXED, _MOST_FIXED = "step_overhead", 10.0
+_LEAST, _MOST = 0.5, 3.0  # factors of rates
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,13 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
         while len(rounds) < 2 or (len(rounds) < _ROUNDS and time.perf_counter() < until_s):
             rounds.append([run(sweeps[i]) for i in affordable])
     times = np.median(rounds, axis=0)
-    factors = fit(np.array([terms[i] for i in affordable]), times).tolist()
-    scaled = profile.scaled(**{name: 1 / factor for name, factor in zip(_FACTORS, factors, strict=True)})
-    noted = {name: round(float(factor), 3) for name, factor in zip(_FACTORS, factors, strict=True)}
+    limits = [(_LEAST, _MOST)] * len(_FACTORS) + [(_LEAST, _MOST_FIXED)]
+    found = fit(np.array([terms[i] for i in affordable]), times, limits).tolist()
+    factors = dict(zip((*_FACTORS, _FIXED), found, strict=True))
+    scaled = profile.scaled(**{name: 1 / factors[name] for name in _FACTORS})
+    fixed_s = profile.cpu.step_overhead_s * factors[_FIXED]
+    scaled = replace(scaled, cpu=replace(scaled.cpu, step_overhead_s=fixed_s))
+    noted = {name: round(float(factor), 3) for name, factor in factors.items()}
     spread = float(np.median(np.max(rounds, axis=0) / np.min(rounds, axis=0)))
     kept = {
         "sweep_factors": {dtype: noted},
@@ -212,13 +221,30 @@ def _half_of(ratio: float, most: float) -> float:
     return min(most, max(1 / most, ratio**0.5))
 
 
-def fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Factors [kinds] that bring terms [sweeps, kinds] closest to times [sweeps], in relative error, none below 1/2."""
-    rows = terms / times[:, None]
+def fit(terms: np.ndarray, times: np.ndarray, limits: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Factors that bring the terms closest to the times, in relative error.
+
+    Args:
+        terms: Seconds of each kind in each sweep, [sweeps, kinds].
+        times: Seconds of each sweep, [sweeps].
+        limits: The least and the most of each kind's factor. What a kind at its limit cannot take is left to the others.
+    """
     kinds = terms.shape[1]
-    a = np.vstack([rows, _PRIOR * np.eye(kinds)])
-    b = np.concatenate([np.ones(len(times)), np.full(kinds, _PRIOR)])
-    return np.clip(np.linalg.lstsq(a, b, rcond=None)[0], 0.5, 3.0)
+    least, most = np.array(limits).T
+    prior = _PRIOR * _MOST / most
+    a = np.vstack([terms / times[:, None], np.diag(prior)])
+    b = np.concatenate([np.ones(len(times)), prior])
+    factors, free = np.ones(kinds), np.ones(kinds, dtype=bool)
+    while free.any():
+        rest = b - a[:, ~free] @ factors[~free]
+        factors[free] = np.linalg.lstsq(a[:, free], rest, rcond=None)[0]
+        beyond = np.maximum(least - factors, factors - most) / factors.clip(least, most)
+        worst = int(np.argmax(np.where(free, beyond, -1.0)))
+        if beyond[worst] <= 0:
+            break
+        factors[worst] = np.clip(factors[worst], least[worst], most[worst])
+        free[worst] = False
+    return factors
 
 
 def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Sweep) -> list[float]:
@@ -231,9 +257,17 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
     else:
         phase = Phase(1, sweep.count * sweep.new, sweep.count, 0, 0)
         decode = 0.0
-    fixed = inputs.rates.step_overhead_s
-    own = (linear_s(inputs, phase), elementwise_s(inputs, phase) + fixed, prefill_attention_s(inputs, phase))
-    return [model.num_layers * seconds for seconds in (*own, decode, shared_attention_s(inputs, phase))]
+    rows, columns = model.product_shapes["qkv"]
+    after = 1 - rows * columns / model.matmul_params_per_layer
+    last = Phase(
+        1, 0, 0, sweep.count, sweep.cached + 1
+    )  # what comes after attention in the last layer is computed for what is sampled
+
+    def of_all(seconds: Callable[[CostInputs, Phase], float]) -> float:
+        return (model.num_layers - after) * seconds(inputs, phase) + after * seconds(inputs, last)
+
+    rest = (prefill_attention_s(inputs, phase), decode, shared_attention_s(inputs, phase), inputs.rates.step_overhead_s)
+    return [of_all(linear_s), of_all(elementwise_s), *(model.num_layers * seconds for seconds in rest)]
 
 
 def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> CostInputs:
@@ -286,7 +320,7 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
     shared_blocks = sweep.cached // DEFAULT_KV_BLOCK_SIZE if sweep.shared else 0
     next_block = shared_blocks
     for i in range(sweep.count):
-        sequence = Sequence(
+        sequence = Generated(
             i, i, 0, [(i + j) % _VOCAB for j in range(sweep.cached + sweep.new)], SamplingParams(), "cpu"
         )
         own = -(-(sweep.cached + sweep.new) // DEFAULT_KV_BLOCK_SIZE) - shared_blocks

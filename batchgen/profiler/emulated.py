@@ -7,12 +7,15 @@ import statistics
 import time
 from dataclasses import replace
 
+from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile
+from batchgen.ops import cpp as kernels
 
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
 _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
+_WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
 
 
 def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile | None = None) -> HardwareProfile:
@@ -43,32 +46,40 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
         # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
         copy_bytes_per_s=1 / min(free_s),
     )
-    return emulated if device.slowdown is None else own_core_profile(emulated, device, core or cpu)
+    if device.slowdown is None:
+        return emulated
+    with on_cores(own_core()[0]), kernels.alone():
+        waking = waking_s(device.slowdown)
+    return own_core_profile(emulated, device, core or cpu, waking)
 
 
-def own_core_profile(profile: HardwareProfile, device: Device, core: HardwareProfile) -> HardwareProfile:
+def own_core_profile(
+    profile: HardwareProfile, device: Device, core: HardwareProfile, waking: float = 0.0
+) -> HardwareProfile:
     """A machine whose emulated device computes on a core of its own, which its copies use while it sleeps.
 
     Args:
         profile: With any `gpu` that computes on the CPU's cores. What its layers take longer than the CPU's stays.
         device: How much slower it is than its core.
         core: What was measured on a core, as a CPU.
+        waking: `waking_s`, of what sleeps after each computation to be slower than its core.
     """
     assert profile.gpu is not None and device.slowdown is not None
     waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
     step_s = device.slowdown * core.cpu.step_overhead_s + device.step_overhead_s + waits_s
+    waking_gpu, waking_cpu = (slower * waking * (slower > 1) for slower in (device.slowdown, device.cpu_slowdown))
     profile = replace(
         profile,
-        gpu=replace(core.cpu, step_overhead_s=step_s),
+        cpu=replace(profile.cpu, waking_overhead_s=waking_cpu),
+        gpu=replace(core.cpu, step_overhead_s=step_s, waking_overhead_s=waking_gpu),
         sampling_logits_per_s=core.sampling_logits_per_s,
         sweep_overhead_s=core.sweep_overhead_s,
         sequence_overhead_s=core.sequence_overhead_s,
         shared_cores=False,
         copy_bytes_per_s=None,
     )
-    return profile.scaled(
-        **dict.fromkeys(COMPUTE_RATES, 1 / device.slowdown), cpu_decode_attention=1 / device.cpu_slowdown
-    )
+    slower = [name for name in COMPUTE_RATES if name != "sampling_logits_per_s"]  # the host samples
+    return profile.scaled(**dict.fromkeys(slower, 1 / device.slowdown), cpu_decode_attention=1 / device.cpu_slowdown)
 
 
 def piece_times(bytes_per_s: float | None) -> list[float]:
@@ -90,6 +101,31 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
         times.append((time.perf_counter() - started) / size)
         if len(times) >= 3 and time.perf_counter() > deadline:
             return times
+
+
+def waking_s(slowdown: float) -> float:
+    """Seconds by which a core takes longer for a computation that comes after a sleep, than for one that comes after another one.
+
+    It has other things in its caches by then, and has to be woken up.
+    """
+    import torch
+
+    from batchgen.ops import dispatch as ops
+
+    weights = [ops.pack_weight(torch.ones(_WAKING_WIDTH, _WAKING_WIDTH)) for _ in range(_WAKING_LAYERS)]
+    x = torch.ones(8, _WAKING_WIDTH)
+
+    def median_s(sleeps: bool) -> float:
+        times = []
+        for i in range(_WAKINGS):
+            busy = time.thread_time()
+            ops.linear(x, weights[i % len(weights)])
+            times.append(time.thread_time() - busy)
+            if sleeps:
+                time.sleep(max(_LEAST_SLEEP_S, (slowdown - 1) * times[-1]))
+        return statistics.median(times)
+
+    return max(0.0, statistics.median(median_s(True) - median_s(False) for _ in range(3)))
 
 
 def handover_s() -> float:

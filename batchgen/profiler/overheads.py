@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import tempfile
@@ -10,10 +9,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+from batchgen.core.machine import available_memory_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
-from batchgen.engine.parts import EngineParts
+from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.config import ModelConfig
 from batchgen.models.tokenizer import NoText
 from batchgen.profiler.measure import Overheads
@@ -22,6 +22,7 @@ _MANY = 128  # sequences
 _LAYERS = 9
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
 _VOCAB = 49_152  # for the sampler
+_PASSING_BYTES = 64 << 20  # more than cores have caches for, and read as fast as memory is
 
 
 def measure_overheads(device: str) -> Overheads:
@@ -103,14 +104,24 @@ def _requests(count: int, output_tokens: int) -> list[Request]:
 
 
 def _sweep_s(device: str, layers: int, sequences: int) -> float:
-    """Median seconds of a decode sweep."""
+    """Median seconds of a decode sweep, which finds the caches as a model's weights leave them."""
+    import torch
+
+    begun: list[float] = []
     times: list[float] = []
-    requests = _requests(sequences, _OUTPUT_TOKENS)
+    passing = torch.ones(min(_PASSING_BYTES, available_memory_bytes() // 8), dtype=torch.uint8)
+
+    def next_sweep(stats: EngineStats) -> None:
+        ended = time.perf_counter()
+        if begun:
+            times.append(ended - begun[-1])
+        passing.add_(1)
+        begun.append(time.perf_counter())
+
     with _engine(device, layers) as engine:
-        for _ in engine.generate(requests, on_sweep=lambda stats: times.append(time.perf_counter())):
+        for _ in engine.generate(_requests(sequences, _OUTPUT_TOKENS), on_sweep=next_sweep):
             pass
-    decoding = times[2:]  # the first sweep prefills
-    return statistics.median(b - a for a, b in itertools.pairwise(decoding))
+    return statistics.median(times[1:])  # the first sweep prefills
 
 
 def _row_s(device: str) -> float:

@@ -698,7 +698,9 @@ class Executor:
             b.hidden = b.logits = None
 
     def _take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
-        chosen = self._on_logits(rows, logits, start)
+        own_core = self._tiers.own_core
+        with contextlib.nullcontext() if own_core is None else own_core.hosts():
+            chosen = self._on_logits(rows, logits, start)
         if chosen is not None and self._tokens is not None:
             self._tokens.keep([row.sequence.token_slot for row in rows], chosen)
 

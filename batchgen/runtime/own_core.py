@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 
 from batchgen.core.cores import on_cores, own_core
 from batchgen.ops import cpp as kernels
+from batchgen.runtime.pacing import Sleeps
 from batchgen.runtime.steps.graph import Step
 
-# Sleeps last longer than they were asked to, some 0.1 ms. As much of that, at most, the next one is shorter by.
-_MOST_LATE_S = 0.3e-3
 # Of compute's Steps, those that are copies, which the links slow down.
 _COPIES = ("embed", "load_attention", "join_deferred")
 _LINKS = ("h2d", "d2h")
+# A thread this nice gives up its core at once to one that wants to compute, and has a tenth of it where that one never sleeps.
+_LINKS_NICE = 10
 
 
 class Pace:
@@ -30,21 +32,26 @@ class Pace:
     def __init__(self, slowdown: float) -> None:
         """slowdown: how many times as long as its thread is busy, 1 or more."""
         self._slowdown = slowdown
-        self._late_s = 0.0
+        self._hosts_s = 0.0
+        self._sleeps = Sleeps()
 
     @contextlib.contextmanager
     def kept(self, overhead_s: float = 0.0) -> Iterator[None]:
         """Ends no sooner than the work inside is to take, and so much more; what it waits for counts as a part of that, not as work."""
         started, busy = time.perf_counter(), time.thread_time()
+        self._hosts_s = 0.0
         yield
         if self._slowdown == 1 and not overhead_s:
             return
-        end = started + self._slowdown * (time.thread_time() - busy) + overhead_s - self._late_s
-        if (left := end - time.perf_counter()) > 0:
-            time.sleep(left)
-            self._late_s = min(_MOST_LATE_S, max(0.0, time.perf_counter() - end))
-        else:
-            self._late_s = 0.0
+        busy_s = time.thread_time() - busy - self._hosts_s
+        self._sleeps.until(started + self._slowdown * busy_s + self._hosts_s + overhead_s)
+
+    @contextlib.contextmanager
+    def hosts(self) -> Iterator[None]:
+        """Within `kept`: work that is the host's, and takes as long as it does."""
+        busy = time.thread_time()
+        yield
+        self._hosts_s += time.thread_time() - busy
 
 
 class OwnCore:
@@ -74,8 +81,10 @@ class OwnCore:
             yield
 
     def keep_lane(self, lane: str) -> None:
-        """Keeps the calling thread, which is the lane's, to where it belongs."""
+        """Keeps the calling thread, which is the lane's, to where it belongs. A link's lets computation go first."""
         os.sched_setaffinity(0, self._core if lane in _LINKS else self._others)
+        if lane in _LINKS:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LINKS_NICE)
 
     def pace(self, step: Step) -> contextlib.AbstractContextManager[None]:
         """Inside, a Step's work takes as long as it is to."""
@@ -85,6 +94,10 @@ class OwnCore:
         return pace.kept(
             self._step_overhead_s if step.kind == "pre" else 0.0
         )  # each micro-batch has one of these in each layer
+
+    def hosts(self) -> contextlib.AbstractContextManager[None]:
+        """Within a Step of compute's: what it does for the host, as handing over logits, from which tokens are sampled."""
+        return self._paces["compute"].hosts()
 
     def close(self) -> None:
         """Gives the kernels their threads back."""

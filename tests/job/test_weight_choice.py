@@ -92,7 +92,9 @@ def test_the_same_machine_gives_the_same_choice(gguf_file):
     ],
 )
 @pytest.mark.parametrize("rows", [1, 1000])
-def test_nothing_is_chosen_where_a_format_is_asked_for_or_rates_are_not_known(gguf_file, options, hardware, found, rows):
+def test_nothing_is_chosen_where_a_format_is_asked_for_or_rates_are_not_known(
+    gguf_file, options, hardware, found, rows
+):
     plan, _ = planned(gguf_file, rows, machine(**hardware), **options)
     assert (plan.policy.weight_format, plan.other_weights) == (found, None)
     assert not any("Weights" in line for line in headline(plan))
@@ -154,7 +156,9 @@ def test_a_job_goes_on_with_the_other_format_and_the_same_tokens(gguf_file, tmp_
     assert run(tmp_path / "both.parquet", slow_expanded, limit=4) == "q4_0"
     assert run(tmp_path / "both.parquet", slow_packed) == FP32
     tables = [pq.read_table(tmp_path / f"{name}.parquet") for name in ("found", "expanded", "both")]
-    assert tables[0]["batchgen_text"] == tables[1]["batchgen_text"] == tables[2]["batchgen_text"] if (
-        "batchgen_text" in tables[0].column_names
-    ) else tables[0] == tables[1] == tables[2]
+    assert (
+        tables[0]["batchgen_text"] == tables[1]["batchgen_text"] == tables[2]["batchgen_text"]
+        if ("batchgen_text" in tables[0].column_names)
+        else tables[0] == tables[1] == tables[2]
+    )
     assert math.isclose(len(tables[0]), 8)

@@ -13,7 +13,8 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.models.config import ModelConfig
 from batchgen.profiler import calibration
-from batchgen.profiler.calibration import calibrated, corrected_by_disk_probe, corrected_by_probe, fit
+from batchgen.profiler.calibration import calibrated, corrected_by_disk_probe, corrected_by_probe
+from batchgen.profiler.calibration import fit as fit_within
 from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
@@ -30,6 +31,10 @@ TINY = ModelConfig.from_hf(
     }
 )
 KINDS = 5
+
+
+def fit(terms, times, most=3.0):
+    return fit_within(terms, times, [(0.5, most)] * terms.shape[1])
 
 
 def test_fit_recovers_factors():
@@ -63,10 +68,25 @@ def test_fit_has_limits():
     assert fit(terms, np.full(KINDS, 0.01)) == pytest.approx(np.full(KINDS, 0.5))
 
 
+def test_what_a_kind_at_its_limit_cannot_take_is_left_to_the_others():
+    """Of the best factors without limits one is cut: the others are the best beside it, and not what they were beside the uncut one."""
+    terms = np.array([[n, 1.0] for n in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)] * 3)
+    times = terms @ np.array([1.0, 6.0])
+    assert fit(terms, times, most=10.0) == pytest.approx([1, 6], rel=0.05)
+    first, second = fit(terms, times)
+    assert second == 3.0
+
+    def error(*factors):
+        return np.square(terms @ factors / times - 1).sum()
+
+    assert error(first, second) < 0.8 * error(1.0, 3.0)
+    assert error(first, second) <= 1.05 * min(error(other, 3.0) for other in np.linspace(0.5, 3.0, 251))
+
+
 def untouched(profile):
     """Everything that sweeps say nothing about."""
     values = profile.to_json()
-    curves = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+    curves = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention", "step_overhead_s")
     values["cpu"] = {name: value for name, value in values["cpu"].items() if not name.startswith(curves)}
     return {name: value for name, value in values.items() if name != "measured"}
 
@@ -76,7 +96,11 @@ def test_a_tiny_model_is_calibrated(monkeypatch):
     before = replace(shipped_profile("zen4"), measured={"threads": 2})
     after = calibrated(before, TINY, "float32")
     factors = after.measured["sweep_factors"]["float32"]
-    assert set(factors) == {"gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention"}
+    rates = {"gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention"}
+    assert set(factors) == rates | {"step_overhead"}
+    assert 0.5 <= factors["step_overhead"] <= 10.0
+    fixed_s = before.cpu.step_overhead_s * factors.pop("step_overhead")
+    assert after.cpu.step_overhead_s == pytest.approx(fixed_s, rel=2e-3, abs=1e-9)
     assert all(0.5 <= factor <= 3.0 for factor in factors.values())
     assert after.measured["threads"] == 2 and after.measured["pulse_s"]["float32"] > 0
     for name, curve in (("gemm", "gemm_flops_per_s"), ("elementwise", "elementwise_bytes_per_s")):
@@ -106,6 +130,7 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
         "shared_attention": 1.4,
     }
     true = believed.scaled(**{name: 1 / factor for name, factor in slower.items()})
+    true = replace(true, cpu=replace(true.cpu, step_overhead_s=4 * believed.cpu.step_overhead_s))
     model = replace(TINY, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192)
 
     def sweep_s(profile, sweep, model=model):

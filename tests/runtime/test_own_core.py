@@ -135,6 +135,21 @@ class TestPace:
                 busy(0.0002)
         assert time.perf_counter() - started == pytest.approx(100 * 2 * 0.0002, rel=0.15)
 
+    def test_what_is_the_hosts_takes_no_longer(self):
+        pace, slept = Pace(5.0), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "sleep", slept.append)
+            ran = time.thread_time()
+            with pace.kept():
+                busy(0.002)
+                with pace.hosts():
+                    busy(0.02)
+            worked_s = time.thread_time() - ran
+            with pace.kept():
+                busy(0.002)
+        assert 4 * 0.001 < slept[0] < 4 * (worked_s - 0.02) + 0.001
+        assert len(slept) == 2, "and what follows is the device's again"
+
     def test_no_slowdown_is_no_wait(self, monkeypatch):
         monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("slept"))
         with Pace(1.0).kept():

@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import format_bytes
+from batchgen.runtime.pacing import Sleeps
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; not in Python's mmap
 _PREFAULT_BYTES = 2 << 20  # a huge page
@@ -129,6 +130,7 @@ class Link:
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self.bytes_per_s = bytes_per_s
         self.moved_bytes = 0
+        self._sleeps = Sleeps()
 
     def copy(self, target: Tensor, source: Tensor) -> Tensor:
         """target[...] = source."""
@@ -174,9 +176,7 @@ class Link:
         started = time.perf_counter()
         yield
         if self.bytes_per_s:
-            left = num_bytes / self.bytes_per_s - (time.perf_counter() - started)
-            if left > 0:
-                time.sleep(left)
+            self._sleeps.until(started + num_bytes / self.bytes_per_s)
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
