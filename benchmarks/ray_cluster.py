@@ -39,6 +39,8 @@ from batchgen.core.machine import cpu_name
 sys.path.insert(0, str(Path(__file__).parent))
 from random_model import make_model, prompt_text
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+_ACTOR = "MapWorker(MapBatches(Generate"
 RESULTS = Path(__file__).parent / "results"
 _SHAPE = {
     "num_hidden_layers": 4,
@@ -52,11 +54,12 @@ _SHAPE = {
 
 
 class Watch:
-    """Looks how many rows are saved, a few times a second, in a thread of its own. at(rows): seconds until so many were there."""
+    """Looks how many rows are saved, and what each kind of process has computed, a few times a second, in a thread of its own."""
 
-    def __init__(self, saved: Callable[[], int], every_s: float = 0.2) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._saved, self._every_s, self._over = saved, every_s, threading.Event()
+    def __init__(self, saved: Callable[[], int], kind_of: Callable[[str], str], every_s: float = 0.2) -> None:
+        """kind_of: of a process, as its command line says."""
+        self.samples: list[tuple[float, int, dict[str, float]]] = []
+        self._saved, self._kind_of, self._every_s, self._over = saved, kind_of, every_s, threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Watch:
@@ -71,31 +74,62 @@ class Watch:
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
-            self.samples.append((time.monotonic() - self._started_s, self._saved()))
+            self.samples.append((time.monotonic() - self._started_s, self._saved(), cpu_seconds(self._kind_of)))
 
-    def at(self, rows: float) -> float:
-        for seconds, saved in self.samples:
-            if saved >= rows:
-                return seconds
-        return self.wall_s
-
-    def found(self, rows: int) -> dict[str, float]:
+    def found(self, rows: int) -> dict[str, Any]:
         """Of a job of so many rows."""
-        early, late = self.at(0.2 * rows), self.at(0.8 * rows)
+        early, late = (next(one for one in self.samples if one[1] >= part * rows) for part in (0.2, 0.8))
         # What was saved by then is a little more than a fifth, or than four fifths.
-        first, last = (next((n for s, n in self.samples if s == at), rows) for at in (early, late))
-        return {"wall_s": self.wall_s, "rows_per_s": (last - first) / (late - early) if late > early else 0.0}
+        seconds, count = late[0] - early[0], late[1] - early[1]
+        cpu_s = {kind: busy - early[2].get(kind, 0.0) for kind, busy in late[2].items()}
+        per_row = {kind: 1e3 * busy / count for kind, busy in cpu_s.items() if busy > 0}
+        return {"wall_s": self.wall_s, "rows_per_s": count / seconds, "cpu_ms_per_row": per_row}
 
 
-def rows_in(folder: Path, pattern: str) -> int:
-    """Rows of all part files there, whole ones."""
-    count = 0
+def processes() -> dict[int, tuple[int, float, str]]:
+    """Of each process its parent, the seconds that it has computed, and its command line."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                name = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            found[int(folder.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / _TICKS, name)
+    return found
+
+
+def descendants(process: int) -> dict[int, tuple[int, float, str]]:
+    """As `processes`, those that descend from one, itself among them."""
+    found = processes()
+
+    def descends(pid: int) -> bool:
+        while pid in found and pid != process:
+            pid = found[pid][0]
+        return pid == process
+
+    return {pid: one for pid, one in found.items() if descends(pid)}
+
+
+def cpu_seconds(kind_of: Callable[[str], str]) -> dict[str, float]:
+    """What the processes that this one has started have computed, by kind; this one is "driver"."""
+    busy: dict[str, float] = {}
+    for pid, (_, seconds, name) in descendants(os.getpid()).items():
+        kind = "driver" if pid == os.getpid() else kind_of(name)
+        busy[kind] = busy.get(kind, 0.0) + seconds
+    return busy
+
+
+def rows_in(folder: Path, pattern: str, known: dict[Path, int]) -> int:
+    """Rows of all part files there, whole ones. known: of those that were looked at before."""
     for path in folder.glob(pattern):
-        try:
-            count += pq.read_metadata(path).num_rows
-        except (OSError, pa.ArrowInvalid):
-            continue  # gone, or not a part
-    return count
+        if path not in known:
+            try:
+                known[path] = pq.read_metadata(path).num_rows
+            except (OSError, pa.ArrowInvalid):
+                continue  # gone, or not a part
+    return sum(known.values())
 
 
 def command(model: Path, folder: Path, output: str, *more: str) -> list[str]:
@@ -109,39 +143,28 @@ def flags(options: dict[str, Any]) -> list[str]:
     return [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))] + switches
 
 
-def actors_of(process: int) -> list[int]:
-    """Ray's actors with an engine among the descendants of a process."""
-    parents, names = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                names[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-
-    def descends(pid: int) -> bool:
-        while pid in parents and pid != process:
-            pid = parents[pid]
-        return pid == process
-
-    return [pid for pid, name in names.items() if "MapWorker(MapBatches(Generate" in name and descends(pid)]
+def kind_in_ray(name: str) -> str:
+    """Of a process of Ray."""
+    if _ACTOR in name:
+        return "actors"
+    return "ray's workers" if name.startswith("ray::") else "ray's servers"
 
 
 def by_ray(model: Path, folder: Path, output: str, options: dict[str, Any], rows: int, kill: bool) -> dict[str, Any]:
     import batchgen.ray
 
     out, killed = folder / output, []
+    known: dict[Path, int] = {}
 
     def saved() -> int:
-        count = rows_in(out, "part-*.parquet")
+        count = rows_in(out, "part-*.parquet", known)
         if kill and not killed and count >= rows / 3:
-            victim = sorted(actors_of(os.getpid()))[0]
+            victim = min(pid for pid, (_, _, name) in descendants(os.getpid()).items() if _ACTOR in name)
             os.kill(victim, signal.SIGKILL)
             killed.append(victim)
         return count
 
-    with Watch(saved) as watch:
+    with Watch(saved, kind_in_ray) as watch:
         done = batchgen.ray.run(
             str(model),
             str(folder / "in.parquet"),
@@ -159,7 +182,8 @@ def by_ray(model: Path, folder: Path, output: str, options: dict[str, Any], rows
 
 def by_workers(model: Path, folder: Path, options: dict[str, Any], rows: int) -> dict[str, Any]:
     parts = folder / "share.parquet.batchgen" / "share" / "parts"
-    with Watch(lambda: rows_in(parts, "*/part-*.parquet")) as watch:
+    known: dict[Path, int] = {}
+    with Watch(lambda: rows_in(parts, "*/part-*.parquet", known), lambda name: "workers") as watch:
         workers = [
             subprocess.Popen(
                 ["taskset", "--cpu-list", core, *command(model, folder, "share.parquet", "--share", *flags(options))]

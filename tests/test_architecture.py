@@ -59,3 +59,8 @@ def test_planning_and_scheduling_need_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_reads_ids_in_processes_of_ray_needs_no_torch():
+    code = "import sys, batchgen.ray.ids\nsys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

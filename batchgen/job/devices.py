@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
+from batchgen.job.mixed_devices import share_out
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import Case, plan_case
 from batchgen.job.resolved import why_not_run
@@ -52,6 +54,19 @@ class Devices:
         if hosts < 1 or count % hosts:
             raise InputError(f"--hosts {hosts}: {count:,} devices are not shared out evenly over so many")
         return cls(count, name, hosts)
+
+
+def parse_kinds(text: str, hosts: int | None = None) -> tuple[Devices, ...]:
+    """Of "1x t4 + 2x a100", or of one kind. Raises InputError."""
+    kinds = tuple(re.split(r"\s+\+\s+|\s*\+\s*(?=\d+\s*x)", text))
+    if len(kinds) == 1:
+        return (Devices.parse(text, hosts),)
+    if hosts is not None:
+        raise InputError(f"--hosts is for devices of one kind: leave it out, and each of {text} has a host of its own")
+    parsed = tuple(map(Devices.parse, kinds))
+    if twice := [name for name, count in Counter(devices.hardware or _HERE for devices in parsed).items() if count > 1]:
+        raise InputError(f"--devices {text!r}: {twice[0]} is there twice, so give it once, with the number of all")
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,7 @@ class Outcome:
         reason: Why it cannot be.
         not_run: Why this version does not run what it has planned; "" where it does.
         command: That runs it, on each host, or for each worker.
+        shares: Of workers on devices of several kinds, the part of the rows that all of a kind have.
     """
 
     name: str
@@ -111,6 +127,7 @@ class Outcome:
     reason: str = ""
     not_run: str = ""
     command: str = ""
+    shares: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,9 +192,6 @@ def _outcome(
     split = way.split(devices.count)
     name, words = way.name.format(f"{devices.count:,}"), way.words
     of_host = 1 if split.processes == 1 else devices.count // devices.hosts
-    workload = estimated.workload
-    outputs = workload.output_len.mean if workload.task == "generate" else 0.0
-    tokens = workload.num_seqs * (workload.prompt_len.mean + outputs)
     if devices.count == 1 and split != way.split(2):
         return Outcome(name, words, reason="there is one device")
     try:
@@ -190,11 +204,74 @@ def _outcome(
         name,
         words,
         seconds,
-        tokens / seconds,
+        _tokens(estimated) / seconds,
         {tier: sum(parts.values()) for tier, parts in plan.prediction.memory_bytes.items()},
         not_run=why_not_run(case.job),
         command=_command(case, options, plan, split, of_host),
     )
+
+
+def compare_kinds(
+    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload
+) -> Comparison:
+    """As `compare_devices`, for devices of several kinds, each with a host of its own.
+
+    Args:
+        kinds: Of each, how many there are, what one is called, and what gives the case of a process there.
+        options: The job's, on one device.
+        estimated: Its workload.
+    """
+    alone = [_outcome(ALTERNATIVES[0], case_of, options, estimated, Devices(1)) for _, _, case_of in kinds]
+    seconds = [outcome.seconds or math.inf for outcome in alone]
+    fastest = seconds.index(min(seconds))
+    names = [name for _, name, _ in kinds]
+    count = sum(devices.count for devices, _, _ in kinds)
+    outcomes = [
+        replace(alone[fastest], words=f"on a device of the fastest kind: {names[fastest]}"),
+        _workers(kinds, options, estimated, count),
+        *(Outcome(way.name, way.words, reason="is for devices of one kind") for way in ALTERNATIVES[2:]),
+    ]
+    hardware = " + ".join(f"{devices.count:,}x {name}" for devices, name, _ in kinds)
+    return Comparison(count, count, hardware, _fastest(tuple(outcomes)), tuple(outcomes))
+
+
+def _workers(
+    kinds: Sequence[tuple[Devices, str, CaseOf]], options: JobOptions, estimated: EstimatedWorkload, count: int
+) -> Outcome:
+    """A worker on each device of several kinds."""
+    name = ALTERNATIVES[1].name.format(f"{count:,}")
+    try:
+        cases = [case_of(Split(), 1) for _, _, case_of in kinds]
+        known = [
+            (devices.count, case, plan_split(case, estimated, Split()))
+            for (devices, _, _), case in zip(kinds, cases, strict=True)
+        ]
+        parts = share_out(known, estimated)
+    except InputError as error:
+        return Outcome(name, ALTERNATIVES[1].words, reason=str(error))
+    total = sum(part.count * part.sequences for part in parts)
+    shares = {kind: part.count * part.sequences / total for (_, kind, _), part in zip(kinds, parts, strict=True)}
+    words = ", ".join(f"{share:.0%} of the rows on {kind}" for kind, share in shares.items())
+    seconds = max(part.end_s for part in parts)
+    peaks = [part.plan.prediction.memory_bytes for part in parts if part.plan]
+    tiers = dict.fromkeys(tier for peak in peaks for tier in peak)
+    return Outcome(
+        name,
+        f"{ALTERNATIVES[1].words}: {words}",
+        seconds,
+        _tokens(estimated) / seconds,
+        {tier: max(sum(peak.get(tier, {}).values()) for peak in peaks) for tier in tiers},
+        not_run=next(filter(None, (why_not_run(case.job) for case in cases)), ""),
+        command=run_command(options, share=True),
+        shares=shares,
+    )
+
+
+def _tokens(estimated: EstimatedWorkload) -> float:
+    """Of all prompts and outputs."""
+    workload = estimated.workload
+    outputs = workload.output_len.mean if workload.task == "generate" else 0.0
+    return workload.num_seqs * (workload.prompt_len.mean + outputs)
 
 
 def _command(case: Case, options: JobOptions, plan: Plan, split: Split, of_host: int) -> str:
@@ -233,6 +310,8 @@ def device_lines(comparison: Comparison) -> list[str]:
 
 
 def _where(comparison: Comparison) -> str:
+    if " + " in comparison.hardware:  # of several kinds
+        return f"on {comparison.hardware}"
     text = f"on {comparison.count:,}x {comparison.hardware}"
     if comparison.hosts == comparison.count:
         return text
@@ -243,6 +322,8 @@ def _started(outcome: Outcome, comparison: Comparison) -> str:
     """Where, and how often, the command is started."""
     if "--share" in outcome.command:
         each = comparison.count // comparison.hosts
+        if outcome.shares:
+            return ", on each device's host, with --device as it has there"
         own = "a GPU of its own (CUDA_VISIBLE_DEVICES) and " if "--device cuda" in outcome.command else ""
         return ", on each host" if each == 1 else f", {each:,} times on each host, each with {own}its part of the cores"
     return ", on each host" if outcome.command.startswith("torchrun") else ""

@@ -430,7 +430,7 @@ class PlanOptions:
         "plan",
         metavar="NxNAME",
         help="What the job would take on one of several devices, with a worker on each, by --tensor-parallel and by --pipeline, and the command of the"
-        " fastest: '2x t4', each as of --hardware; '2x cpu' or 2: as the one planned for.",
+        " fastest: '2x t4', each as of --hardware; '2x cpu' or 2: as the one planned for; '1x t4 + 1x a100': workers on several kinds.",
     )
     hosts: int | None = _option(
         RUN,

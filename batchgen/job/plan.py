@@ -19,7 +19,16 @@ from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
 from batchgen.engine.loader import choose_quantization, resolve_context, store_bytes
 from batchgen.job.checks import check_options
-from batchgen.job.devices import Devices, Split, compare_devices, device_lines
+from batchgen.job.devices import (
+    CaseOf,
+    Comparison,
+    Devices,
+    Split,
+    compare_devices,
+    compare_kinds,
+    device_lines,
+    parse_kinds,
+)
 from batchgen.job.files import check_files, write_text
 from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.plan_page import plan_page
@@ -34,7 +43,7 @@ from batchgen.job.planning import (
     request_of,
 )
 from batchgen.job.progress import Progress
-from batchgen.job.resolved import resolve_for, resolve_job, why_not_run
+from batchgen.job.resolved import expanded_line, resolve_for, resolve_job, why_not_run
 from batchgen.job.simulation import trace_plan
 from batchgen.job.source import open_source
 from batchgen.job.ways import way_lines
@@ -80,9 +89,10 @@ def run_plan(options: PlanOptions) -> list[str]:
             resolved = resolve_job(split.of(replace(job, hardware=None)), files, config, shared)
             return _limited(case_here(resolved, started_s=started_s, notify=progress.say), options)
 
-    def case_of(split: Split = given, of_host: int | None = None) -> Case:
-        there = job.hardware is not None
-        return _limited(_case_there(split.of(job), files, config, of_host), options) if there else here(split, of_host)
+    def case_of(split: Split = given, of_host: int | None = None, hardware: str | None = job.hardware) -> Case:
+        if hardware is None:
+            return here(split, of_host)
+        return _limited(_case_there(split.of(replace(job, hardware=hardware)), files, config, of_host), options)
 
     case = case_of()
     plan, problem = plan_case(case, estimated, ways=True)
@@ -90,17 +100,7 @@ def run_plan(options: PlanOptions) -> list[str]:
     if options.explain or options.html:
         anew = planned_anew_s(problem, plan.prediction, lambda p: plan_problem(case, p, estimated).prediction.total_s)
     explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, planned_anew_s=anew)
-    on_devices = None
-    if devices is not None:
-        on_devices = compare_devices(
-            lambda split, of_host: replace(
-                case_of(split, of_host), startup_s=case.startup_s
-            ),  # all from the same moment
-            job,
-            estimated,
-            devices,
-            case.hardware.name,
-        )
+    on_devices = _compared(devices, case_of, case, job, estimated)
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
     as_json = json.dumps(plan.to_json() | beside | _of_processes(case), indent=2)
     if options.plan_file and options.plan_file != "-":
@@ -125,19 +125,38 @@ def run_plan(options: PlanOptions) -> list[str]:
     return lines
 
 
-def _devices(options: PlanOptions) -> tuple[Devices | None, JobOptions]:
-    """Those that are asked for, and the job on one of them. Raises InputError."""
+def _compared(
+    kinds: tuple[Devices, ...], case_of: Callable[..., Case], case: Case, job: JobOptions, estimated: EstimatedWorkload
+) -> Comparison | None:
+    """The ways of using devices of some kinds; None where there are none. case: of one process on one of the first kind."""
+    if not kinds:
+        return None
+
+    def of(kind: Devices) -> CaseOf:
+        name = job.hardware if len(kinds) == 1 else kind.hardware
+        # All from the same moment.
+        return lambda split, of_host: replace(case_of(split, of_host, name), startup_s=case.startup_s)
+
+    if len(kinds) == 1:
+        return compare_devices(of(kinds[0]), job, estimated, kinds[0], case.hardware.name)
+    named = [(kind, kind.hardware or case_of(Split(), 1, None).hardware.name, of(kind)) for kind in kinds]
+    return compare_kinds(named, job, estimated)
+
+
+def _devices(options: PlanOptions) -> tuple[tuple[Devices, ...], JobOptions]:
+    """Those that are asked for, of each kind, and the job on one of the first. Raises InputError."""
     if options.devices is None:
         if options.hosts is not None:
             raise InputError("--hosts says where --devices are: give them too, or leave it out")
-        return None, options.job
-    devices = Devices.parse(options.devices, options.hosts)
-    if devices.hardware and devices.hardware not in shipped_profiles() and not Path(devices.hardware).exists():
-        known = ", ".join(shipped_profiles())
-        raise InputError(f"--devices {options.devices}: {devices.hardware} is no file, nor one of cpu, {known}")
-    if devices.hardware and options.job.hardware:
+        return (), options.job
+    kinds = parse_kinds(options.devices, options.hosts)
+    for name in (kind.hardware for kind in kinds):
+        if name and name not in shipped_profiles() and not Path(name).exists():
+            known = ", ".join(shipped_profiles())
+            raise InputError(f"--devices {options.devices}: {name} is no file, nor one of cpu, {known}")
+    if options.job.hardware and (len(kinds) > 1 or kinds[0].hardware):
         raise InputError("--devices names the hardware: leave out --hardware, or give --devices a number alone")
-    return devices, replace(options.job, hardware=devices.hardware or options.job.hardware)
+    return kinds, replace(options.job, hardware=kinds[0].hardware or options.job.hardware)
 
 
 def _check_processes(options: PlanOptions) -> None:
@@ -182,6 +201,7 @@ def _split_lines(case: Case) -> list[str]:
     lines = [
         f"of each of {job.processes:,} {kind}, over a link of {case.link.bytes_per_s / 1e9:,.3g} GB/s; times are the job's"
     ]
+    lines += expanded_line(job)
     return lines + ([f"not run yet: {refused}"] if (refused := why_not_run(job)) else [])
 
 

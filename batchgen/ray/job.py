@@ -8,16 +8,12 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from xxhash import xxh3_64_intdigest
 
 from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import BatchgenError, InputError
@@ -25,11 +21,14 @@ from batchgen.job.options import options_of
 from batchgen.models.files import model_identity, resolve_model
 from batchgen.output.manifest import describe_changes
 from batchgen.ray.generate import Generate
+from batchgen.ray.ids import check_ids, ids_done, rows_left
 from batchgen.ray.plans import cluster_plans
 
 _JOB = "_job.json"
-# Rows of a batch where nobody says: so few that each actor has many, and none is left with much at the end.
+# Rows of a batch where nobody says: so few that each actor has many, and none is left with much at the end,
 _LEAST_BATCH, _MOST_BATCH, _BATCHES_OF_EACH = 16, 256, 64
+# but, where rows are short, as many as take so long: Ray computes some 30 ms for a batch.
+_BATCH_S, _FEWEST_BATCHES_OF_EACH = 1.0, 16
 _RAISED = re.compile(r"^batchgen\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
 _AHEAD = 1.25  # rows in an actor's hands, of those that its engine has in flight
 
@@ -75,22 +74,26 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     _check_job(folder, model, {"id_column": id_column, **options})
     dataset = ray.data.read_parquet(input)
+    # How much memory each batch takes, which a thread for each would look up: nobody asks.
+    dataset.context.memory_usage_poll_interval_s = None
     done = ids_done(folder, id_column)
-    total = dataset.count()
+    total = dataset.count() if len(done) else None  # the ids tell, where they have to be read anyway
+    if total is None or len(done) < total:
+        with _refusals():
+            total = check_ids(input, id_column)
     if len(done) < total:
-        _check_ids(input, id_column)
         left = dataset
         if len(done):
             left = dataset.map_batches(
-                _rows_left, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
+                rows_left, fn_args=(ray.put(done), id_column), batch_format="pyarrow", zero_copy_batch=True
             )
         settings = {"id_column": id_column, **options}
         plans: dict[str, dict[str, Any]] = {}
         if plan:
-            rows_left = total - len(done)
+            num_left = total - len(done)
             with _refusals():
-                plans = cluster_plans(model, input, settings, num_cpus=num_cpus, workers=concurrency, rows=rows_left)
-        rows = batch_size or max(_LEAST_BATCH, min(_MOST_BATCH, total // (_BATCHES_OF_EACH * concurrency)))
+                plans = cluster_plans(model, input, settings, num_cpus=num_cpus, workers=concurrency, rows=num_left)
+        rows = batch_size or rows_of_batch(total, concurrency, plans)
         calls = calls_at_once(plans, options, rows)
         # A file may come as one block, which is one actor's, and is written when all of it is done.
         written = left.repartition(target_num_rows_per_block=rows).map_batches(
@@ -112,44 +115,25 @@ def run(
     return {"rows": total, "rows_resumed": len(done)}
 
 
-def _check_ids(input: str, id_column: str) -> None:
-    """Read the ids alone, hashed where they are read. Raises InputError where two of them are equal, or one is missing."""
-    import ray.data
+def rows_of_batch(total: int, concurrency: int, plans: Mapping[str, Mapping[str, Any]]) -> int:
+    """Rows of a batch where nobody says.
 
-    ids = ray.data.read_parquet(input, columns=[id_column])
-    hashed = ids.map_batches(hash_ids, fn_args=(id_column,), batch_format="pyarrow", batch_size=None)
-    with _refusals():
-        found = [batch.column(0) for batch in hashed.iter_batches(batch_format="pyarrow", batch_size=None)]
-    repeated = pa.array(_repeated(np.concatenate([column.to_numpy() for column in found])))
-    if not len(repeated):
-        return
-    # A hash may be that of several ids: those that have one of these are compared themselves.
-    suspects = ids.map_batches(_with_hash, fn_args=(id_column, repeated), batch_format="pyarrow", batch_size=None)
-    counts = Counter(row[id_column] for row in suspects.iter_rows())
-    if equal := [value for value, count in counts.items() if count > 1]:
-        raise InputError(
-            f"column {id_column!r} has {equal[0]!r} in {counts[equal[0]]:,} rows: give an id_column whose values differ"
-        )
+    Args:
+        total: Rows of the job.
+        concurrency: Actors.
+        plans: Of the actors.
+    """
+    rows_per_s = max((_rows_per_s(plan) for plan in plans.values()), default=0.0)
+    few = total // (_BATCHES_OF_EACH * concurrency)
+    long = min(int(_BATCH_S * rows_per_s), total // (_FEWEST_BATCHES_OF_EACH * concurrency))
+    return max(_LEAST_BATCH, min(_MOST_BATCH, max(few, long)))
 
 
-def hash_ids(batch: pa.Table, id_column: str) -> pa.Table:
-    """Of each id 64 bits, the same on every machine. Raises InputError for a row without an id."""
-    column = batch.column(id_column)
-    if column.null_count:
-        raise InputError(f"column {id_column!r} has rows without a value: give an id_column that all rows have")
-    return pa.table(
-        {"hash": pa.array([xxh3_64_intdigest(str(value).encode()) for value in column.to_pylist()], pa.uint64())}
-    )
-
-
-def _with_hash(batch: pa.Table, id_column: str, hashes: pa.Array) -> pa.Table:
-    return batch.filter(pc.is_in(hash_ids(batch, id_column).column(0), value_set=hashes))
-
-
-def _repeated(values: np.ndarray) -> np.ndarray:
-    """Those that are there more than once."""
-    found, counts = np.unique(values, return_counts=True)
-    return found[counts > 1]
+def _rows_per_s(plan: Mapping[str, Any]) -> float:
+    """That an actor is planned to have."""
+    predicted = plan["prediction"]
+    sweeps_s = predicted["total_s"] - predicted["startup_s"]
+    return float(plan["workload"]["num_seqs"] / sweeps_s) if sweeps_s > 0 else 0.0
 
 
 def calls_at_once(plans: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], batch_size: int) -> int:
@@ -187,25 +171,6 @@ def refusal_in(error: BaseException) -> BatchgenError | None:
         kind, line = told[-1]
         return InputError(line) if kind == InputError.__name__ else BatchgenError(line)
     return None
-
-
-def ids_done(folder: Path, id_column: str) -> pa.Array:
-    """The ids of the rows in an output, in any order."""
-    columns = [pq.read_table(path, columns=[id_column]).column(0) for path in sorted(folder.glob("part-*.parquet"))]
-    chunks = [chunk for column in columns for chunk in column.chunks]
-    return pa.concat_arrays(chunks) if chunks else pa.array([])
-
-
-def without_ids(batch: pa.Table, done: pa.Array, id_column: str) -> pa.Table:
-    """The rows whose id is not among `done`."""
-    return batch.filter(pc.invert(pc.is_in(batch.column(id_column), value_set=done)))
-
-
-def _rows_left(batch: pa.Table, done: Any, id_column: str) -> pa.Table:
-    """As `without_ids`. done: where Ray has the ids, which are many: each machine has them once."""
-    import ray
-
-    return without_ids(batch, ray.get(done), id_column)
 
 
 class GenerateParts:

@@ -17,12 +17,15 @@ from batchgen.core.units import parse_rate
 from batchgen.core.workload import Workload
 from batchgen.job import devices, planning
 from batchgen.job.devices import Devices, Outcome
+from batchgen.job.mixed_devices import Part, _sequences_of_each, share_out
 from batchgen.job.options import JobOptions, options_of
 from batchgen.job.run_command import run_command, torchrun_command
 from batchgen.job.workload import EstimatedWorkload
+from batchgen.profiler.shipped import shipped_profile
 
 LENGTHS = ("--num-prompts", 48, "--input-len", 64, "--output-len", 8, "--max-num-seqs", 8)
 HEADS = 16
+A100 = shipped_profile("a100").name
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,55 @@ class TestTable:
         assert recommended(None) is None
 
 
+class TestSeveralKinds:
+    KINDS = "2x zen4 + 1x a100"
+    MANY = ("--num-prompts", 20_000, "--input-len", 64, "--output-len", 8, "--max-num-seqs", 64, "--dtype", "float16")
+
+    @pytest.fixture(scope="class")
+    def made(self, shape):
+        return planned_json("-m", shape, *self.MANY, "--devices", self.KINDS)
+
+    def test_workers_have_rows_as_they_are_fast_and_end_together(self, made, shape):
+        """As plans of one kind with these rows each say."""
+        found = by_name(made)
+        workers = found["3 workers"]
+        assert not workers["reason"] and sum(workers["shares"].values()) == pytest.approx(1)
+        assert workers["shares"][A100] > 0.5
+        assert workers["seconds"] < found["one worker"]["seconds"]
+        assert A100 in found["one worker"]["words"]
+        assert workers["total_tokens_per_s"] == pytest.approx(20_000 * (64 + 8) / workers["seconds"])
+        assert workers["command"].endswith(" --share") and "--device" not in workers["command"]
+
+    def test_a_model_is_not_split_over_several_kinds(self, made):
+        found = by_name(made)
+        for name in ("tensor parallel", "pipeline"):
+            assert (found[name]["seconds"], found[name]["reason"]) == (None, "is for devices of one kind")
+
+    def test_as_text(self, shape):
+        lines = planned("-m", shape, *self.MANY, "--devices", self.KINDS).splitlines()
+        assert any("of the rows on" in line and line.endswith("<- recommended") for line in lines)
+        assert any(line.startswith("on 2x ") and f" + 1x {A100}" in line for line in lines)
+        assert lines[-1].startswith(
+            "recommended: 3 workers, on each device's host, with --device as it has there: batchgen run"
+        )
+
+
+def test_workers_that_would_make_different_rows():
+    kinds = [(1, SimpleNamespace(), SimpleNamespace(dtype=dtype)) for dtype in ("bfloat16", "float32")]
+    with pytest.raises(InputError, match="need the same --dtype, and here they would have bfloat16 and float32"):
+        share_out(kinds, EstimatedWorkload(Workload.uniform(10, 5, 5), True))
+
+
+def _part(count, sequences, start_s, end_s):
+    return Part(count, sequences, SimpleNamespace(prediction=SimpleNamespace(startup_s=start_s, total_s=end_s)))
+
+
+def test_a_device_that_begins_too_late_has_no_rows():
+    fast, late = _part(1, 100, 1.0, 11.0), _part(4, 100, 60.0, 61.0)
+    assert _sequences_of_each([fast, late], 100) == [100, 0]
+    assert _sequences_of_each([fast, _part(2, 100, 1.0, 11.0)], 100) == [33, 34]  # three alike: a third each
+
+
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--pipeline"])
 def test_run_plan_and_table_say_the_same(flag, tiny_models, tmp_path, monkeypatch):
     """On this machine, by given rates, but for the time that each command takes until it plans."""
@@ -176,6 +228,11 @@ def test_a_faster_link_is_worth_what_the_sums_take(shape):
         (["--devices", "3x zen4", "--hardware", "t4"], "leave out --hardware"),
         (["--devices", "3x zen4", "--hosts", 2], "--hosts 2: 3 devices are not shared out evenly"),
         (["--devices", "3x zen4", "--hosts", 0], "--hosts 0: 3 devices are not shared out evenly"),
+        (["--devices", "1x zen4 + 1x a100", "--hosts", 2], "--hosts is for devices of one kind"),
+        (["--devices", "1x zen4 + 2x zen4"], "zen4 is there twice"),
+        (["--devices", "1x zen4 + 1x abacus"], "abacus is no file"),
+        (["--devices", "1x zen4 + t4"], "give how many and of what"),
+        (["--devices", "1x zen4 + 1x t4", "--hardware", "t4"], "leave out --hardware"),
         (["--hosts", 2], "--hosts says where --devices are"),
         (["--devices", "2x zen4", "--pipeline", 2], "--devices has --pipeline in its table"),
         (["--tensor-parallel", 2, "--pipeline", 2], "--tensor-parallel does not go with --pipeline"),

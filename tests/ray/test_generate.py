@@ -17,7 +17,8 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Completion, Request, Sample, SamplingParams
 from batchgen.ops.instruction_set import num_threads
 from batchgen.ray import Generate
-from batchgen.ray.job import GenerateParts, calls_at_once, ids_done, refusal_in, without_ids, write_part
+from batchgen.ray.ids import ids_done, without_ids
+from batchgen.ray.job import GenerateParts, calls_at_once, refusal_in, rows_of_batch, write_part
 from batchgen.ray.loading import load_stream
 from batchgen.ray.plans import machine_kind, plan_here
 from batchgen.ray.share import share_of
@@ -116,6 +117,19 @@ def test_an_actor_has_as_many_batches_as_keep_its_engine_busy():
     assert calls_at_once(plans, {}, 64) == 1 + 10
     assert calls_at_once({}, {"max_num_seqs": 8}, 64) == 1 + 1
     assert calls_at_once({"a": plans["a"]}, {"n": 4, "max_num_seqs": 64}, 16) == 1 + 2
+
+
+def test_a_batch_has_many_rows_where_these_are_short():
+    def plan(rows_per_s):
+        return {
+            "kind": {"workload": {"num_seqs": 500}, "prediction": {"startup_s": 5.0, "total_s": 5.0 + 500 / rows_per_s}}
+        }
+
+    assert rows_of_batch(10_000, 2, {}) == rows_of_batch(10_000, 2, plan(1)) == 78
+    assert rows_of_batch(10_000, 2, plan(200)) == 200
+    assert rows_of_batch(1_000, 2, plan(200)) == 31, "each actor has some batches"
+    assert rows_of_batch(10**6, 2, plan(1e4)) == 256
+    assert rows_of_batch(10, 2, plan(1e4)) == 16
 
 
 def test_what_batchgen_refuses_in_a_task_is_found_in_what_ray_makes_of_it():

@@ -6,7 +6,7 @@ import pytest
 
 import batchgen
 import batchgen.ray
-import batchgen.ray.job as job_module
+import batchgen.ray.ids as ids_module
 from batchgen.core.errors import InputError
 
 ray = pytest.importorskip("ray")
@@ -62,10 +62,19 @@ def test_ids_are_looked_at_before_anything_is_run(ids, message, tiny_models, tmp
     assert not list((tmp_path / "out").glob("part-*"))
 
 
+def test_an_input_without_rows(tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    pq.write_table(
+        pa.table({"prompt": pa.array([], pa.string()), "id": pa.array([], pa.int64())}), tmp_path / "in.parquet"
+    )
+    found = batchgen.ray.run(path, str(tmp_path / "in.parquet"), tmp_path / "out", id_column="id", plan=False)
+    assert found == {"rows": 0, "rows_resumed": 0}
+
+
 def test_ids_whose_hashes_are_equal_may_differ(tmp_path, monkeypatch):
     pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "in.parquet")
-    monkeypatch.setattr(job_module, "_repeated", lambda values: values)  # as if each were that of another id, too
-    job_module._check_ids(str(tmp_path / "in.parquet"), "id")
+    monkeypatch.setattr(ids_module, "_repeated", lambda values: values)  # as if each were that of another id, too
+    assert ids_module.check_ids(str(tmp_path / "in.parquet"), "id") == 3
 
 
 def test_what_is_refused_in_an_actor_is_one_line(tiny_models, tmp_path):

@@ -103,6 +103,19 @@ def _whole_then_changed(stack: ExitStack) -> None:
         file.write(b"more")
 
 
+def _replaced_meanwhile(stack: ExitStack) -> None:
+    """Other rows come to the input, as many, when the first row is done."""
+    from batchgen.job import run
+
+    make_result = run._row_result
+
+    def replace_input(*of):
+        _write(["Another row."] * ROWS)
+        return make_result(*of)
+
+    stack.enter_context(mock.patch("batchgen.job.run._row_result", replace_input))
+
+
 def _cut_model(stack: ExitStack) -> None:
     folder = Path("model").resolve()
     Path("model").unlink()
@@ -132,6 +145,7 @@ CASES = (
     Case(INPUT, "a template with an error", ("--prompt-template", "{{ prompt")),
     Case(INPUT, "the model is not there", ("-m", "./none")),
     Case(INPUT, "half of a weight file", prepare=_cut_model),
+    Case(INPUT, "other rows in it while the job runs", prepare=_replaced_meanwhile),
     Case(ROW, "a null prompt", prepare=lambda stack: _write(["a", None, "b"])),
     Case(ROW, "a null prompt, with `--on-error fail`", ("--on-error", "fail"), lambda stack: _write(["a", None, "b"])),
     Case(ROW, "a null prompt, with `--max-failed 0`", ("--max-failed", "0"), lambda stack: _write(["a", None, "b"])),
