@@ -8,7 +8,7 @@ Times are those of the sweeps. Each is predicted twice: by the cost model (the L
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
 
-Writes benchmarks/results/policy_errors.json; with --only, settings that are left out stay as they are there.
+Writes benchmarks/results/policy_errors.json, after each policy; with --only, settings that are left out stay as they are there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tier_runs import SHAPE as LARGER
-from tier_runs import joined, model_in, prompts, results_of, run_undisturbed, write
+from tier_runs import different_rows, joined, model_in, prompts, results_of, run_undisturbed, write
 from way_settings import MIB, TIMES, request_of
 from way_settings import SHAPE as SMALLER
 
@@ -118,17 +118,21 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="measure no job")
     parser.add_argument("-o", "--output", type=Path, default=results_of("policy_errors"))
     args = parser.parse_args()
-    found = [_setting(s, args) for s in SETTINGS if not args.only or s.name in args.only]
-    if args.dry:
-        return
-    settings = joined(args.output, found, [s.name for s in SETTINGS])
-    policies = [policy for entry in settings for policy in entry["policies"]]
+    for setting in SETTINGS:
+        if not args.only or setting.name in args.only:
+            _setting(setting, args)
+
+
+def _keep(entry: dict[str, Any], output: Path) -> None:
+    """Writes the policies of a setting that have been measured so far, beside the other settings of the file."""
+    settings = joined(output, [entry], [s.name for s in SETTINGS])
+    policies = [policy for each in settings for policy in each["policies"]]
     result = {f"{name}_error": _errors(policies, name) for name in ("planned", "simulated")}
-    for name, error in result.items():
-        print(f"{name}: median {error['median']:.1%}, worst {error['worst']:.1%}")
-    tokens = {entry["setting"]: len({policy["tokens"] for policy in entry["policies"]}) for entry in settings}
-    print(f"different outputs of each setting's policies: {tokens}")
-    write("policy_errors", result | {"settings": settings}, args.output)
+    write("policy_errors", result | {"settings": settings}, output)
+
+
+def _without_tokens(policy: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in policy.items() if name != "tokens"}
 
 
 def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -136,8 +140,8 @@ def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
     return {"median": statistics.median(errors), "worst": max(errors)}
 
 
-def _setting(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """Draws, and unless it is a dry run measures, the policies of one setting."""
+def _setting(setting: Setting, args: argparse.Namespace) -> None:
+    """Draws the policies of one setting, and unless it is a dry run measures them and keeps each at once."""
     work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
     model = model_in(work_dir, setting.shape)
     config = read_config(resolve_model(str(model)))
@@ -201,15 +205,19 @@ def _setting(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
             )
         policies.append(entry)
         print(line, flush=True)
-    result = {"setting": setting.name, "device": str(setting.device), "policies": policies}
-    result |= {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
+        if not args.dry:
+            about = {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
+            found = {"setting": setting.name, "device": str(setting.device)} | about | _ranked(policies)
+            found["different_rows"] = different_rows(policies)
+            _keep(found | {"policies": [_without_tokens(policy) for policy in policies]}, args.output)
     if not args.dry:
-        result |= _ranked(policies)
         print(
-            f"{setting.name}: of {len(policies)} policies the plan is number {result['rank_of_plan']},"
-            f" {result['plan_against_fastest']:.2f} times as long as the fastest"
+            f"{setting.name}: of {len(policies)} policies the plan is number {found['rank_of_plan']},"
+            f" {found['plan_against_fastest']:.2f} times as long as the fastest; median error planned"
+            f" {found['planned_error']['median']:.1%}, simulated {found['simulated_error']['median']:.1%}; worst"
+            f" {found['planned_error']['worst']:.1%} and {found['simulated_error']['worst']:.1%};"
+            f" {found['different_rows']} of {setting.rows} rows have not the same tokens in all"
         )
-    return result
 
 
 def _distinct(pairs: Iterator[tuple[str, Candidate]], most: int) -> Iterator[tuple[str, Candidate]]:

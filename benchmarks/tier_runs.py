@@ -89,7 +89,7 @@ def run_here(  # one run, told by its command line
 ) -> dict[str, Any]:
     """Runs all rows; seconds are those of the sweeps, loading left out. kv_tokens: of the KV pools together.
 
-    tokens: a digest of what each row generated, the same for two runs where all of it is the same. busy: why the times cannot be
+    tokens: a digest of what each row generated. busy: why the times cannot be
     trusted, None where the machine was left alone.
     """
     files = resolve_model(str(model))
@@ -130,7 +130,7 @@ def run_here(  # one run, told by its command line
         return {
             "seconds": seconds,
             "busy": busy,
-            "tokens": json_sha256([c.samples[0].token_ids for c in sorted(done, key=lambda c: c.index)]),
+            "tokens": [json_sha256(c.samples[0].token_ids)[:8] for c in sorted(done, key=lambda c: c.index)],
             "generated_tokens_per_s": stats.generated_tokens / seconds,
             "sweeps": stats.sweeps,
             "tokens_per_sweep": stats.generated_tokens / stats.sweeps,
@@ -140,6 +140,11 @@ def run_here(  # one run, told by its command line
             "bytes_moved": parts.executor.bytes_moved,
             "peak_kv_blocks": stats.peak_kv_blocks,
         }
+
+
+def different_rows(runs: Sequence[dict[str, Any]]) -> int:
+    """Of runs over the same rows, the rows that have not the same tokens in all of them."""
+    return sum(len(set(row)) > 1 for row in zip(*[run["tokens"] for run in runs], strict=True))
 
 
 def results_of(name: str) -> Path:
@@ -165,6 +170,8 @@ def write(name: str, result: dict[str, Any], path: Path | None = None) -> None:
         "machine": machine(),
         "versions": {"batchgen": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+    told = path is None
     path = path or results_of(name)
     path.write_text(json.dumps(about | result, indent=2) + "\n")
-    print(f"wrote {path}")
+    if told:
+        print(f"wrote {path.relative_to(RESULTS.parent.parent)}")

@@ -10,7 +10,7 @@ from batchgen.models.config import ModelConfig
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from random_model import LLAMA_3B
-from way_settings import ROUND_PROCESS_BYTES, SETTINGS, SHAPE, plans_of, round_machine, seconds_of
+from way_settings import FLIPPED, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, plans_of, round_machine, seconds_of
 
 
 def test_no_two_settings_are_won_by_the_same_way():
@@ -18,7 +18,7 @@ def test_no_two_settings_are_won_by_the_same_way():
     assert len(winners) == len(set(winners)) and {"GPU-only", "NEO", "APEX", "FlexGen"} <= set(winners)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", (*SETTINGS, FLIPPED), ids=lambda setting: setting.name)
 def test_the_plan_goes_the_way_that_is_meant_to_win(setting):
     config = ModelConfig.from_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
     plans, _, goes = plans_of(setting, round_machine(setting.device), config, ROUND_PROCESS_BYTES)
