@@ -279,6 +279,19 @@ class WayTime:
 
 
 @dataclass(frozen=True)
+class OtherWeights:
+    """The format that a plan's weights could have instead, as found or expanded.
+
+    Attributes:
+        weight_format: as of Policy.
+        seconds: of the whole job with it; None where no plan fits.
+    """
+
+    weight_format: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A policy, what it is for, and what it is expected to do.
 
@@ -287,6 +300,7 @@ class Plan:
         placement_bytes: weights, KV and activations -> tier -> bytes.
         kernels: what each shape of the model runs on on the CPU.
         ways: what the job would take in each way that was compared, and in this one.
+        other_weights: where the weights' format was left to the plan.
     """
 
     model: str
@@ -299,6 +313,7 @@ class Plan:
     prediction: Prediction
     kernels: KernelChoice = PROCESS_SET
     ways: tuple[WayTime, ...] = ()
+    other_weights: OtherWeights | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}

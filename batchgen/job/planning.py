@@ -7,8 +7,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
+    EXPANDED,
     FORMAT_BYTES,
     INT4,
     INT8,
@@ -46,6 +47,7 @@ from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
 from batchgen.job.ways import with_ways
+from batchgen.job.weight_choice import expanded_fit, faster, requests_by_format, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
@@ -75,7 +77,7 @@ class PlanRequest:
 
     quantization, kv_cache_dtype: "auto" leaves the format to the plan. store_bytes: what a weight store would take on
     disk, which weights can be streamed from; 0 if there is one. has_int4_store: whether there is one of weights in 4 bits, for
-    plans beside this one. ranks: processes that share every layer. stages: those that share the layers. The plan is one's, and so are
+    plans beside this one. stores_bytes: `store_bytes` of other quantizations that the plan may have. ranks: processes that share every layer. stages: those that share the layers. The plan is one's, and so are
     budgets; of_host: processes that share the host's.
     """
 
@@ -96,6 +98,7 @@ class PlanRequest:
     process_bytes: int = 0
     store_bytes: int = 0
     has_int4_store: bool = False
+    stores_bytes: Mapping[str, int] = field(default_factory=dict)
     ranks: int = 1
     stages: int = 1
     of_host: int = 1
@@ -154,8 +157,8 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
         InputError: No plan fits.
     """
     workload = replace(estimated.workload, routing=known_routing(case.job.files, case.job.config))
-    problem = problem_of(case.hardware, case.job.process_config, workload, case.request)
-    plan = plan_problem(case, problem, estimated)
+    plan, problem = _plan_formats(case, estimated._replace(workload=workload))
+    case = _case_of(case, problem)
     if ways and case.request.stages == 1:
         plan_of = plan_maker(
             problem,
@@ -168,8 +171,38 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
     return plan, problem
 
 
+def _plan_formats(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
+    """The fastest plan among those for each format that weights may be in, and its problem. Raises InputError where none fits."""
+    requests = requests_by_format(case.job, case.hardware, case.request)
+    found: list[tuple[Plan, Problem]] = []
+    refused: list[tuple[PlanRequest, InputError]] = []
+    for request in requests:
+        try:
+            problem = problem_of(case.hardware, case.job.process_config, estimated.workload, request)
+            found.append((plan_problem(case, problem, estimated), problem))
+        except InputError as error:
+            refused.append((request, error))
+    if not found:
+        raise refused[0][1]
+    if len(requests) == 1:
+        return found[0]
+    if refused:
+        return without_room(found[0][0], refused[0][0]), found[0][1]
+    best = faster([plan for plan, _ in found])
+    return best, next(problem for plan, problem in found if plan.policy == best.policy)
+
+
+def _case_of(case: Case, problem: Problem) -> Case:
+    """The case with the request that a problem was made from, of those for each format that weights may be in."""
+    for request in requests_by_format(case.job, case.hardware, case.request):
+        if _weight_formats(request) == problem.weight_formats:
+            return replace(case, request=request)
+    return case
+
+
 def plan_problem(case: Case, problem: Problem, estimated: EstimatedWorkload) -> Plan:
     """The fastest plan for a case whose problem may have been changed; over stages with the time of all. Raises InputError."""
+    case = _case_of(case, problem)
     plan = plan_job(
         problem,
         case.request,
@@ -252,11 +285,10 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     profile = process_profile(profile, job, whole=given)
     if device.kind == "emulated":
         profile = emulated_profile(profile, device, core)
-    store = has_int4_store = False
+    has_int4_store = False
     with contextlib.suppress(InputError):  # plans need no weights to be there
-        store = existing_store(job.files, job.offload_dir, dtype, quantization, job.shard)
         has_int4_store = existing_store(job.files, job.offload_dir, dtype, INT4)
-    to_write = 0 if store else store_bytes(config, dtype, quantization)
+    to_write = _bytes_to_write(job, quantization)
     if job.shard is not None and quantization == INT4 and not has_int4_store:
         # The whole model's, which ranks cut theirs from.
         to_write += store_bytes(config, dtype, quantization)
@@ -266,9 +298,18 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
         store_bytes=to_write,
+        stores_bytes={name: _bytes_to_write(job, name) for name in (job.as_found, EXPANDED) if name and job.as_found},
         has_int4_store=has_int4_store,
     )
     return profile, request
+
+
+def _bytes_to_write(job: ResolvedJob, quantization: str) -> int:
+    """What a weight store would take on disk; 0 if there is one."""
+    with contextlib.suppress(InputError):  # plans need no weights to be there
+        if existing_store(job.files, job.offload_dir, job.dtype, quantization, job.shard):
+            return 0
+    return store_bytes(job.process_config, job.dtype, quantization)
 
 
 def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -276,7 +317,8 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
 
     may_stream: Whether weights may have no room in memory.
     """
-    config, quantization = job.process_config, job.options.quantization
+    config, as_found = job.process_config, job.as_found
+    quantization = as_found or job.options.quantization
     layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
     named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
@@ -284,6 +326,8 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
         streams = may_stream or job.device.accelerated
         in_rows += [layers] if streams and layers in (INT8, *BLOCK_FORMATS) else []
         in_rows += [output] if config.tied_embeddings and output in BLOCK_FORMATS else []
+        if as_found and config.tied_embeddings and expanded_fit(job, sum(job.budgets.values()) - job.budgets["disk"]):
+            in_rows += [job.dtype]  # of expanded weights, which these are compared with
     return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
 
 

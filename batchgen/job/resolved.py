@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import MIXED
+from batchgen.core.dtypes import AS_FOUND, KEPT_FORMATS, MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
@@ -18,7 +18,7 @@ from batchgen.engine.tensor_parallel import first_shard, shard_quantization
 from batchgen.job.options import JobOptions
 from batchgen.job.pipeline import check_stages, largest_stage
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, cache_dir, read_config
+from batchgen.models.files import ModelFiles, cache_dir, read_config, resolve_quantization
 from batchgen.models.shard import Shard
 
 
@@ -28,7 +28,8 @@ class ResolvedJob:
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
     the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. expanded_format: of weights that are expanded, as a shard does not have them as they were found. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
+    model, whose shape `config` is then. as_found: the format of the model's weights, where a plan may keep it or expand them.
+    expanded_format: of weights that are expanded, as a shard does not have them as they were found. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
     or stage of this host.
     """
 
@@ -43,6 +44,7 @@ class ResolvedJob:
     cpu_memory: int | None
     disk_memory: int | None
     shard: Shard | None = None
+    as_found: str | None = None
     expanded_format: str = ""
     of_host: int = 1
     shares: tuple[frozenset[int], ...] = ()
@@ -168,6 +170,7 @@ def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
         job,
         options=replace(job.options, quantization=quantization),
         shard=shard,
+        as_found=None,
         expanded_format="" if quantization == found else found,
     )
 
@@ -194,6 +197,7 @@ def _resolved(
     dtype: str,
     memory_bytes: Callable[[], int],
 ) -> ResolvedJob:
+    found = resolve_quantization(files, options.quantization, on_cpu=device.kind != "cuda")
     quantization = choose_quantization(files, config, options.quantization, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:
@@ -205,6 +209,7 @@ def _resolved(
         config=config,
         dtype=dtype,
         device=device,
+        as_found=found if options.quantization == AS_FOUND and found in KEPT_FORMATS else None,
         context=resolve_context(config, options.max_model_len),
         offload_dir=Path(options.offload_dir or cache_dir()),
         gpu_memory=size(options.gpu_memory),

@@ -12,7 +12,15 @@ from batchgen.core.units import format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import head_lanes, kv_bytes, layer_lanes, moved_bytes, peak_bytes, sweep_overhead_s
 from batchgen.planner.experts import break_even_tokens
-from batchgen.planner.explanation import LANE_NAMES, Explanation, explanation_of, price_lines, stage_rows, total_lines
+from batchgen.planner.explanation import (
+    LANE_NAMES,
+    Explanation,
+    explanation_of,
+    format_sentences,
+    price_lines,
+    stage_rows,
+    total_lines,
+)
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import CostInputs, Placement
 from batchgen.planner.lp import Counts, job_seconds
@@ -239,6 +247,7 @@ def headline(plan: Plan) -> list[str]:
         f"plan: {workload.num_seqs:,} sequences of {_lengths(workload)} tokens,"
         f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight, up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
+        *format_sentences(plan),
     ]
 
 

@@ -1,0 +1,156 @@
+"""Weights as found or expanded, where that is left to the plan: the faster by the machine's rates, and the same tokens."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from planner_cases import GIB, constant, cpu_box
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+
+import batchgen
+from batchgen.core.dtypes import product_key
+from batchgen.core.errors import InputError
+from batchgen.core.hardware import Rates
+from batchgen.core.plan import OtherWeights, Plan
+from batchgen.core.workload import Workload
+from batchgen.job.options import JobOptions
+from batchgen.job.planning import Case, PlanRequest, _formats_measured, plan_case, request_of
+from batchgen.job.resolved import resolve_job
+from batchgen.job.weight_choice import faster, requests_by_format
+from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.files import resolve_model
+from batchgen.planner.explain import explain, headline
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FP32, PACKED = "float32", product_key("q4_0", "float32")
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = make_tiny_tokenizer(directory)
+    model = make_tiny_model("llama", directory, hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    write_tiny_gguf(model, directory / "model.gguf", tensor_type="Q4_0", tokenizer=tokenizer)
+    return directory / "model.gguf"
+
+
+def machine(packed=True, **changes):
+    """On which packed weights are four times as fast with one token, and half as fast with very many; both slow enough to tell."""
+    box = cpu_box(**changes)
+    tables = {
+        name: {FP32: of["float16"]} for name, of in vars(box.cpu).items() if isinstance(of, dict) and "float16" in of
+    }
+    gemm = {FP32: Rates(("tokens",), ((1, 1e6), (256, 2e8)))}
+    gemm |= {PACKED: Rates(("tokens",), ((1, 4e6), (256, 1e8)))} if packed else {}
+    tables |= {"gemm_flops_per_s": gemm, "elementwise_bytes_per_s": {FP32: constant(1e12)}}
+    return replace(box, cpu=replace(box.cpu, **tables))
+
+
+def case_of(gguf_file, hardware, **options):
+    options = {"dtype": FP32, "cpu_memory": "4GiB", "max_model_len": 128} | options
+    job = resolve_job(JobOptions(str(gguf_file), "in.parquet", "out.parquet", **options), resolve_model(str(gguf_file)))
+    request = replace(request_of(job), cpu_memory=hardware.cpu_memory_bytes, disk_memory=0, store_bytes=GIB)
+    return Case(job, hardware, request, 0.0)
+
+
+def planned(gguf_file, rows, hardware=None, **options):
+    workload = EstimatedWorkload(Workload.uniform(rows, 16, 64), True)
+    return plan_case(case_of(gguf_file, hardware or machine(), **options), workload)
+
+
+def test_few_rows_run_with_weights_as_found_and_many_with_expanded_ones(gguf_file):
+    (few, few_problem), (many, many_problem) = (planned(gguf_file, rows) for rows in (1, 1000))
+    assert (few.policy.weight_format, many.policy.weight_format) == ("q4_0", FP32)
+    assert (few_problem.weight_formats, many_problem.weight_formats) == (("q4_0",), (FP32,))
+    for plan, other in ((few, FP32), (many, "q4_0")):
+        assert plan.other_weights.weight_format == other
+        assert plan.other_weights.seconds > 1.02 * plan.prediction.total_s
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    (said,) = (line for line in headline(few) if "Weights" in line)
+    assert said.startswith("Weights stay in q4_0, as they were found: so the job takes") and said in explain(few)
+    (said,) = (line for line in headline(many) if "Weights" in line)
+    assert said.startswith("Weights are expanded to float32: so the job takes") and said in explain(many)
+
+
+def test_the_same_machine_gives_the_same_choice(gguf_file):
+    assert len({planned(gguf_file, 30)[0].policy.weight_format for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "hardware", "found"),
+    [
+        ({"quantization": "bf16"}, {}, FP32),
+        ({"quantization": "int8"}, {}, "int8"),
+        ({}, {"packed": False}, FP32),  # no rates to choose by: expanded ones take little of the memory
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_nothing_is_chosen_where_a_format_is_asked_for_or_rates_are_not_known(
+    gguf_file, options, hardware, found, rows
+):
+    plan, _ = planned(gguf_file, rows, machine(**hardware), **options)
+    assert (plan.policy.weight_format, plan.other_weights) == (found, None)
+    assert not any("Weights" in line for line in headline(plan))
+
+
+def with_time(weight_format, seconds):
+    return Plan(
+        "m", "h", FP32, None, {}, SimpleNamespace(weight_format=weight_format), {}, SimpleNamespace(total_s=seconds)
+    )
+
+
+@pytest.mark.parametrize(("expanded_s", "chosen"), [(99.0, "q4_0"), (97.0, FP32), (101.0, "q4_0"), (300.0, "q4_0")])
+def test_times_that_are_equal_to_2_percent_leave_weights_as_found(expanded_s, chosen):
+    plan = faster([with_time("q4_0", 100.0), with_time(FP32, expanded_s)])
+    assert plan.policy.weight_format == chosen
+    other = OtherWeights(FP32, expanded_s) if chosen == "q4_0" else OtherWeights("q4_0", 100.0)
+    assert plan.other_weights == other
+
+
+def test_expanded_weights_that_cannot_fit_are_not_planned_for(gguf_file):
+    job = case_of(gguf_file, machine()).job
+    for memory, count in ((4 * GIB, 2), (1 << 20, 1)):
+        requests = requests_by_format(job, machine(), PlanRequest("m", FP32, 128, cpu_memory=memory))
+        assert [r.quantization for r in requests] == ["q4_0", "bf16"][:count]
+
+
+def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
+    with pytest.raises(InputError, match="no plan fits"):
+        planned(gguf_file, 1, machine(cpu_memory_bytes=1 << 24))
+
+
+def test_rates_are_measured_for_what_is_compared(gguf_file):
+    job = case_of(gguf_file, machine()).job
+    assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
+    assert _formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
+    expanded = case_of(gguf_file, machine(), quantization="bf16").job
+    assert _formats_measured(expanded, may_stream=True) == ((), ())
+
+
+def test_a_job_goes_on_with_the_other_format_and_the_same_tokens(gguf_file, tmp_path, monkeypatch):
+    """Half of its rows with weights as found, and the rest expanded: all as if it had run in one piece."""
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [f"The ferry {i}" for i in range(8)]}), rows)
+    slow_packed, slow_expanded = tmp_path / "packed.json", tmp_path / "expanded.json"
+    for path, key in ((slow_packed, PACKED), (slow_expanded, FP32)):
+        box = machine()
+        gemm = box.cpu.gemm_flops_per_s
+        gemm = gemm | {key: gemm[key].scaled(1e-3)}
+        path.write_text(json.dumps(replace(box, cpu=replace(box.cpu, gemm_flops_per_s=gemm)).to_json()))
+
+    def run(output, hardware, **options):
+        job = {"dtype": FP32, "cpu_memory": "2GiB", "max_tokens": 6, "hardware": str(hardware)} | options
+        report = batchgen.run(str(gguf_file), str(rows), str(output), **job)
+        return report["policy"]["weight_format"]
+
+    assert run(tmp_path / "found.parquet", slow_expanded) == "q4_0"
+    assert run(tmp_path / "expanded.parquet", slow_packed) == FP32
+    assert run(tmp_path / "both.parquet", slow_expanded, limit=4) == "q4_0"
+    assert run(tmp_path / "both.parquet", slow_packed) == FP32
+    found, expanded, both = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("found", "expanded", "both"))
+    assert len(found) == 8 and found == expanded == both
