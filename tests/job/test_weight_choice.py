@@ -17,9 +17,9 @@ from batchgen.core.hardware import Rates
 from batchgen.core.plan import OtherWeights, Plan
 from batchgen.core.workload import Workload
 from batchgen.job.options import JobOptions
-from batchgen.job.planning import Case, PlanRequest, _formats_measured, plan_case, request_of
+from batchgen.job.planning import Case, _formats_measured, plan_case, request_of
 from batchgen.job.resolved import resolve_job
-from batchgen.job.weight_choice import faster, requests_by_format
+from batchgen.job.weight_choice import faster, quantizations_planned
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.files import resolve_model
 from batchgen.planner.explain import explain, headline
@@ -114,8 +114,8 @@ def test_times_that_are_equal_to_2_percent_leave_weights_as_found(expanded_s, ch
 def test_expanded_weights_that_cannot_fit_are_not_planned_for(gguf_file):
     job = case_of(gguf_file, machine()).job
     for memory, count in ((4 * GIB, 2), (1 << 20, 1)):
-        requests = requests_by_format(job, machine(), PlanRequest("m", FP32, 128, cpu_memory=memory))
-        assert [r.quantization for r in requests] == ["q4_0", "bf16"][:count]
+        assert quantizations_planned(job, machine(), memory) == ("q4_0", "bf16")[:count]
+    assert quantizations_planned(job, machine(packed=False), 4 * GIB) == ()
 
 
 def test_where_neither_fits_the_one_that_needs_less_is_named(gguf_file):
