@@ -77,7 +77,7 @@ _INPUT_HELP = (
     " - is stdin."
 )
 _QUANTIZATION_HELP = (
-    "none: the layers' matrices as they are found, or expanded where memory is plenty; bf16: always expanded to"
+    "none: the layers' matrices as they are found, or expanded where that is faster; bf16: always expanded to"
     " the dtype that is computed in; int4: in 4 bits; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits."
 )
 _KV_HELP = "int8, int4: KV in 8 or 5 bits."

@@ -47,7 +47,7 @@ from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
 from batchgen.job.ways import with_ways
-from batchgen.job.weight_choice import expanded_fit, faster, requests_by_format, without_room
+from batchgen.job.weight_choice import expanded_fit, faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
@@ -173,7 +173,7 @@ def plan_case(case: Case, estimated: EstimatedWorkload, *, ways: bool = False) -
 
 def _plan_formats(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Problem]:
     """The fastest plan among those for each format that weights may be in, and its problem. Raises InputError where none fits."""
-    requests = requests_by_format(case.job, case.hardware, case.request)
+    requests = _requests_by_format(case)
     found: list[tuple[Plan, Problem]] = []
     refused: list[tuple[PlanRequest, InputError]] = []
     for request in requests:
@@ -187,14 +187,25 @@ def _plan_formats(case: Case, estimated: EstimatedWorkload) -> tuple[Plan, Probl
     if len(requests) == 1:
         return found[0]
     if refused:
-        return without_room(found[0][0], refused[0][0]), found[0][1]
+        (other,) = _weight_formats(refused[0][0])
+        return without_room(found[0][0], other), found[0][1]
     best = faster([plan for plan, _ in found])
     return best, next(problem for plan, problem in found if plan.policy == best.policy)
 
 
+def _requests_by_format(case: Case) -> list[PlanRequest]:
+    """The case's request with each quantization that the plan may have."""
+    request, hardware = case.request, case.hardware
+    host = hardware.cpu_memory_bytes // request.of_host if request.cpu_memory is None else request.cpu_memory
+    device = (hardware.gpu_memory_bytes or 0) if request.gpu_memory is None else request.gpu_memory
+    planned = quantizations_planned(case.job, hardware, host + device) or (request.quantization,)
+    written = {request.quantization: request.store_bytes} | dict(request.stores_bytes)
+    return [replace(request, quantization=name, store_bytes=written.get(name, request.store_bytes)) for name in planned]
+
+
 def _case_of(case: Case, problem: Problem) -> Case:
     """The case with the request that a problem was made from, of those for each format that weights may be in."""
-    for request in requests_by_format(case.job, case.hardware, case.request):
+    for request in _requests_by_format(case):
         if _weight_formats(request) == problem.weight_formats:
             return replace(case, request=request)
     return case

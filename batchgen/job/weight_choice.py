@@ -7,17 +7,13 @@ unpacking takes longer than it saves. So where both have measured rates, both ar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from batchgen.core.dtypes import EXPANDED, product_key, weight_format_of
+from batchgen.core.dtypes import EXPANDED, product_key
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import OtherWeights, Plan
 from batchgen.engine.loader import store_bytes
 from batchgen.job.resolved import ResolvedJob
 from batchgen.models.layouts import main_format
-
-if TYPE_CHECKING:
-    from batchgen.job.planning import PlanRequest
 
 # Times this close are equal: then weights stay as they were found, which takes less memory.
 _TIE = 1.02
@@ -28,29 +24,23 @@ def expanded_fit(job: ResolvedJob, memory_bytes: int) -> bool:
     return store_bytes(job.process_config, job.dtype, EXPANDED) <= memory_bytes
 
 
-def requests_by_format(job: ResolvedJob, hardware: HardwareProfile, request: PlanRequest) -> list[PlanRequest]:
-    """What is to be planned: the request, or one for weights as found, and where there is room one for expanded ones.
+def quantizations_planned(job: ResolvedJob, hardware: HardwareProfile, memory_bytes: int) -> tuple[str, ...]:
+    """Quantizations that a plan is made for: as found, and where there is room expanded.
 
     Args:
         job: The job.
         hardware: Its machine.
-        request: With the quantization that `loader.choose_quantization` gives, which stands where rates are not known.
+        memory_bytes: What it may take of all memories together.
+
+    Returns:
+        None of them where the choice is not the plan's: what `loader.choose_quantization` gives stands, also where rates are not known.
     """
     if job.as_found is None:
-        return [request]
+        return ()
     key = product_key(main_format(job.process_config, job.as_found), job.dtype)
     if not hardware.compute.has_rates("gemm_flops_per_s", key):
-        return [request]
-    host = hardware.cpu_memory_bytes // request.of_host if request.cpu_memory is None else request.cpu_memory
-    device = hardware.gpu_memory_bytes or 0 if request.gpu_memory is None else request.gpu_memory
-    formats = (job.as_found, EXPANDED) if expanded_fit(job, host + device) else (job.as_found,)
-    return [in_format(request, name) for name in formats]
-
-
-def in_format(request: PlanRequest, quantization: str) -> PlanRequest:
-    """The request with another quantization."""
-    written = request.stores_bytes.get(quantization, request.store_bytes)
-    return replace(request, quantization=quantization, store_bytes=written)
+        return ()
+    return (job.as_found, EXPANDED) if expanded_fit(job, memory_bytes) else (job.as_found,)
 
 
 def faster(plans: list[Plan]) -> Plan:
@@ -61,6 +51,6 @@ def faster(plans: list[Plan]) -> Plan:
     return replace(best, other_weights=OtherWeights(other.policy.weight_format, other.prediction.total_s))
 
 
-def without_room(plan: Plan, request: PlanRequest) -> Plan:
-    """A plan beside which there is none for weights as the other request has them."""
-    return replace(plan, other_weights=OtherWeights(weight_format_of(request.dtype, request.quantization), None))
+def without_room(plan: Plan, weight_format: str) -> Plan:
+    """A plan beside which there is none for weights in the other format."""
+    return replace(plan, other_weights=OtherWeights(weight_format, None))

@@ -187,11 +187,11 @@ def format_sentences(plan: Plan) -> list[str]:
     kept = f"in {packed}, as they were found" if packed != MIXED else "in the formats that they were found in"
     this, that = f"Weights stay {kept}", f"weights expanded to {plan.dtype}"
     if expanded:
-        this, that = f"Weights are expanded to {own}", f"weights {kept}"
+        this, that = f"Weights are expanded to {own}", f"weights {kept},"
     if other.seconds is None:
-        return [f"{this}: no plan with {that} fits."]
+        return [f"{this}: no plan fits with {that.rstrip(',')}."]
     times = format_seconds(plan.prediction.total_s), format_seconds(other.seconds)
-    return [f"{this}: so the job takes {times[0]}, and with {that} {times[1]}."]
+    return [f"{this}: so the job takes {times[0]}; with {that} it would take {times[1]}."]
 
 
 def _kv_sentences(plan: Plan) -> list[str]:
