@@ -128,7 +128,7 @@ def test_rates_are_measured_for_what_is_compared(gguf_file):
     assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
     assert _formats_measured(job, may_stream=True) == (("q4_0",), ("q4_0",))
     expanded = case_of(gguf_file, machine(), quantization="bf16").job
-    assert _formats_measured(expanded, may_stream=True) == ((), ())
+    assert _formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
 def test_a_job_goes_on_with_the_other_format_and_the_same_tokens(gguf_file, tmp_path, monkeypatch):
