@@ -89,7 +89,7 @@ def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
     if right == 0 or right == len(xs) or x == xs[right]:
         return _interpolate(rows[min(right, len(xs) - 1)], sizes, axis + 1)
     low, high = _interpolate(rows[right - 1], sizes, axis + 1), _interpolate(rows[right], sizes, axis + 1)
-    fraction = (math.log(x) - logarithms[right - 1]) / (logarithms[right] - logarithms[right - 1])
+    fraction: float = (math.log(x) - logarithms[right - 1]) / (logarithms[right] - logarithms[right - 1])
     return low + fraction * (high - low)
 
 
