@@ -133,9 +133,10 @@ def status(output: str, as_json: bool) -> None:
     `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it will be done; that takes
     as long as an eighth of the lease time, in which every worker gives a sign.
     """
+    from batchgen.job.destination import local_output
     from batchgen.share.status import describe_status, output_status
 
-    found = output_status(output)
+    found = output_status(local_output(output), name=output)
     for line in [json.dumps(found, indent=2)] if as_json else describe_status(found):
         click.echo(line)
 

@@ -35,7 +35,10 @@ class Rates:
 
     def at(self, **sizes: float) -> float:
         """The rate at these sizes; sizes that are no axis of this table are ignored."""
-        return _interpolate(self._table, [sizes[axis] for axis in self.axes], 0)
+        if not self.axes:
+            rate: float = self.points
+            return rate
+        return math.exp(_interpolate(self._table, [sizes[axis] for axis in self.axes], 0))
 
     @cached_property
     def _table(self) -> Any:
@@ -68,18 +71,18 @@ class Rates:
 
 
 def _with_logarithms(points: Any, depth: int) -> Any:
-    """Sizes, their logarithms, and what there is at each of them: rates, or the same of the next axis."""
+    """Sizes, their logarithms, and what there is at each of them: the rate's logarithm, or the same of the next axis."""
     if depth == 0:
-        return points
+        return math.log(points)
     sizes = [x for x, _ in points]
     return sizes, [math.log(x) for x in sizes], [_with_logarithms(rest, depth - 1) for _, rest in points]
 
 
 def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
-    """The rate. A plan asks for some ten thousands of them."""
+    """The logarithm of the rate. A plan asks for some ten thousands of them."""
     if axis == len(sizes):
-        rate: float = table
-        return rate
+        logarithm: float = table
+        return logarithm
     xs, logarithms, rows = table
     x = sizes[axis]
     right = bisect.bisect_left(xs, x)
@@ -87,7 +90,7 @@ def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
         return _interpolate(rows[min(right, len(xs) - 1)], sizes, axis + 1)
     low, high = _interpolate(rows[right - 1], sizes, axis + 1), _interpolate(rows[right], sizes, axis + 1)
     fraction = (math.log(x) - logarithms[right - 1]) / (logarithms[right] - logarithms[right - 1])
-    return math.exp((1 - fraction) * math.log(low) + fraction * math.log(high))
+    return low + fraction * (high - low)
 
 
 def _map_points(points: Any, depth: int, function: Callable[[float], float]) -> Any:

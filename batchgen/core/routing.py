@@ -72,7 +72,7 @@ class RoutingCounts:
     def fitted(self) -> Routing | None:
         """The routing with which these calls are expected to touch as many experts as they did; None where they say too little."""
         told = {n: totals for n, totals in self._totals.items() if n > 1 and self._touched(1.0, n) < _NEARLY_ALL}
-        if sum(calls for calls, *_ in told.values()) < _FEWEST_SWEEPS * self.layers:
+        if not told or sum(calls for calls, *_ in told.values()) < _FEWEST_SWEEPS * self.layers:
             return None
         touched = sum(totals[1] for totals in told.values()) / self.num_experts
         low, high = 0.0, 1.0

@@ -65,7 +65,8 @@ class Hub:
         self._server.settimeout(_POLL_S)
         while missing := [rank for rank in range(1, self._size) if rank not in self._connections]:
             if ended := [fate for rank, fate in gone().items() if rank in missing]:
-                raise BatchgenError(f"{ended[0]} before it had begun: its own message says why")
+                why = ": its own message says why" if "exit code" in ended[0] else f"; {_TOLD_AGAIN}"
+                raise BatchgenError(f"{ended[0]} before it had begun{why}")
             if time.monotonic() > deadline_s:
                 raise BatchgenError(
                     f"{_ranks(missing, self._size)} did not come within {timeout_s:,.0f} s: start all {self._size} of them,"

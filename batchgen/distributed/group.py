@@ -134,7 +134,7 @@ class Group:
                 self._hub.raise_ended(_TOLD_WITHIN_S, self._fate_of)
             kind = BatchgenError if self._hub is not None else OthersLost
             raise kind(
-                f"rank {self.rank} of {self.size} lost the others ({str(error).splitlines()[0]}): all of them have to be"
+                f"rank {self.rank} of {self.size} lost the others ({_first_line(error)}): all of them have to be"
                 " started again; the same command goes on from there"
             ) from error
 
@@ -230,7 +230,12 @@ def lead(size: int, shares: list[set[int]] | None = None, *, timeout_s: float = 
             undo.callback(processes.end)
             undo.callback(hub.close, done=False)  # before they are waited for
         else:
-            store = _store_of(place, timeout)
+            try:
+                store = _store_of(place, timeout)
+            except RuntimeError as error:
+                raise BatchgenError(
+                    f"rank 0 cannot reach the launcher's store at {place.host}:{place.port}: {_first_line(error)}"
+                ) from error
         store.set(_WHERE, f"{place.host} {hub.port} {secret}")
         hub.wait_for_ranks(timeout_s, processes.gone if processes else dict)
         group = Group(place, store, on_loopback=processes is not None, hub=hub, processes=processes)
@@ -323,6 +328,19 @@ def follow(
 
 
 def _store_of(place: Rank, timeout: timedelta) -> Store:
+    """The store in which ranks find one another. Raises BatchgenError where this one cannot open it, RuntimeError where it cannot reach it."""
     import torch.distributed as dist
 
-    return dist.TCPStore(place.host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=timeout)
+    try:
+        return dist.TCPStore(
+            place.host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=timeout
+        )
+    except RuntimeError as error:
+        if not place.hosts_store:
+            raise
+        why = "is taken on this host" if "EADDRINUSE" in str(error) else f"cannot be listened on ({_first_line(error)})"
+        raise BatchgenError(f"MASTER_PORT {place.port} {why}: give all ranks another one") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]

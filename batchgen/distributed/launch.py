@@ -174,8 +174,9 @@ class Processes:
             variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
             variables |= {name: str(value) for name, value in place.items()}
             variables["CUDA_VISIBLE_DEVICES"] = own_device(rank)
+            variables.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong is said in a line, by rank 0
             self._running[rank] = subprocess.Popen(
-                python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank]))),
+                python_command("batchgen.distributed.serve", json.dumps(sorted(cores[rank])), str(os.getpid())),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_file(sys.stderr) else subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from batchgen.distributed.launch import Rank, keep_to, own_device, rank_of_envir
 Work = tuple[Callable[..., Mapping[str, int] | None], tuple[Any, ...]]
 # For rank 0 to end, and this process with it: it is to find out who has ended, and not to hear of this one first.
 _LOST_S = 15.0
+_PARENT_S = 0.5  # how often a process looks whether the one that started it has ended
 
 
 def serve(place: Rank, *, cores: set[int] | None = None) -> int:
@@ -65,10 +67,18 @@ def _lost(place: Rank, started_here: bool) -> None:
 
 
 def main() -> None:
-    """The program of a rank that rank 0 has started. Its first argument is a JSON list of cores."""
+    """The program of a rank that rank 0 has started. Its arguments are a JSON list of cores, and the process of rank 0."""
     place = rank_of_environment()
     assert place is not None, "rank 0 has set it"
+    threading.Thread(target=_end_after, args=(int(sys.argv[2]),), name="parent", daemon=True).start()
     sys.exit(serve(place, cores=set(json.loads(sys.argv[1]))))
+
+
+def _end_after(parent: int) -> None:
+    """Ends the process when its parent has ended: before they are connected nothing else tells."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_S)
+    os._exit(1)
 
 
 def put_to_work(group: Group, function: Callable[..., Mapping[str, int] | None], *arguments: Any) -> None:

@@ -17,6 +17,7 @@ from batchgen.job.shortened import simulate_shortened
 from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.cost import moved_bytes
 from batchgen.planner.deferring import apex_candidates
+from batchgen.planner.inputs import CostInputs
 from batchgen.planner.search import Candidate, Problem, block_latency_s, candidates, first_rows_s
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
@@ -62,11 +63,14 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
     def worth(seconds: float) -> bool:
         return not found or seconds <= _MODEL_ABOVE * _TIE * min(s.seconds for s in found)
 
+    def hopeless(inputs: CostInputs, order: str, seconds: float) -> bool:
+        return _is_slower(inputs, order, seconds, found)
+
     fastest: Candidate | None = None
     of_papers = apex_candidates(problem, worth), by_layer_candidates(problem, worth)
-    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth), *of_papers):
+    for candidate in itertools.chain(candidates(problem, _MOST_KINDS, worth, hopeless), *of_papers):
         fastest = fastest or candidate
-        if _is_slower(candidate, found):
+        if hopeless(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
             continue
         with contextlib.suppress(InputError):
             run = simulate_shortened(plan_of(candidate), candidate)
@@ -87,16 +91,23 @@ def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> li
         found = [Simulated(s.candidate, run.seconds) if s is first else s for s in found]
 
 
-def _is_slower(candidate: Candidate, found: list[Simulated]) -> bool:
-    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known."""
-    alike = [s.slower for s in found if _order(s.candidate) == _order(candidate)]
-    if candidate.inputs.num_gpu_batches == 1 or not alike:
+def _is_slower(inputs: CostInputs, order: str, seconds: float, found: list[Simulated]) -> bool:
+    """Whether a candidate of several micro-batches would have to be much nearer to the cost model than those of its order that are known.
+
+    It is no nearer than one of the same sweeps in fewer parts. seconds: of its sweeps, by the cost model, or fewer.
+    """
+    known = [(s.candidate.inputs, s.slower) for s in found if s.candidate.inputs.num_gpu_batches > 1]
+    alike = [(other, slower) for other, slower in known if other.batch_order == order]
+    if inputs.num_gpu_batches == 1 or not alike:
         return False
-    return candidate.seconds * max(1.0, min(alike) / _NEARER_TO_MODEL) > _TIE * min(s.seconds for s in found)
-
-
-def _order(candidate: Candidate) -> tuple[bool, str]:
-    return candidate.inputs.num_gpu_batches > 1, candidate.inputs.batch_order
+    least = [1.0, min(slower for _, slower in alike) / _NEARER_TO_MODEL]
+    least += [
+        slower
+        for other, slower in alike
+        if other.num_gpu_batches < inputs.num_gpu_batches
+        and other.max_num_batched_tokens == inputs.max_num_batched_tokens
+    ]
+    return seconds * max(least) > _TIE * min(s.seconds for s in found)
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:

@@ -42,6 +42,13 @@ _TAGS = (
 )
 
 
+def local_output(name: str) -> str | Path:
+    """The file on this machine of an output as `--output` has it. Raises InputError for standard output, whose file nothing but the job itself tells."""
+    if name == STANDARD_OUTPUT:
+        raise InputError("jobs of standard output are not told apart by it: status is for outputs with a name")
+    return Destination(name).local_path() if is_url(name) else name
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where an output goes. name: "-" or a URL."""
@@ -60,7 +67,7 @@ class Destination:
 
     def local(self, options: JobOptions) -> JobOptions:
         """The job with a file of its own: that of a URL; None for standard output, which is called after the fingerprint."""
-        return replace(options, output=None if self.is_stdout else self._local_path())
+        return replace(options, output=None if self.is_stdout else self.local_path())
 
     def check(self, options: JobOptions) -> None:
         """Raises InputError where it cannot be reached, or somebody else's output is there, or this job's was changed."""
@@ -68,7 +75,7 @@ class Destination:
             if options.report == STANDARD_OUTPUT:
                 raise InputError("--output - and --report - are both standard output: give one of them a file")
             return
-        path = self._local_path()
+        path = self.local_path()
         system, inner = file_system(self.name)
         if self._is_read(inner, options.input):
             raise InputError(f"--output {self.name} is a part of the input: give another place, which no run reads")
@@ -127,7 +134,7 @@ class Destination:
         read = file_system(str(given))[1].rstrip("/")
         return same_system and (inner == read or inner.startswith(f"{read}/") or fnmatch.fnmatch(inner, read))
 
-    def _local_path(self) -> Path:
+    def local_path(self) -> Path:
         digest = hashlib.sha256(self.name.encode()).hexdigest()
         return cache_dir() / "outputs" / digest[:32] / self.name.rpartition("/")[2]
 

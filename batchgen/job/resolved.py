@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from batchgen.core.device import Device, parse_device
+from batchgen.core.dtypes import MIXED
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
@@ -27,7 +28,7 @@ class ResolvedJob:
 
     files, config: the model's. dtype: of what is computed. context: longest prompt plus output, in tokens. offload_dir: of
     the disk tier. gpu_memory, cpu_memory, disk_memory: in bytes, None where the options leave them open. shard: rank 0's part of the
-    model, whose shape `config` is then. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
+    model, whose shape `config` is then. expanded_format: of weights that are expanded, as a shard does not have them as they were found. of_host: processes among which host memory, disk and cores are shared. shares: the cores of each rank
     or stage of this host.
     """
 
@@ -42,6 +43,7 @@ class ResolvedJob:
     cpu_memory: int | None
     disk_memory: int | None
     shard: Shard | None = None
+    expanded_format: str = ""
     of_host: int = 1
     shares: tuple[frozenset[int], ...] = ()
 
@@ -160,8 +162,28 @@ def _in_shards(job: ResolvedJob, shard: Shard | None) -> ResolvedJob:
     """The job of rank 0, whose weights are as a shard can have them. Raises InputError."""
     if shard is None:
         return job
-    quantization = shard_quantization(shard, job.options.quantization)
-    return replace(job, options=replace(job.options, quantization=quantization), shard=shard)
+    found = job.options.quantization
+    quantization = shard_quantization(shard, found)
+    return replace(
+        job,
+        options=replace(job.options, quantization=quantization),
+        shard=shard,
+        expanded_format="" if quantization == found else found,
+    )
+
+
+def expanded_line(job: ResolvedJob) -> list[str]:
+    """That ranks have packed weights expanded, and what that costs; nothing where they do not."""
+    if not job.expanded_format:
+        return []
+    why = (
+        "matrices in several formats, which are cut only where all have one"
+        if job.expanded_format == MIXED
+        else f"weights in {job.expanded_format}, whose blocks would be cut"
+    )
+    return [
+        f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as they are"
+    ]
 
 
 def _resolved(

@@ -36,7 +36,7 @@ from batchgen.job.planning import make_plan
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.repeats import Repeats
 from batchgen.job.report import make_report, write_report
-from batchgen.job.resolved import ResolvedJob, resolve_job
+from batchgen.job.resolved import ResolvedJob, expanded_line, resolve_job
 from batchgen.job.routing import keep_routing
 from batchgen.job.run_page import RunPage
 from batchgen.job.shared import open_output, requests_left
@@ -52,6 +52,7 @@ from batchgen.planner.explain import headline, kernel_headline
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
+    from batchgen.dataset import Dataset
     from batchgen.distributed.group import Group
     from batchgen.models.tokenizer import Tokenizer
 
@@ -192,11 +193,11 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
         with open_output(options, output, fingerprint, source, named=named) as state:
-            return _carry_on(job, state)
+            return _carry_on(job, state, fingerprint["input"])
 
 
-def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
-    """Runs the rows that are left and puts the output together; returns the report."""
+def _carry_on(job: _Job, state: Run | SharedRun, identity: dict[str, Any]) -> dict[str, Any]:
+    """Runs the rows that are left and puts the output together; returns the report. identity: of the input, as it was at first."""
     keep(lambda: _kept(state))
     for notice in state.notices:
         job.progress.say(notice)
@@ -217,7 +218,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             return job.ended(state, None, None, "already complete")
         if state.kernels != plan.kernels:  # those of the worker that was first
             plan = replace(plan, kernels=kernels_of_rows(state.kernels, job.progress.say))
-        for line in (*headline(plan), *_kernel_lines(plan)):
+        for line in (*headline(plan), *expanded_line(job.resolved), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
@@ -237,8 +238,17 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         columns=job.source.columns,
         prefix=job.options.output_prefix,
         format_row=job.source.format_row,
+        before_replacing=lambda: _check_input(job.source.dataset, identity),
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _check_input(dataset: Dataset, identity: dict[str, Any]) -> None:
+    """Refuse an output whose rows are of one input and their results of another. Raises InputError."""
+    if dataset.format != "datasets" and dataset.identity() != identity:  # those of the datasets library do not change
+        raise InputError(
+            "the input was changed while the job ran: put back what it was and run the same command again, or start anew with --overwrite"
+        )
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
@@ -411,7 +421,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         prompt, num_tokens = _shown(request, job.tokenizer())
         what = f"up to {job.options.sampling.max_tokens:,} generated"
     rows = job.source.dataset.num_rows
-    for line in headline(plan):
+    for line in (*headline(plan), *expanded_line(job.resolved)):
         say(line)
     say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
     say(f"row {first}: {num_tokens:,} prompt tokens, {what}")

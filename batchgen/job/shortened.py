@@ -204,7 +204,8 @@ def _simulate(plan: Plan, candidate: Candidate, sampled: Sequence[_Scheduled]) -
 
         simulator.spend(costs.between_s(sweep.loads))
         flows, num_tokens = [load.flow for load in sweep.loads], sum(load.tokens for load in sweep.loads)
-        simulator.run(sweeps.steps(flows, cohorts, simulator.has_ended, num_tokens), counted)
+        steps = sweeps.steps(flows, cohorts, simulator.has_ended, num_tokens)
+        simulator.run(steps, counted if s.deferral else seconds_of)
         seconds.append(max(simulator.now_s - before_s, deferred_s))
     return seconds
 

@@ -135,9 +135,9 @@ def load_of(
         writes += runs_of(table[s.sequence.num_computed // block_size : used])
         blocks += used
     return BatchLoad(
-        tokens=sum(s.num_tokens for s in batch),
-        sampled=sum(s.num_keys == len(s.sequence.tokens) for s in batch),
-        logits_rows=sum(len(s.logits_positions) for s in batch),
+        tokens=sum([s.num_tokens for s in batch]),
+        sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
+        logits_rows=sum([s.num_logits for s in batch]),
         attended=attended,
         windowed=windowed,
         host_blocks=host_blocks,

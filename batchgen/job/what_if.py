@@ -64,10 +64,11 @@ def _change(name: str, text: str) -> Callable[[float], float]:
             raise InputError(f"--what-if {name}={text} must be above 0")
         return lambda value: type(value)(value * times)
     example = "25GB/s" if name in _RATES else "48GiB"
+    kind = "rate" if name in _RATES else "size"
     forms = f"give --what-if {name}={example}, {name}=+{example} or {name}=x2"
     parts = re.fullmatch(r"(\+?)([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)(/s)?", text)
     if parts is None:
-        raise InputError(f"{text!r} is not a {'rate' if name in _RATES else 'size'}: {forms}")
+        raise InputError(f"{text!r} is not a {kind}: {forms}")
     sign, number, unit, per_s = parts.groups()
     if float(number) <= 0:
         raise InputError(f"--what-if {name}={text} must be above 0")
@@ -77,5 +78,8 @@ def _change(name: str, text: str) -> Callable[[float], float]:
         raise InputError(f"--what-if {name}={text} has no unit: {forms}")
     if unit[0].isupper() and unit.endswith("b"):
         raise InputError(f"--what-if {name}={text} is in bits, not bytes: {forms}")
-    count = parse_bytes(number + unit)
+    try:
+        count = parse_bytes(number + unit)
+    except InputError:
+        raise InputError(f"{text!r} is not a {kind}: {forms}") from None
     return (lambda value: value + count) if sign else (lambda value: count)

@@ -313,7 +313,7 @@ class ModelConfig:
         """Weights of one expert that take part in matrix products."""
         return sum(math.prod(self.product_shapes[name]) for name in ("up", "down"))
 
-    @property
+    @cached_property
     def layer_tensors(self) -> dict[str, int]:
         """The number of weights in each tensor of a layer, fused as they are loaded: what can be placed on its own.
 
@@ -377,7 +377,7 @@ class ModelConfig:
         """Weights that choose experts: a row for each, and one that weighs the shared expert."""
         return (self.num_experts + (self.shared_expert_size > 0)) * self.hidden_size if experts else 0
 
-    @property
+    @cached_property
     def product_shapes(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of the matrix of each product of a layer; of experts, of one of them.
 
@@ -409,7 +409,7 @@ class ModelConfig:
         linear = [linear_key(*shape, dtype) for shape in self.linear_shapes]
         return [*linear, attention_key(self.num_heads, self.num_kv_heads, self.head_dim, dtype)]
 
-    @property
+    @cached_property
     def params_per_layer(self) -> int:
         """Weights of one layer, biases and norms included; where layers differ, of one with the largest of each tensor."""
         return sum(self.layer_tensors.values())

@@ -64,6 +64,8 @@ def experts_skipped_frac(s: CostInputs, phase: Phase) -> float:
 
 def experts_frac(model: ModelConfig) -> float:
     """Of the weights of a layer, those of matrices of its experts."""
+    if not model.num_experts:
+        return 0.0
     return model.num_experts * model.expert_params * model.expert_layers / model.num_layers / model.params_per_layer
 
 

@@ -110,6 +110,9 @@ class Candidate:
 # A kind is known well enough by the LPs of so many entries, those of the least bounds that can be used: its other sizes are about as fast.
 _MOST_OF_KIND = 6
 
+_ORDERS = ("even", "neo", "mixed")
+# Whether a candidate with these inputs, but in this order, has no chance if the cost model gives it no fewer than so many seconds.
+Hopeless = Callable[[CostInputs, str, float], bool]
 # The best placement by the LP alone, for inputs and phases.
 _Relaxed = tuple[Solution, CostInputs, tuple[Phase, ...]]
 
@@ -126,15 +129,20 @@ def search_worth(problem: Problem, worth: Callable[[float], bool]) -> Candidate 
 
 
 def candidates(
-    problem: Problem, most: int, worth: Callable[[float], bool] = lambda seconds: True
+    problem: Problem,
+    most: int,
+    worth: Callable[[float], bool] = lambda seconds: True,
+    hopeless: Hopeless = lambda inputs, order, seconds: False,
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
-    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in other orders too.
+    A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in each order that may be
+    the best one (`_in_orders`); a single one that is asked for comes as it is.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
         worth: asked before a candidate is worked out, with seconds that it cannot beat by the cost model.
+        hopeless: the same, of inputs and an order of their micro-batches: whether it need not be worked out.
 
     Raises:
         InputError: no plan fits. It says what is short.
@@ -143,16 +151,18 @@ def candidates(
     fastest = entries.fastest()
     assert fastest is not None  # nothing was given up
     best = _least_movement(fastest, problem.allowed)
-    yield best
     if most == 1:
+        yield best
         return
-    yield from _in_other_orders(problem, best, worth)
+    yield from _in_orders(problem, best, worth, hopeless)
     kinds = entries.kinds(fastest.seconds * _WORTH_SIMULATING, most, worth)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
+        orders = [order for order in _ORDERS if order != "neo" or inputs.num_gpu_batches == 2]
+        if all(hopeless(inputs, order, relaxed.seconds) for order in orders):
+            continue
         candidate = realised_candidate(problem, relaxed, inputs, phases, worth)
         if candidate is not None:
-            yield candidate
-            yield from _in_other_orders(problem, candidate, worth)
+            yield from _in_orders(problem, candidate, worth, hopeless)
 
 
 class _BestFirst:
@@ -281,15 +291,41 @@ def realised_candidate(
     return _least_movement(Candidate(inputs, phases, relaxed, realised), problem.allowed)
 
 
-def _in_other_orders(problem: Problem, candidate: Candidate, worth: Callable[[float], bool]) -> Iterator[Candidate]:
+def _in_orders(
+    problem: Problem, candidate: Candidate, worth: Callable[[float], bool], hopeless: Hopeless
+) -> Iterator[Candidate]:
+    """The candidate in each order that may be the best.
+
+    Where the CPU attends to some of its sequences, micro-batches with one class after the other leave it nothing to do beside the first
+    of them: they are as they are only where no other order is tried.
+    """
+    others = _in_other_orders(problem, candidate, worth, hopeless)
+    if candidate.inputs.num_gpu_batches > 1 and "delegated" in (attended := _attended(candidate)) and len(attended) > 1:
+        first = next(others, None)
+        yield candidate if first is None else first
+    else:
+        yield candidate
+    yield from others
+
+
+def _in_other_orders(
+    problem: Problem, candidate: Candidate, worth: Callable[[float], bool], hopeless: Hopeless
+) -> Iterator[Candidate]:
     """The candidate in NEO's order, and with micro-batches that are mixed, which are the same to the cost model.
 
     These are tried only where the cost model leaves them something to gain.
     """
-    yield from in_neos_order(problem, candidate, worth)
-    attended = {_ATTENDED[name] for name, count in candidate.counts.kv_seqs.items() if count}
-    if candidate.inputs.num_gpu_batches > 1 and len(attended) > 1 and worth(candidate.seconds * _AS_GOOD):
-        yield replace(candidate, inputs=replace(candidate.inputs, batch_order="mixed"))
+    inputs = candidate.inputs
+    yield from in_neos_order(
+        problem, candidate, lambda seconds: worth(seconds) and not hopeless(inputs, "neo", seconds)
+    )
+    if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and worth(candidate.seconds * _AS_GOOD):
+        yield replace(candidate, inputs=replace(inputs, batch_order="mixed"))
+
+
+def _attended(candidate: Candidate) -> set[str]:
+    """How the attention of its sequences finds their KV."""
+    return {_ATTENDED[name] for name, count in candidate.counts.kv_seqs.items() if count}
 
 
 def in_neos_order(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import uuid
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import BatchgenError, InputError
 
 FOLDERS = ("leases", "workers", "done", "parts")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -37,6 +38,19 @@ class Files(Protocol):
         """Remove a file, if it is there."""
 
 
+def read_json(files: Files, name: str) -> Any:
+    """A file's value; None where there is no such file. Raises BatchgenError where it is damaged, OSError."""
+    content = files.read(name)
+    if content is None:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise BatchgenError(
+            f"share/{name} in the run directory is damaged: stop all workers, remove it, and run the same command again"
+        ) from error
+
+
 class DirectoryFiles:
     """`Files` in a directory, which may be on a network file system. All methods may raise OSError, as once it was removed."""
 
@@ -50,7 +64,7 @@ class DirectoryFiles:
 
     def create(self, name: str, content: bytes) -> bool:
         """As `Files.create`, by a hard link. Raises InputError where the file system has none."""
-        temporary = self._written(name, content)
+        temporary = self._written(name, content, lasting=True)
         try:
             os.link(temporary, self.path / name)
         except FileExistsError:
@@ -85,12 +99,16 @@ class DirectoryFiles:
         """As `Files.remove`."""
         (self.path / name).unlink(missing_ok=True)
 
-    def _written(self, name: str, content: bytes) -> Path:
-        """A file of a name of its own beside `name`."""
+    def _written(self, name: str, content: bytes, *, lasting: bool = False) -> Path:
+        """A file of a name of its own beside `name`. lasting: its content is on stable storage, so that no power cut leaves a name without it."""
         target = self.path / name
         temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
         try:
-            temporary.write_bytes(content)
+            with temporary.open("wb") as file:
+                file.write(content)
+                if lasting:
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()

@@ -14,12 +14,14 @@ another result: `done` names the parts that count.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchgen.share.files import Files
+from batchgen.core.errors import BatchgenError
+from batchgen.share.files import Files, read_json
 
 Parts = Mapping[int, int]  # generation: number of its parts that count, the first ones
 
@@ -95,7 +97,7 @@ class Table:
         self._seen: dict[str, tuple[int | None, float]] = {}  # worker: its counter, and since when it has been that
 
     def refresh(self) -> None:
-        """Look again."""
+        """Look again. Raises OSError, and BatchgenError where a file is damaged."""
         done = {name: self.done.get(name) or read_done(self._files, name) for name in self._files.names("done")}
         self.done = {name: one for name, one in done.items() if one is not None}
         for file in self._files.names("leases"):
@@ -106,12 +108,12 @@ class Table:
             if (lease := read_lease(self._files, name, int(generation))) is not None:
                 self.leases[name] = lease
         for worker in self._files.names("workers"):
-            content = self._files.read(f"workers/{worker}")
-            if content is not None:
-                self.workers[worker] = _worker_record(json.loads(content))
+            with contextlib.suppress(BatchgenError):  # it will be written again, if its worker lives
+                if (record := read_json(self._files, f"workers/{worker}")) is not None:
+                    self.workers[worker] = _worker_record(record)
         for worker in {*self.workers, *(lease.worker for lease in self.leases.values())}:
-            record = self.workers.get(worker)
-            counter = record.counter if record else None
+            said = self.workers.get(worker)
+            counter = said.counter if said else None
             if worker not in self._seen or self._seen[worker][0] != counter:
                 self._seen[worker] = counter, self._now()
 
@@ -173,20 +175,18 @@ def finish(files: Files, lease: Lease, parts: int, ok: int, failed: int) -> bool
 
 
 def read_done(files: Files, name: str) -> Done | None:
-    """Which parts of a range count; None where it is not finished."""
-    content = files.read(f"done/{name}")
-    if content is None:
+    """Which parts of a range count; None where it is not finished. Raises BatchgenError where that is damaged."""
+    record = read_json(files, f"done/{name}")
+    if record is None:
         return None
-    record = json.loads(content)
     return Done(_parts(record["parts"]), record["ok"], record["failed"])
 
 
 def read_lease(files: Files, name: str, generation: int) -> Lease | None:
-    """A lease as it was created; None where it is not there."""
-    content = files.read(Lease(name, generation, "").file)
-    if content is None:
+    """A lease as it was created; None where it is not there. Raises BatchgenError where it is damaged."""
+    record = read_json(files, Lease(name, generation, "").file)
+    if record is None:
         return None
-    record = json.loads(content)
     return Lease(name, generation, record["worker"], _parts(record["adopted"]))
 
 

@@ -35,7 +35,7 @@ from batchgen.output.part_writer import PartWriter
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
 from batchgen.output.row_map import DoneRows
 from batchgen.output.run_directory import SHARE_FOLDER, Extends, Run, open_run, run_directory, target_path
-from batchgen.share.files import DirectoryFiles
+from batchgen.share.files import DirectoryFiles, Files, read_json
 from batchgen.share.lease import Lease, is_held
 from batchgen.share.part_store import PartStore, link_parts
 from batchgen.share.ranges import row_ranges
@@ -73,11 +73,13 @@ class SharedJob:
         return (json.dumps({"version": _VERSION, **vars(self)}, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
-    def from_json(cls, content: bytes, path: Path) -> SharedJob:
-        """Raises InputError where another version wrote it."""
-        record = json.loads(content)
+    def read(cls, files: Files) -> SharedJob | None:
+        """The job of a directory; None: nobody has opened it. Raises InputError where another version wrote it, BatchgenError, OSError."""
+        record = read_json(files, "job.json")
+        if record is None:
+            return None
         if record.pop("version") != _VERSION:
-            raise InputError(f"{path} is of another version of batchgen: use the same one for all workers")
+            raise InputError("share/job.json is of another version of batchgen: use the same one for all workers")
         return cls(**record)
 
 
@@ -143,8 +145,8 @@ class SharedRun:
     @property
     def kernels(self) -> KernelChoice | None:
         """What all workers make rows with; None: nobody has begun."""
-        content = self._files.read("kernels.json")
-        return None if content is None else KernelChoice.from_json(json.loads(content))
+        record = read_json(self._files, "kernels.json")
+        return None if record is None else KernelChoice.from_json(record)
 
     def record_kernels(self, kernels: KernelChoice) -> None:
         """Note what rows are made with, unless another worker has: then its choice stays. Raises BatchgenError."""
@@ -272,7 +274,7 @@ class SharedRun:
         """Open the output, or join those who have. Raises BatchgenError."""
         with self._storage("open"):
             self._files.make()
-            while (content := self._files.read("job.json")) is None:
+            while (job := SharedJob.read(self._files)) is None:
                 try:
                     self.worker.tick()
                     lease = self.worker.claim_phase("open")
@@ -287,7 +289,6 @@ class SharedRun:
                         return
                 else:
                     time.sleep(min(0.1, self._poll_s))
-            job = SharedJob.from_json(content, self._files.path / "job.json")
             if changes := describe_changes(job.fingerprint, self._fingerprint):
                 raise InputError(
                     f"{self.directory} is worked on with other settings: {changes}. "
@@ -298,7 +299,7 @@ class SharedRun:
     def give_up(self) -> None:
         """Leave nothing behind of an output that was refused, unless others are at it."""
         self.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BatchgenError):
             self.worker.table.refresh()
             if self._files.read("job.json") is None and set(self.worker.table.workers) <= {self.worker.name}:
                 self._remove()
@@ -334,7 +335,8 @@ class SharedRun:
 
     def _heartbeat(self) -> None:
         while not self._ended.wait(self._lease_s / TICKS_PER_LEASE):
-            with contextlib.suppress(OSError):  # the part writer will tell of a disk that is full, or gone
+            # The part writer will tell of a disk that is full, or gone, and who claims rows of a file that is damaged.
+            with contextlib.suppress(OSError, BatchgenError):
                 self.worker.tick()
             self._count()
 
@@ -356,6 +358,10 @@ class SharedRun:
             if not is_held(self._files, lease):
                 raise _LeaseLost("another worker joins the parts")
 
+        def before_replacing() -> None:
+            how.get("before_replacing", lambda: None)()
+            check()
+
         check()
         link_parts(self._parts, done, self.parts_dir, self._job.first_part)
         with self._open_plain() as plain:
@@ -364,7 +370,7 @@ class SharedRun:
             else:
                 if (kernels := self.kernels) is not None:
                     plain.record_kernels(kernels)
-                totals = plain.finish(dataset, before_replacing=check, **how)
+                totals = plain.finish(dataset, **{**how, "before_replacing": before_replacing})
         self.close()
         self._remove()
         return totals

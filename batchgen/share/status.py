@@ -21,11 +21,14 @@ from batchgen.share.run import SharedJob
 from batchgen.share.worker import TICKS_PER_LEASE, saved_rows
 
 
-def output_status(output: str | Path, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+def output_status(
+    output: str | Path, sleep: Callable[[float], None] = time.sleep, name: str | None = None
+) -> dict[str, Any]:
     """Look how far a job is, without disturbing it.
 
     Args:
-        output: As `batchgen run --output` has it.
+        output: A file as `batchgen run --output` has it.
+        name: What the output is called, if not so.
         sleep: Waits for the workers' next signs of life.
 
     Returns:
@@ -35,18 +38,25 @@ def output_status(output: str | Path, sleep: Callable[[float], None] = time.slee
 
     Raises:
         InputError: There is no job.
+        BatchgenError: A file of the job is damaged.
     """
-    directory = run_directory(target_path(Path(output)))
-    held = Manifest.read(directory / "manifest.json")
-    if held is None:
-        raise InputError(f"{output} has no job: give the --output of a `batchgen run` that has begun")
+    target = target_path(Path(output))
+    directory = run_directory(target) if target.name else None
+    held = Manifest.read(directory / "manifest.json") if directory is not None else None
+    if directory is None or held is None:
+        raise InputError(f"{name or output} has no job: give the --output of a `batchgen run` that has begun")
     if held.state == "complete" and held.totals:
         return {"state": "complete", **{name: held.totals[name] for name in ("rows_ok", "rows_failed")}}
     files = DirectoryFiles(directory / SHARE_FOLDER)
-    content = files.read("job.json")
-    if content is None:
+    job = SharedJob.read(files)
+    if job is None:
         return _plain(directory)
-    return _shared(files, SharedJob.from_json(content, files.path), directory, sleep)
+    try:
+        return _shared(files, job, directory, sleep)
+    except FileNotFoundError:  # the folder is gone: a worker has completed the output meanwhile
+        if files.path.exists():
+            raise
+        return output_status(output, sleep, name)
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:

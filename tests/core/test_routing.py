@@ -54,7 +54,7 @@ def test_the_busiest_expert_is_compared_with_the_mean_of_those_touched():
 
 
 def test_what_says_too_little_is_not_fitted():
-    assert RoutingCounts(0, 0).fitted() is None
+    assert RoutingCounts(0, 0, 0).fitted() is None, "no experts"
     assert counted([8] * 10).fitted() is None, "few calls"
     assert counted([1] * 100).fitted() is None, "one token touches as many as it chooses"
     assert counted([200] * 100).fitted() is None, "all are touched, however tokens choose"

@@ -79,8 +79,9 @@ def test_what_another_rank_refuses_rank_0_says():
     group.close(done=False)
 
 
-def test_ranks_end_when_rank_0_is_killed(tmp_path):
-    code = f"import ranks; ranks.be_killed_as_leader({str(tmp_path / 'pid')!r})"
+@pytest.mark.parametrize("program", ["be_killed_as_leader", "be_killed_as_leader_at_the_start"])
+def test_ranks_end_when_rank_0_is_killed(program, tmp_path):
+    code = f"import ranks; ranks.{program}({str(tmp_path / 'pid')!r})"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SUPPORT})
     assert done.returncode == -signal.SIGKILL
     pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in (1, 2)]
@@ -148,6 +149,17 @@ def test_kernels_have_the_threads_of_their_share(monkeypatch):
     with own_share(2) as shares:
         assert num_threads() == len(shares[0])
     assert num_threads() == len(cores)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(
+            BatchgenError, match=f"^MASTER_PORT {port} is taken on this host: give all ranks another one$"
+        ):
+            lead(2, timeout_s=1)
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):

@@ -163,6 +163,7 @@ def test_urls_as_outputs(model, tmp_path, rows_of_jsonl, monkeypatch):
     code, stdout, _ = run(model, rows_of_jsonl, url, *arguments)
     assert code == 0 and "already complete" in stdout and url in stdout
     assert system.cat(inner) == here.read_bytes()
+    assert invoke("status", url)[:2] == (0, invoke("status", here)[1])
     made = system.info(inner)["created"]
     assert (
         run(model, rows_of_jsonl, url, *arguments)[0] == 0 and system.info(inner)["created"] == made

@@ -320,6 +320,7 @@ class TestHere:
         (["-i", "TABLE", "--what-if", "gpu-memory=48GiB"], ["zen4 has no GPU"]),
         (["-i", "TABLE", "--what-if", "patience=48GiB"], ["--what-if patience", "gpu-memory"]),
         (["-i", "TABLE", "--what-if", "dram=0"], ["must be above 0"]),
+        (["-i", "TABLE", "--what-if", "dram=8parsecs"], ["'8parsecs' is not a rate", "dram=25GB/s"]),
         (["-i", "TABLE", "--what-if", "dram=x2", "--what-if", "dram=x3"], ["--what-if dram is given twice"]),
         (["-i", "TABLE", "--max-block-latency", "soon"], ["'soon' is not a duration"]),
         (["-i", "TABLE", "--max-block-latency", "0s"], ["--max-block-latency must be above 0"]),

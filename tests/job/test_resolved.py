@@ -8,13 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.cli.commands import cli
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
 from batchgen.job.options import JobOptions
-from batchgen.job.resolved import resolve_for, resolve_job
+from batchgen.job.resolved import expanded_line, resolve_for, resolve_job
 from batchgen.models.files import read_config, resolve_model
 from batchgen.profiler.shipped import shipped_profile
 
@@ -92,3 +93,20 @@ def test_what_means_nothing_is_refused(model, wrong):
     with pytest.raises(InputError) as refused:
         resolve_job(JobOptions(model, None, None, **wrong), resolve_model(model))
     assert "\n" not in str(refused.value)
+
+
+def test_ranks_that_expand_packed_weights_say_so(tmp_path, monkeypatch):
+    """Where blocks would be cut; one process has them as they are found."""
+    monkeypatch.setattr("batchgen.engine.loader._EXPANDED_FRAC", 0.0)  # as of a model that is large for its memory
+    model = make_tiny_model("llama", tmp_path / "hf", num_key_value_heads=4, intermediate_size=96)
+    write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path / "hf"))
+
+    def job(**options):
+        options = JobOptions(str(tmp_path / "model.gguf"), None, None, dtype="float32", cpu_memory="4GiB", **options)
+        return resolve_job(options, resolve_model(options.model))
+
+    assert job().options.quantization == "q8_0" and not expanded_line(job())
+    (line,) = expanded_line(job(tensor_parallel=2))
+    assert (
+        line.startswith("--tensor-parallel expands weights in q8_0, whose blocks would be cut: ") and "float32" in line
+    )

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+import batchgen.job.run as run_module
 from batchgen import run
 from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
@@ -51,6 +52,32 @@ def test_a_shared_job_makes_the_file_of_a_plain_one(job, tmp_path):
     assert job(shared, retry_failed=True)["rows_resumed"] == ROWS - 1
     found = CliRunner().invoke(cli, ["status", str(shared), "--json"])
     assert json.loads(found.stdout) == {"state": "complete", "rows_ok": ROWS - 1, "rows_failed": 1}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_input_that_is_replaced_meanwhile_is_not_joined_with_results_of_another(share, job, tmp_path, monkeypatch):
+    """Of as many rows, so that nothing else tells."""
+    was = (job.folder / "in.parquet").read_bytes()
+    before, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    before.write_bytes(was)
+    make_result = run_module._row_result
+
+    def replace_input(*args):
+        pq.write_table(
+            pa.table({"prompt": ["other"] * ROWS, "i": range(ROWS)}), tmp_path / "new.parquet", row_group_size=7
+        )
+        (tmp_path / "new.parquet").replace(before)
+        return make_result(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "_row_result", replace_input)
+        with pytest.raises(InputError, match=r"^the input was changed while the job ran: put back what it was"):
+            job(output, input=before, share=share)
+    assert not output.exists()
+    before.write_bytes(was)
+    assert job(output, input=before, share=share)["rows_resumed"] == ROWS
+    job(tmp_path / "alone.parquet", input=before)
+    assert pq.read_table(output).equals(pq.read_table(tmp_path / "alone.parquet"))
 
 
 def test_rows_of_an_input_that_has_to_be_counted(job, tmp_path):

@@ -318,3 +318,30 @@ def test_a_damaged_manifest_of_a_job_that_went_on_by_workers(tmp_path):
         assert again.rows_resumed == ROWS
         again.finish(FakeDataset(ROWS))
     check(output)
+
+
+@pytest.mark.parametrize("name", ["job.json", "kernels.json", "leases/000000.0000", "done/000000", "workers"])
+def test_a_file_that_a_power_cut_left_empty_is_named(name, tmp_path):
+    """A worker's own is written again; of the others one line says which it is."""
+    output = tmp_path / "out.parquet"
+    first = share(output)
+    first.record_kernels(KernelChoice())
+    add(first, next(first.claims(1, lambda: False)))
+    first.close()
+    folder = Path(f"{output}.batchgen") / "share"
+    damaged = next((folder / name).iterdir()) if name == "workers" else folder / name
+    damaged.write_bytes(b"")
+    if name == "workers":
+        with share(output, lease_s=0.1) as run:
+            first.worker.table.lease_s = 0.1
+            assert next(run.claims(1, lambda: False))
+        return
+    with pytest.raises(
+        BatchgenError, match=f"^share/{name} in the run directory is damaged: stop all workers, remove it"
+    ) as said:
+        second = share(output)
+        assert second.kernels is not None
+    assert "\n" not in str(said.value)
+    damaged.unlink()
+    work(share(output), FakeDataset(ROWS))
+    check(output)

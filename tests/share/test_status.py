@@ -29,6 +29,12 @@ def test_of_a_plain_run(tmp_path):
     assert describe_status(output_status(output)) == ["complete: 19 rows ok, 1 failed"]
 
 
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_of_what_is_no_file(output):
+    with pytest.raises(InputError, match="has no job"):
+        output_status(output)
+
+
 def test_of_workers(tmp_path):
     output = tmp_path / "out.parquet"
 
@@ -51,3 +57,17 @@ def test_of_workers(tmp_path):
     assert lines[0].startswith("shared by 3 workers: ") and len(lines) == 4
     for run in (silent, working):
         run.close()
+
+
+def test_of_a_job_that_is_completed_meanwhile(tmp_path):
+    output = tmp_path / "out.parquet"
+    run = open_shared_run(output, {}, rows=16, lease_s=60.0)
+
+    def complete(seconds):
+        with run.writer(flush_interval_s=0.01) as writer:
+            for rows in run.claims(40, lambda: False):
+                for row in rows or ():
+                    writer.add(row, result_of(row, fail_every=13))
+        run.finish(FakeDataset(16))
+
+    assert describe_status(output_status(output, sleep=complete)) == ["complete: 15 rows ok, 1 failed"]

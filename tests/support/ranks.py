@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,6 +75,20 @@ def be_killed_as_leader(path: str) -> None:
     put_to_work(group, wait_for_ever, path)
     group.ready()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed_as_leader_at_the_start(path: str) -> None:
+    """As a program: starts two others and is killed before they have found it."""
+    from batchgen.distributed.control import Hub
+    from batchgen.distributed.group import lead
+
+    def wait_for_ranks(hub: Hub, timeout_s: float, gone: Any) -> None:
+        for rank, process in gone.__self__._running.items():
+            Path(f"{path}.{rank}").write_text(str(process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Hub.wait_for_ranks = wait_for_ranks
+    lead(3)
 
 
 def note_device(group: Group, path: str) -> None:

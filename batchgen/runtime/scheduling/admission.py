@@ -62,6 +62,7 @@ class Projection:
         # At the end of each step, when most is held of it.
         self._sweeps = (np.arange(self._steps, dtype=np.int64) + 1) * self._step - 1
         self._net = np.zeros(self._steps, dtype=np.int64)
+        self._latest: tuple[Growth | None, np.ndarray] = None, self._net
         decoding = [g for g in growths if not g.delayed]
         if decoding:
             self._net += self._summed(decoding)
@@ -81,6 +82,11 @@ class Projection:
         return self._steps if growth.delayed else min(self._steps, -(-growth.num_sweeps // self._step))
 
     def _allocated(self, growth: Growth, last: int) -> np.ndarray:
+        if growth != self._latest[0]:  # many that enter together are alike
+            self._latest = growth, self._blocks_of(growth, last)
+        return self._latest[1]
+
+    def _blocks_of(self, growth: Growth, last: int) -> np.ndarray:
         tokens = np.minimum(growth.num_tokens + self._sweeps[:last], growth.most_tokens)
         return self._grown(-(-tokens // self._block_size), growth)
 
@@ -94,13 +100,10 @@ class Projection:
 
     def _summed(self, growths: Sequence[Growth]) -> np.ndarray:
         size, steps = self._block_size, self._steps
-        tokens, sweeps, held, sole = (
-            np.array([getattr(g, name) for g in growths], dtype=np.int64)
-            for name in ("num_tokens", "num_sweeps", "num_held", "num_sole")
-        )
+        tokens, sweeps, held, sole, _ = np.array(growths, dtype=np.int64).T
         last = np.minimum(steps, -(-sweeps // self._step)) - 1  # the last step in which each is there
         # The last one in which it grows; -1: there is none.
-        most = np.array([self._most_in_table(g) for g in growths], dtype=np.int64)
+        most = np.full_like(held, _ENDLESS) if self._most_sole is None else held - sole + self._most_sole
         growing = np.minimum(last, np.maximum(0, (most * size - tokens + 1) // self._step) - 1)
 
         def until(step: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -110,8 +113,7 @@ class Projection:
 
         # ceil((whole * size + rest + t) / size), by rest: sequences of equal rest take their next blocks together.
         whole, rest = np.divmod(tokens, size)
-        there = np.zeros((size, steps + 1), dtype=np.int64)
-        np.add.at(there, (rest, growing + 1), 1)
+        there = np.bincount(rest * (steps + 1) + growing + 1, minlength=size * (steps + 1)).reshape(size, steps + 1)
         there = np.cumsum(there[:, ::-1], axis=1)[:, ::-1][:, 1:]
         grown = -(-(np.arange(size)[:, None] + self._sweeps) // size)
         total = until(growing, whole) + (there * grown).sum(0)

@@ -22,6 +22,8 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.extents import ExtentManager
@@ -60,8 +62,7 @@ class SchedulerLimits:
         return self.max_num_seqs if self.class_seqs is None else self.class_seqs.get(kv_class, 0)
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
     """`num_tokens` tokens of a sequence, from `num_computed` on; `samples` if they reach its last one in this sweep.
 
     logits_positions: those among them whose logits are made.
@@ -93,6 +94,14 @@ class ScheduledSequence:
         if self.defers:
             return range(0)
         return range(max(self.sequence.num_computed, self.sequence.next_logits_position), self.num_keys)
+
+    @property
+    def num_logits(self) -> int:
+        """How many these are."""
+        sequence = self.sequence
+        if sequence.targets or sequence.kv_class == "deferred":
+            return len(self.logits_positions)
+        return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
 
 
 class TokenSlots:
@@ -142,6 +151,8 @@ class Scheduler:
         self.num_preempted = 0
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._reserved = dict.fromkeys(pools, 0)  # blocks, by tier
+        self._share_prefixes = any(pool.share_prefixes for pool in pools.values())
+        self._windowed = any(pool.windowed is not None for pool in pools.values())
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
         # Only where the first limits have a quota for them: their pool is then one where blocks are reserved beforehand, as nobody
@@ -171,7 +182,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep. Allocates its blocks; empty only if there is no work, or all are on their way (`_on_its_way`)."""
         sweep: list[ScheduledSequence] = []
-        for sequence in self.running:
+        for sequence in self.running if self._windowed else ():
             # What is launched later comes after all that reads these blocks, but for tokens that take several sweeps.
             if sequence.kv_class != "deferred" or not _on_its_way(sequence):
                 self._give_back(sequence, sequence.num_computed)
@@ -217,9 +228,10 @@ class Scheduler:
 
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
-        for scheduled in sweep:
-            scheduled.sequence.num_computed += scheduled.num_tokens
-            self._enter_prompt_blocks(scheduled.sequence, scheduled.sequence.num_computed)
+        for sequence, num_tokens in sweep:
+            sequence.num_computed += num_tokens
+            if self._share_prefixes:
+                self._enter_prompt_blocks(sequence, sequence.num_computed)
 
     def advance(self, num_tokens: int) -> int:
         """Let all that run gain tokens as if they had been scheduled and sampled, for simulations; 0 where there are no blocks for that."""
@@ -294,17 +306,23 @@ class Scheduler:
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int, held: list[Sequence]) -> None:
         """Puts those into `held` that are passed over: what they share with another one is still being computed."""
         in_class = Counter(s.kv_class for s in self.running)
-        admissions: dict[str, TierAdmission] = {}
+
+        @cache
+        def longest() -> int:
+            return max(map(self._expected_len, self._may_enter()))
+
+        @cache
+        def admission(tier: str) -> TierAdmission:
+            """Made where a sequence comes to the tier: it looks at all that are in it."""
+            return self._admission(tier, sweep, longest())
+
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
                 continue
             full = len(self.running) >= self.limits.max_num_seqs
-            if not full and not admissions:
-                longest = max(map(self._expected_len, self._may_enter()))
-                admissions = {tier: self._admission(tier, sweep, longest) for tier in self.pools}
-            if full or not self._enter(sequence, in_class, admissions, self._chunk(sequence, budget)):
+            if full or not self._enter(sequence, in_class, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -335,7 +353,7 @@ class Scheduler:
         return donor.num_entered_blocks < sequence.num_donated // self._pool(donor).block_size
 
     def _enter(
-        self, sequence: Sequence, in_class: Mapping[str, int], admissions: Mapping[str, TierAdmission], chunk: int
+        self, sequence: Sequence, in_class: Mapping[str, int], admission_to: Callable[[str], TierAdmission], chunk: int
     ) -> bool:
         """Admits the sequence to the first class whose quota and pool allow it; False if none does."""
         expected = Expected(sequence, self._expected_len(sequence) - sequence.num_generated, delayed=False)
@@ -353,7 +371,7 @@ class Scheduler:
             classes += [c for c in self._classes() if c not in classes and c != "deferred"]
         for kv_class in classes:
             tier = tier_of(kv_class)
-            pool, admission = self.pools[tier], admissions[tier]
+            pool, admission = self.pools[tier], admission_to(tier)
             num_blocks = -(-num_tokens // pool.block_size)
             allocation = admission.admit(expected, chunk, num_blocks, self._reserved[tier])
             if allocation is not None:
@@ -377,20 +395,22 @@ class Scheduler:
 
     def _admission(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> TierAdmission:
         """longest: tokens that any sequence that may enter is expected to generate."""
+        pool = self.pools[tier]
+        reserves = self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager)
+        if reserves and pool.windowed is None:  # which asks for nobody's future
+            return TierAdmission(pool, [], longest, reserves=True)
         there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
         running = [
             Expected(s, self._expected_len(s) - s.num_generated, delayed=there.get(s, 0) < len(s.tokens))
             for s in self.running
             if tier_of(s.kv_class) == tier
         ]
-        reserves = self.limits.admission == "static" or tier in self._reserving
-        pool = self.pools[tier]
-        return TierAdmission(pool, running, longest, reserves=reserves or isinstance(pool, ExtentManager))
+        return TierAdmission(pool, running, longest, reserves=reserves)
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens it is expected to generate in all, at least one more."""
-        least = sequence.num_generated + 1
-        return min(max(self.expected_output_len(sequence), least), max(sequence.sampling.max_tokens, least))
+        expected, most = self.expected_output_len(sequence), sequence.sampling.max_tokens
+        return max(expected if expected < most else most, sequence.num_generated + 1)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; False if the sequence itself had to be preempted."""
@@ -409,7 +429,7 @@ class Scheduler:
                 if self._preempt_youngest(tier) is sequence:
                     return False
             sequence.window_table.append(pool.windowed.allocate())
-        if tier == self.limits.compute_tier:
+        if self._share_prefixes and tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
             # so there `commit` enters them.

@@ -57,9 +57,7 @@ class Simulator:
             if step.lane == "compute":
                 self._compute(step, seconds(step))
             else:
-                self._open.add(step.id)
-                self._queues[step.lane].append((step, self._now_s, seconds(step)))
-                self._settle()
+                self._issue(step, seconds(step))
         if not self._open:  # what has ended by now holds up nothing that is yet to be issued
             self._ended = {i: (end, lane) for i, (end, lane) in self._ended.items() if end > self._now_s}
 
@@ -87,15 +85,25 @@ class Simulator:
             self._settle()
         return Timeline(self._total_s, dict(self._busy_s), dict(self._stalled_s), self._between_s)
 
+    def _issue(self, step: Step, seconds: float) -> None:
+        """A Step of another lane than compute's. It is started, if no other Step can get ahead of it."""
+        queue, takes_turns = self._queues[step.lane], self._shared_cores and step.lane == "cpu_attention"
+        ready = None if queue or takes_turns else self._ready_s(step)
+        if ready is not None:
+            self._end(step, max(self._now_s, self._free_s[step.lane], ready), seconds)
+            return
+        self._open.add(step.id)
+        queue.append((step, self._now_s, seconds))
+
     def _compute(self, step: Step, seconds: float) -> None:
-        while True:
+        while self._open:
             ready = self._ready_s(step)
             if not self._attend(before_s=math.inf if ready is None else max(ready, self._now_s)):
                 break
             self._settle()
         for i in step.after:
-            end_s, lane = self._ended.get(i, (0.0, step.lane))
-            self._wait(lane, end_s)
+            if (ended := self._ended.get(i)) is not None:
+                self._wait(ended[1], ended[0])
         if self._shared_cores:
             self._wait("cpu_attention", self._free_s["cpu_attention"])
         self._end(step, self._now_s, seconds)
@@ -104,8 +112,9 @@ class Simulator:
             self._settle()
 
     def _wait(self, lane: str, until_s: float) -> None:
-        self._stalled_s[lane] += max(0.0, until_s - self._now_s)
-        self._now_s = max(self._now_s, until_s)
+        if until_s > self._now_s:
+            self._stalled_s[lane] += until_s - self._now_s
+            self._now_s = until_s
 
     def _settle(self) -> None:
         """Starts what no other Step can get ahead of."""
@@ -140,9 +149,14 @@ class Simulator:
 
     def _ready_s(self, step: Step) -> float | None:
         """When all that the Step waits for have ended; None if that is open."""
-        if any(i in self._open for i in step.after):
-            return None
-        return max((self._ended[i][0] for i in step.after if i in self._ended), default=0.0)
+        ready_s = 0.0
+        for i in step.after:
+            if i in self._open:
+                return None
+            end = self._ended.get(i)
+            if end is not None and end[0] > ready_s:
+                ready_s = end[0]
+        return ready_s
 
     def _end(self, step: Step, start_s: float, seconds: float) -> None:
         end_s = start_s + seconds
