@@ -117,7 +117,7 @@ def main() -> None:
             print(f"  {shares}", flush=True)
     result = {
         "benchmark": "moe",
-        "command": f"python benchmarks/moe.py --shape {args.shape}",
+        "command": f"python benchmarks/moe.py --shape {args.shape} --engines {','.join(args.engines)}",
         "arguments": {k: v for k, v in vars(args).items() if k not in ("work_dir", "output")},
         "machine": machine(),
         "flops": job.flops,

@@ -14,7 +14,7 @@ struct BlockShape {
     static constexpr int kCodesAt = 0, kNibbles = 0;
 };
 
-// The same, of formats with a kCodesAt: scales and minimums without the codes are `run_scales`.
+// The same, of formats with a kCodesAt.
 template <int Values, int Bytes, int Run, int CodesAt, int Nibbles>
 struct PlainShape : BlockShape<Values, Bytes, Run> {
     static constexpr int kCodesAt = CodesAt, kNibbles = Nibbles;

@@ -111,7 +111,7 @@ __attribute__((always_inline)) inline void quad_codes(const uint8_t* low, const 
 
 // Where a format's panels have what.
 struct RunFormat {
-    void (*scales)(const uint8_t* blocks, int64_t count, RunScales& out);
+    void (*scales)(const uint8_t* blocks, int64_t stride, int64_t count, RunScales& out);
     PairTable table;
     int64_t block_bytes, scale_bytes, low_bytes;
     int quads_of_block;  // a power of two, by its exponent
@@ -120,8 +120,8 @@ struct RunFormat {
 };
 
 template <class Format>
-__attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t count, RunScales& out) {
-    for (int64_t b = 0; b < count; b++, blocks += Format::kBlockBytes)
+__attribute__((noinline)) void scales_of_runs(const uint8_t* blocks, int64_t stride, int64_t count, RunScales& out) {
+    for (int64_t b = 0; b < count; b++, blocks += stride)
         for (int run = 0; run < Format::kRuns; run++)
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++)
@@ -155,7 +155,7 @@ struct RunStretch {
         blocks = panel + (at / kQuad >> format.quads_of_block) * format.block_bytes;
         ahead = at + kTaken < depth ? blocks + count * format.block_bytes : next;
         ahead_of_quad = format.block_bytes >> format.quads_of_block;
-        format.scales(blocks, count, scales);
+        format.scales(blocks, format.block_bytes, count, scales);
     }
     // The codes of quad i.
     template <class Kind, class Sink>
@@ -294,46 +294,38 @@ inline const uint8_t* row_at(const Linear& args, int64_t panel, int c, int64_t a
     return packed;
 }
 
-// kTaken depths of W rows, or those that are left, as an operand's columns `out`; and their scales.
+// kTaken depths of W rows, or those that are left, as an operand's columns `out`; and what a panel has before its codes
+// (block_panels.h), which is zeros where no row is: `heads` [blocks, Format::kScaleBytes].
 template <class Format>
 inline void put_plain_rows(const Linear& args, int64_t panel, int c, int64_t at, const PairTable& table, uint32_t* out,
-                           TakenRows& taken) {
+                           uint8_t* heads) {
     using Block = typename Format::Block;
-    constexpr int kNibbles = Block::kNibbles, kBlocks = kTaken / Block::kValues, kTakenBytes = kBlocks * Block::kBytes;
-    constexpr int kCodeBytes = Block::kValues / (kNibbles ? 2 : 1), kVectors = kBlocks * kCodeBytes / (4 * W);
-    const int64_t here = smaller(kTaken, args.depth - at), here_bytes = here / Block::kValues * Block::kBytes;
-    uint8_t copies[W][kTakenBytes];  // of rows that are not there, or end: zeros stand for what is not read
+    constexpr int kNibbles = Block::kNibbles, kPiece = 16;
+    constexpr int kCodeBytes = Block::kValues / (kNibbles ? 2 : 1), kPieces = kTaken / Block::kValues * kCodeBytes / kPiece;
+    static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
+    const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues;
     const uint8_t* rows[W];
     for (int i = 0; i < W; i++) {
-        rows[i] = row_at(args, panel, c + i, at, here_bytes);
-        if (!rows[i] || here < kTaken) {
-            memset(copies[i], 0, kTakenBytes);
-            if (rows[i]) memcpy(copies[i], rows[i], here_bytes);
-            rows[i] = copies[i];
-        }
-        for (int b = 0; b < kBlocks; b++)
-            Block::run_scales(rows[i] + b * Block::kBytes, taken.scales[i] + b * Format::kRuns,
-                              taken.minimums[i] + b * Format::kRuns);
+        rows[i] = row_at(args, panel, c + i, at, blocks * Block::kBytes);
+        if (!rows[i]) rows[i] = nothing;
+        else
+            for (int64_t b = 0; b < blocks; b++)
+                Format::Scales::put(rows[i] + b * Block::kBytes, c + i, heads + b * Format::kScaleBytes);
     }
-    for (int v = 0; v < kVectors; v++) {
-        vi r[W];
-        const auto place = [&](int quarter) {  // in a row
-            const int byte = 4 * W * v + W * quarter;
-            return byte / kCodeBytes * Block::kBytes + Block::kCodesAt + byte % kCodeBytes;
-        };
-        const int a = place(0), b = place(1), c = place(2), d = place(3);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) r[i] = load_quarters(rows[i] + a, rows[i] + b, rows[i] + c, rows[i] + d);
-        transpose(r);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++) {
-            const int byte = 4 * (W * v + i);
-            int depth = byte;
-            if constexpr (kNibbles > 0) depth = byte / kNibbles * 2 * kNibbles + byte % kNibbles;
-            if (depth >= here) continue;
-            put_codes<typename Format::Kind>((Lanes)r[i], table, out + depth / 2 * kPanel);
-            if constexpr (kNibbles > 0)
-                put_codes<typename Format::Kind>((Lanes)r[i] >> 4, table, out + (depth + kNibbles) / 2 * kPanel);
+    for (int piece = 0; piece < kPieces; piece++) {
+        const int byte = piece * kPiece, place = byte / kCodeBytes * Block::kBytes + Block::kCodesAt + byte % kCodeBytes;
+        const int depth = kNibbles ? byte / (kNibbles + !kNibbles) * 2 * kNibbles + byte % (kNibbles + !kNibbles) : byte;
+        if (depth >= here) break;
+        vi r[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            r[i] = load_quarters(rows[i] + place, rows[i + 4] + place, rows[i + 8] + place, rows[i + 12] + place);
+        transpose_quarters(r);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            uint32_t* to = out + (depth + 4 * i) / 2 * kPanel;
+            put_codes<typename Format::Kind>((Lanes)r[i], table, to);
+            if constexpr (kNibbles > 0) put_codes<typename Format::Kind>((Lanes)r[i] >> 4, table, to + kNibbles / 2 * kPanel);
         }
     }
 }
@@ -367,17 +359,23 @@ template <class Format>
 __attribute__((noinline)) void operand_of_rows(const Linear& args, const RunFormat& format, int64_t panel, int64_t at,
                                                uint32_t* out, RunScales& scales) {
     const PairTable table = format.table;
-    const int64_t runs = smaller(kTaken, args.depth - at) / Format::Block::kRun;
-    TakenRows taken;
-    for (int part = 0; part < 2; part++) {
-        if constexpr (kPlain<Format>) put_plain_rows<Format>(args, panel, part * W, at, table, out + part * W, taken);
-        else put_taken_rows<Format>(args, panel, part * W, at, table, out + part * W, taken);
-        vf of_runs[kTakenRuns];
-        transpose_floats(taken.scales, of_runs);
-        for (int64_t i = 0; i < runs; i++) scales.scales[i][part] = of_runs[i];
-        if (!Format::kMinimums) continue;
-        transpose_floats(taken.minimums, of_runs);
-        for (int64_t i = 0; i < runs; i++) scales.minimums[i][part] = of_runs[i];
+    const int64_t here = smaller(kTaken, args.depth - at);
+    if constexpr (kPlain<Format>) {
+        uint8_t heads[kTaken / Format::Block::kValues * Format::kScaleBytes] = {};
+        for (int part = 0; part < 2; part++) put_plain_rows<Format>(args, panel, part * W, at, table, out + part * W, heads);
+        scales_of_runs<Format>(heads, Format::kScaleBytes, here / Format::Block::kValues, scales);
+    } else {
+        const int64_t runs = here / Format::Block::kRun;
+        TakenRows taken;
+        for (int part = 0; part < 2; part++) {
+            put_taken_rows<Format>(args, panel, part * W, at, table, out + part * W, taken);
+            vf of_runs[kTakenRuns];
+            transpose_floats(taken.scales, of_runs);
+            for (int64_t i = 0; i < runs; i++) scales.scales[i][part] = of_runs[i];
+            if (!Format::kMinimums) continue;
+            transpose_floats(taken.minimums, of_runs);
+            for (int64_t i = 0; i < runs; i++) scales.minimums[i][part] = of_runs[i];
+        }
     }
 }
 
@@ -485,8 +483,10 @@ inline void products_in_runs(const Linear& args, int64_t row, int64_t rows, int6
                     const int64_t count = smaller(kRowTile, rows - r);
                     const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
                     const float* tile_sums = sums ? sums + r * runs + at / format.run * count : nullptr;
-                    for (int64_t i = 0; i < count; i += kRowsOfRuns)
-                        with_count<kRowsOfRuns>(int(smaller(kRowsOfRuns, count - i)), [&]<int MR>() {
+                    // In two halves of about as many rows: one or two would wait for their own sums.
+                    const int64_t half = count > kRowsOfRuns ? (count + 1) / 2 : count;
+                    for (int64_t i = 0; i < count; i += half)
+                        with_count<kRowsOfRuns>(int(smaller(half, count - i)), [&]<int MR>() {
                             product_of_runs<MR>(tile + i, count, b, here, format.run / 2, *scales,
                                                 tile_sums ? tile_sums + i : nullptr, c + (r + i) * kPanel);
                         });

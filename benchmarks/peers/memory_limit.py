@@ -20,9 +20,11 @@ _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 class LimitedRun:
     """How a command ended. peak_bytes: the group's highest use, page cache and kernel memory included.
     limit_hits: how often the kernel had to reclaim memory to stay within the limit. oom_kills: processes it killed
-    because that was not enough."""
+    because that was not enough. cpu_s: of all its threads; far below wall_s times the cores, it waited for the disk or others
+    had the cores."""
 
     wall_s: float
+    cpu_s: float
     exit_code: int
     peak_bytes: int
     limit_hits: int
@@ -56,6 +58,7 @@ def run_limited(
         process.returncode = os.waitstatus_to_exitcode(status)  # waited for: Popen need not
         return LimitedRun(
             wall_s=time.perf_counter() - started,
+            cpu_s=usage.ru_utime + usage.ru_stime,
             exit_code=process.returncode,
             peak_bytes=int((group / "memory.max_usage_in_bytes").read_text()),
             limit_hits=int((group / "memory.failcnt").read_text()),

@@ -184,6 +184,13 @@ inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, co
     const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(a)), at(b), 1);
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_inserti128_si256(_mm256_castsi128_si256(at(c)), at(d), 1), 1);
 }
+// Of each 128 bits the four words: r[i] becomes word i of r[0] to r[3], in the first 128 bits, the second and so on.
+__attribute__((always_inline)) inline void transpose_quarters(vi* r) {
+    const vi a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+    const vi c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+    r[0] = _mm512_unpacklo_epi64(a, c), r[1] = _mm512_unpackhi_epi64(a, c);
+    r[2] = _mm512_unpacklo_epi64(b, d), r[3] = _mm512_unpackhi_epi64(b, d);
+}
 // Numbers as bf16: pairs of neighbours of the first, then of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: the first half of them, and the second.

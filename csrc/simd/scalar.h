@@ -248,6 +248,13 @@ inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, co
     for (int i = 0; i < 4; i++) memcpy((uint8_t*)&all + W * i, from[i], W);
     return all;
 }
+inline void transpose_quarters(vi* r) {
+    uint32_t from[4][W], to[4][W];
+    memcpy(from, r, sizeof from);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < W; j++) to[i][j] = from[j % 4][j / 4 * 4 + i];
+    memcpy(r, to, sizeof to);
+}
 inline vi to_pairs(vf first, vf second) {
     bf16 all[2 * W];
     store(all, first), store(all + W, second);
