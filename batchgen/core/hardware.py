@@ -38,7 +38,7 @@ class Rates:
         if not self.axes:
             rate: float = self.points
             return rate
-        return math.exp(_interpolate(self._table, [sizes[axis] for axis in self.axes], 0))
+        return _interpolate(self._table, [sizes[axis] for axis in self.axes], 0)
 
     @cached_property
     def _table(self) -> Any:
@@ -71,18 +71,18 @@ class Rates:
 
 
 def _with_logarithms(points: Any, depth: int) -> Any:
-    """Sizes, their logarithms, and what there is at each of them: the rate's logarithm, or the same of the next axis."""
+    """Sizes, their logarithms, and what there is at each of them: the rate, or the same of the next axis."""
     if depth == 0:
-        return math.log(points)
+        return points
     sizes = [x for x, _ in points]
     return sizes, [math.log(x) for x in sizes], [_with_logarithms(rest, depth - 1) for _, rest in points]
 
 
 def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
-    """The logarithm of the rate. A plan asks for some ten thousands of them."""
+    """The rate, linear between points in the logarithms of both. A plan asks for some ten thousands of them."""
     if axis == len(sizes):
-        logarithm: float = table
-        return logarithm
+        rate: float = table
+        return rate
     xs, logarithms, rows = table
     x = sizes[axis]
     right = bisect.bisect_left(xs, x)
@@ -90,7 +90,8 @@ def _interpolate(table: Any, sizes: list[float], axis: int) -> float:
         return _interpolate(rows[min(right, len(xs) - 1)], sizes, axis + 1)
     low, high = _interpolate(rows[right - 1], sizes, axis + 1), _interpolate(rows[right], sizes, axis + 1)
     fraction: float = (math.log(x) - logarithms[right - 1]) / (logarithms[right] - logarithms[right - 1])
-    return low + fraction * (high - low)
+    between: float = low * (high / low) ** fraction
+    return between
 
 
 def _map_points(points: Any, depth: int, function: Callable[[float], float]) -> Any:

@@ -91,6 +91,8 @@ def test_sweeps_steps_and_bytes_are_those_of_the_stages(case, count, model_path,
     with Engine.from_parts(parts) as engine:
         assert all(c.error is None for c in engine.generate(requests))
         sweeps = engine.stats.sweeps
+        for executor in executors.values():
+            executor.lanes.drain()  # what the last sweep still stores would be dropped with the engine
 
     rates, links = one_byte_a_second()
     simulated: list[list] = [[] for _ in stages]
@@ -130,6 +132,9 @@ def test_a_part_of_the_steps_tells_the_time_of_all(job, monkeypatch):
     """Prompts and decoding differ in what a token takes: a part that has more of one than the job must not count as the job."""
     hardware, config = gpu_box(gpu_memory_bytes=1 << 30, h2d_bytes_per_s=1e9), opt(2048, 12, 32)
     plan = planned_stage(hardware, config, JOBS[job], 2, max_num_seqs=64)
+    plan = replace(
+        plan, policy=replace(plan.policy, batch_order="even", balance_tokens=None)
+    )  # whatever is planned today
     stages = stages_of(plan, config, 2)
 
     def seconds(most_steps, most_scheduled=10**9):
