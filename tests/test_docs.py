@@ -180,6 +180,11 @@ def figures():  # a line or two for each of the files
     rates = against["total_tokens_per_s"]
     yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"
     yield "azure_vs_transformers", f"{against['ratio']:.2f} times"
+    moe = read("moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16")
+    share, predicted = (moe["runs"][0]["bound"][name] for name in ("share_of_bound", "predicted_over_measured"))
+    made = moe["summary"]["generated_tokens_per_s"]["batchgen"]
+    yield "moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16", f"{made:.1f} generated tokens/s; {100 * share:.0f} % of what"
+    yield "moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16", f"predicted {predicted:.2f} times the measured time"
     large = read("larger_than_memory")["summary"]
     made = large["generated_tokens_per_s"]
     yield "larger_than_memory", f"{made['batchgen']:.1f} generated tokens/s; {large['share_of_bound'][0]:.0%} of"
