@@ -309,7 +309,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
         store_bytes=to_write,
-        stores_bytes={name: _bytes_to_write(job, name) for name in (job.as_found, EXPANDED) if name and job.as_found},
+        stores_bytes={name: _bytes_to_write(job, name) for name in (job.as_found, EXPANDED)} if job.as_found else {},
         has_int4_store=has_int4_store,
     )
     return profile, request

@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from planner_cases import budgets, constant, gpu_box, llama_8b
+from planner_cases import constant, gpu_box, inputs_of_batches, llama_8b
 
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import first_batch_cpu_share
-from batchgen.core.workload import Workload
 from batchgen.planner.balance import balanced
 from batchgen.planner.cost import layer_lanes, unequal_batches
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Counts
-from batchgen.planner.search import Problem, search_space
 
 FIXED_S, TOKEN_S = 3e-3, 1e-5  # of products in a layer
 
@@ -33,21 +31,7 @@ def box(cpu_attention=2e10):
 
 
 def inputs_of(hardware, **changes):
-    problem = Problem(
-        hardware=hardware,
-        model=llama_8b(),
-        workload=Workload.uniform(64, 200, 8),
-        budgets=budgets(hardware),
-        compute_format="float16",
-        weight_formats=("float16",),
-        kv_formats=("float16",),
-        block_size=64,
-        num_gpu_batches=2,
-        max_num_batched_tokens=2048,
-        admissions=("continuous",),
-    )
-    inputs, _ = next(iter(search_space(problem)))
-    return replace(inputs, **changes)
+    return replace(inputs_of_batches(hardware, llama_8b(), 2, max_num_batched_tokens=2048), **changes)
 
 
 def placed(s, on_gpu, on_cpu):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from planner_cases import budgets, constant, gpu_box, llama_8b
+from planner_cases import budgets, constant, gpu_box, inputs_of_batches, llama_8b
 from thorough import quick_or
 
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
@@ -14,7 +14,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost import bounds, layer_lanes
 from batchgen.planner.flow import Phase
 from batchgen.planner.lp import Allowed, Counts
-from batchgen.planner.search import Problem, search, search_space
+from batchgen.planner.search import Problem, search
 from batchgen.profiler.shipped import shipped_profile
 
 GPU_ONLY = Allowed(weight_tiers=("gpu",), kv_classes=("gpu",))
@@ -138,19 +138,7 @@ def test_apex_inequality_6():
 
 def layer_seconds(hardware, model, on_gpu, on_cpu, context, *, batches):
     total = on_gpu + on_cpu
-    problem = Problem(
-        hardware=hardware,
-        model=model,
-        workload=Workload.uniform(64, 200, 8),
-        budgets=budgets(hardware),
-        compute_format="float16",
-        weight_formats=("float16",),
-        kv_formats=("float16",),
-        block_size=64,
-        num_gpu_batches=batches,
-        admissions=("continuous",),
-    )
-    inputs, _ = next(iter(search_space(problem)))
+    inputs = inputs_of_batches(hardware, model, batches)
     inputs = replace(inputs, block_size=total)
     layers = dict.fromkeys(model.layer_tensors, (model.num_layers, 0, 0))
     at = Counts(layers, {"gpu": on_gpu, "cpu": on_cpu}, (batches, 0), 1).placement(inputs)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
+from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
+from batchgen.planner.inputs import CostInputs
+from batchgen.planner.search import Problem, search_space
 
 GIB = 1 << 30
 
@@ -140,3 +143,21 @@ def gemma3_27b() -> ModelConfig:
 def budgets(hardware: HardwareProfile) -> dict[str, int]:
     sizes = {"gpu": hardware.gpu_memory_bytes, "cpu": hardware.cpu_memory_bytes, "disk": hardware.disk_bytes}
     return {tier: size for tier, size in sizes.items() if size is not None}
+
+
+def inputs_of_batches(hardware: HardwareProfile, model: ModelConfig, num_gpu_batches: int, **held) -> CostInputs:
+    """The cost model's inputs for 64 sequences in so many micro-batches, in float16. held: further fields of Problem."""
+    problem = Problem(
+        hardware=hardware,
+        model=model,
+        workload=Workload.uniform(64, 200, 8),
+        budgets=budgets(hardware),
+        compute_format="float16",
+        weight_formats=("float16",),
+        kv_formats=("float16",),
+        block_size=64,
+        num_gpu_batches=num_gpu_batches,
+        admissions=("continuous",),
+        **held,
+    )
+    return next(iter(search_space(problem)))[0]
