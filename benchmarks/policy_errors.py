@@ -8,13 +8,12 @@ Times are those of the sweeps. Each is predicted twice: by the cost model (the L
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
 
-Writes benchmarks/results/policy_errors.json, after each policy; with --only, settings that are left out stay as they are there.
+Writes benchmarks/results/policy_errors.json, after each round; with --only, settings that are left out stay as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from way_settings import SHAPE as SMALLER
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
+from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.choice import choose, simulate_candidates
@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", type=Path, required=True, help="for the models, their stores and KV on disk")
     parser.add_argument("--count", type=int, default=20, help="policies of each setting, the planner's own among them")
+    parser.add_argument("--rounds", type=int, default=3, help="of each policy; the median counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--longest", type=float, default=12.0, help="simulated seconds of a job; longer ones are drawn again"
@@ -132,7 +133,9 @@ def _keep(entry: dict[str, Any], output: Path) -> None:
 
 
 def _without_tokens(policy: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in policy.items() if name != "tokens"}
+    """Of each run, what is kept."""
+    kept = ("seconds", "busy", "sweeps", "preempted", "busy_s", "stalled_s")
+    return policy | {"runs": [{name: run[name] for name in kept} for run in policy["runs"]]}
 
 
 def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -161,63 +164,77 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     assert own is not None  # there is no limit of the latency
     rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])
     policies: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    plans: list[Plan] = []
     for words, candidate in [
         ("planned", own.candidate),
         *_distinct(drawn(problem, setting, args.seed), args.count * 3),
     ]:
-        if len(policies) == args.count:
+        if len(plans) == args.count:
             break
         plan = plan_of(candidate, None)
-        key = json.dumps(plan.policy.to_json(), sort_keys=True)
-        if key in seen:
+        if any(plan.policy == other.policy for other in plans):
             continue
-        seen.add(key)
         try:
             simulated = simulate_job(plan, config, hardware)
         except InputError:  # the memory plan does not hold what the cost model thought would fit
             continue
         if simulated.total_s > args.longest and words != "planned":
             continue
-        entry: dict[str, Any] = {
-            "name": words,
-            "planned_s": candidate.seconds,
-            "simulated_s": simulated.total_s,
-            "policy": plan.policy.to_json(),
-        }
-        line = f"{setting.name}: {words}: planned {candidate.seconds:.2f} s, simulated {simulated.total_s:.2f} s"
-        if not args.dry:
+        plans.append(plan)
+        policies.append(
+            {
+                "name": words,
+                "planned_s": candidate.seconds,
+                "simulated_s": simulated.total_s,
+                "simulated_sweeps": simulated.sweeps,
+                "simulated_busy_s": simulated.busy_s,
+                "simulated_stalled_s": simulated.stalled_s,
+                "policy": plan.policy.to_json(),
+                "runs": [],
+            }
+        )
+        if args.dry:
+            print(_line(setting, policies[-1]), flush=True)
+    if args.dry:
+        return
+    # In rounds, so that a moment in which the machine is slow does not decide about one of them.
+    for _ in range(args.rounds):
+        for plan, entry in zip(plans, policies, strict=True):
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
             measured = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
                 kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, **budgets,
             )  # fmt: skip
-            seconds = measured["seconds"]
-            entry |= {"measured_s": seconds, "simulated_sweeps": simulated.sweeps}
-            entry |= {"simulated_busy_s": simulated.busy_s, "simulated_stalled_s": simulated.stalled_s}
-            entry |= {name: measured[name] for name in ("tokens", "busy", "sweeps", "preempted", "busy_s", "stalled_s")}
-            line += f", measured {seconds:.2f} s: {candidate.seconds / seconds - 1:+.0%}, {simulated.total_s / seconds - 1:+.0%}"
-            line += "".join(
-                f"\n    {lane}: busy {busy:.2f} s, simulated {simulated.busy_s[lane]:.2f} s; waited for"
-                f" {measured['stalled_s'][lane]:.2f} s, simulated {simulated.stalled_s[lane]:.2f} s"
-                for lane, busy in measured["busy_s"].items()
-                if max(busy, simulated.busy_s[lane]) > 0.02 * seconds
-            )
-        policies.append(entry)
-        print(line, flush=True)
-        if not args.dry:
-            about = {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
-            found = {"setting": setting.name, "device": str(setting.device)} | about | _ranked(policies)
-            found["different_rows"] = different_rows(policies)
-            _keep(found | {"policies": [_without_tokens(policy) for policy in policies]}, args.output)
-    if not args.dry:
-        print(
-            f"{setting.name}: of {len(policies)} policies the plan is number {found['rank_of_plan']},"
-            f" {found['plan_against_fastest']:.2f} times as long as the fastest; median error planned"
-            f" {found['planned_error']['median']:.1%}, simulated {found['simulated_error']['median']:.1%}; worst"
-            f" {found['planned_error']['worst']:.1%} and {found['simulated_error']['worst']:.1%};"
-            f" {found['different_rows']} of {setting.rows} rows have not the same tokens in all"
-        )
+            entry["runs"].append(measured)
+            entry["measured_s"] = statistics.median(run["seconds"] for run in entry["runs"])
+            print(_line(setting, entry), flush=True)
+        about = {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
+        found = {"setting": setting.name, "device": str(setting.device)} | about | _ranked(policies)
+        found["different_rows"] = different_rows([run for entry in policies for run in entry["runs"]])
+        _keep(found | {"policies": [_without_tokens(policy) for policy in policies]}, args.output)
+    print(
+        f"{setting.name}: of {len(policies)} policies the plan is number {found['rank_of_plan']},"
+        f" {found['plan_against_fastest']:.2f} times as long as the fastest; median error planned"
+        f" {found['planned_error']['median']:.1%}, simulated {found['simulated_error']['median']:.1%}; worst"
+        f" {found['planned_error']['worst']:.1%} and {found['simulated_error']['worst']:.1%};"
+        f" {found['different_rows']} of {setting.rows} rows have not the same tokens in all"
+    )
+
+
+def _line(setting: Setting, entry: dict[str, Any]) -> str:
+    """What is known of a policy, its last run lane by lane."""
+    planned, simulated, runs = entry["planned_s"], entry["simulated_s"], entry["runs"]
+    line = f"{setting.name}: {entry['name']}: planned {planned:.2f} s, simulated {simulated:.2f} s"
+    if not runs:
+        return line
+    seconds = entry["measured_s"]
+    line += f", measured {seconds:.2f} s: {planned / seconds - 1:+.0%}, {simulated / seconds - 1:+.0%}"
+    return line + "".join(
+        f"\n    {lane}: busy {busy:.2f} s, simulated {entry['simulated_busy_s'][lane]:.2f} s; waited for"
+        f" {runs[-1]['stalled_s'][lane]:.2f} s, simulated {entry['simulated_stalled_s'][lane]:.2f} s"
+        for lane, busy in runs[-1]["busy_s"].items()
+        if max(busy, entry["simulated_busy_s"][lane]) > 0.02 * seconds
+    )
 
 
 def _distinct(pairs: Iterator[tuple[str, Candidate]], most: int) -> Iterator[tuple[str, Candidate]]:

@@ -207,6 +207,7 @@ class HardwareProfile:
         first_touch_bytes_per_s: memory that is used for the first time, as KV pools are; None: as fast as any.
         disk_read_overhead_s, disk_write_overhead_s: of one request beside its bytes, with several in flight.
         disk_cpu_overhead_s: for which it takes a core.
+        link_overhead_s: of one copy to or from the GPU beside its bytes.
         shared_cores: the "gpu" is emulated by the cores of the CPU: its compute and CPU attention take turns.
         copy_bytes_per_s: copies between memories that take those cores; None: they take none.
         sum_bytes_per_s, sum_overhead_s: of adding up a tensor over ranks that share every layer, of whose machine this is one rank's
@@ -236,6 +237,7 @@ class HardwareProfile:
     disk_read_overhead_s: float = 0.0
     disk_write_overhead_s: float = 0.0
     disk_cpu_overhead_s: float = 0.0
+    link_overhead_s: float = 0.0
     shared_cores: bool = False
     copy_bytes_per_s: float | None = None
     sum_bytes_per_s: float | None = None

@@ -42,6 +42,7 @@ from batchgen.runtime.scheduling.sequence import tier_of
 from batchgen.runtime.scheduling.window_pool import HOLE
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
+_COPIES = {"send_qkv": 3, "send_deferred": 3}  # that a Step makes over a link; all others make one
 _NOTHING_PLACED = Placement(*[0] * 13)
 _HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
 
@@ -251,6 +252,7 @@ class StepCosts:
         ]
         self._without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of what has been read so
         self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
+        self._embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
         rows, columns = config.product_shapes["qkv"]
         self._pre_frac = rows * columns / config.matmul_params_per_layer
         # Of what comes after attention, what comes before the experts.
@@ -288,8 +290,11 @@ class StepCosts:
             if step.lane == "compute":
                 if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
                     joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
-                    h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
-                    return self._link_bytes(step, load) / h2d if h2d else 0.0
+                    h2d, moved = (
+                        hardware.h2d_bytes_per_s,
+                        self._link_bytes(step, load),
+                    )  # no rate where the CPU computes
+                    return moved / h2d + hardware.link_overhead_s if h2d and moved else 0.0
                 own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
                 if (step.layer, step.weight_slot) in self._without_experts:
                     own_s = self._without_experts_s(step, loads, own_s)
@@ -315,7 +320,7 @@ class StepCosts:
                 owed_s += moved / hardware.copy_bytes_per_s
             rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
             assert rate is not None  # there are such Steps with an accelerator alone
-            return moved / rate
+            return moved / rate + _COPIES.get(step.kind, 1) * hardware.link_overhead_s
 
         return seconds
 
@@ -452,7 +457,8 @@ class StepCosts:
             return rows * s.model.embed_size * s.element_bytes
         if kind in ("embed", "load_hidden", "store_hidden"):
             rows = load.tokens - (0 if kind == "embed" or step.layer == 0 else load.deferred)
-            return 0.0 if kind == "embed" and load.hidden_on_host else rows * s.hidden_bytes
+            stays = kind == "embed" and (load.hidden_on_host or self._embeds_on_gpu)
+            return 0.0 if stays else rows * s.hidden_bytes
         if kind == "load_cache":
             windowed = self.config.windows[step.layer] is not None
             host_blocks = load.windowed_host_blocks if windowed else load.host_blocks

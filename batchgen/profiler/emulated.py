@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile
 from batchgen.ops import cpp as kernels
+from batchgen.ops import dispatch as ops
 
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a piece
 _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
+_COPIES_OF_STEP, _COPIED_ROWS, _COPIED_WIDTH = (
+    3,
+    8,
+    512,
+)  # as where queries, keys and values of a few sequences are sent
 _WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
 
 
@@ -42,6 +50,7 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
         cpu_memory_bytes=max(1, cpu.cpu_memory_bytes - device.gpu_memory_bytes),
         h2d_bytes_per_s=1 / statistics.median(h2d_s),
         d2h_bytes_per_s=1 / statistics.median(d2h_s),
+        link_overhead_s=copy_overhead_s(device),
         shared_cores=True,
         # What the cores do when nothing disturbs them: a neighbour's work is not the copies'.
         copy_bytes_per_s=1 / min(free_s),
@@ -103,6 +112,59 @@ def piece_times(bytes_per_s: float | None) -> list[float]:
             return times
 
 
+def copy_overhead_s(device: Device) -> float:
+    """Seconds that a copy from an emulated device takes beside those of its bytes: of tokens' rows, while the device computes."""
+    import torch
+
+    from batchgen.runtime.memory.transfers import Link
+    from batchgen.runtime.own_core import OwnCore
+    from batchgen.runtime.steps.graph import Step
+    from batchgen.runtime.steps.threads import Lanes
+
+    link, rows = Link(device.d2h_bytes_per_s), torch.arange(0, 2 * _COPIED_ROWS, 2)
+    new, pool = torch.ones(_COPIED_ROWS, _COPIED_WIDTH), torch.ones(2 * _COPIED_ROWS, _COPIED_WIDTH)
+    weights, x = _small_weights(), torch.ones(_COPIED_ROWS, _WAKING_WIDTH)
+    times: list[float] = []
+
+    def perform(step: Step) -> None:
+        if step.lane == "d2h":
+            started = time.perf_counter()
+            for _ in range(_COPIES_OF_STEP):
+                link.scatter(pool, rows, new)
+            times.append((time.perf_counter() - started) / _COPIES_OF_STEP)
+            return
+        with cores.pace(step) if cores else nullcontext():
+            for weight in weights[:_COPIES_OF_STEP]:
+                ops.linear(x, weight)
+
+    steps = [
+        step
+        for i in range(0, 2 * _HANDOVERS, 2)
+        for step in (
+            Step(i, "use", "compute", 0, 0, 0, None, None, ()),
+            Step(i + 1, "copy", "d2h", 0, 0, 0, None, None, (i,)),
+        )
+    ]
+    cores = None if device.slowdown is None else OwnCore(device.slowdown)
+    lanes = Lanes(perform, on_thread=cores.keep_lane if cores else lambda lane: None)
+    try:
+        with cores.computing() if cores else nullcontext():
+            lanes.execute(steps)
+            lanes.drain()
+    finally:
+        lanes.close()
+        if cores:
+            cores.close()
+    return max(0.0, statistics.mean(times) - new.nbytes / (device.d2h_bytes_per_s or math.inf))
+
+
+def _small_weights() -> list[ops.Weight]:
+    """Weights of layers that take no longer than a copy does."""
+    import torch
+
+    return [ops.pack_weight(torch.ones(_WAKING_WIDTH, _WAKING_WIDTH)) for _ in range(_WAKING_LAYERS)]
+
+
 def waking_s(slowdown: float) -> float:
     """Seconds by which a core takes longer for a computation that comes after a sleep, than for one that comes after another one.
 
@@ -110,9 +172,7 @@ def waking_s(slowdown: float) -> float:
     """
     import torch
 
-    from batchgen.ops import dispatch as ops
-
-    weights = [ops.pack_weight(torch.ones(_WAKING_WIDTH, _WAKING_WIDTH)) for _ in range(_WAKING_LAYERS)]
+    weights = _small_weights()
     x = torch.ones(8, _WAKING_WIDTH)
 
     def median_s(sleeps: bool) -> float:

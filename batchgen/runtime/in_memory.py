@@ -20,6 +20,7 @@ from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.scheduling.block_manager import BlockManager
 from batchgen.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from batchgen.runtime.steps.threads import OnStep
 from batchgen.runtime.warm_up import dummy_sweeps
 
 
@@ -32,10 +33,12 @@ def in_memory(
     device: torch.device = CPU,
     captured_tokens: int = 0,
     kernels: KernelChoice = PROCESS_SET,
+    on_step: OnStep | None = None,
 ) -> Executor:
     """An executor with all weights and `num_blocks` blocks of KV in the memory of the device that computes.
 
-    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on.
+    device: the CPU, or a CUDA GPU. captured_tokens: as of SweepOptions. kernels: what each shape runs on. on_step: see
+    `steps.threads.Lanes`.
     """
     tiers = open_tiers(Device(device.type))
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
@@ -45,7 +48,9 @@ def in_memory(
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
     attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
-    options = SweepOptions(config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa)
+    options = SweepOptions(
+        config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa, on_step=on_step
+    )
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * block_size

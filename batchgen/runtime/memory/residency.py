@@ -42,6 +42,10 @@ class WeightResidency:
         ends = policy.head_tier, policy.weight_format, policy.embedding_tier
         return cls(layers, *ends, with_experts, policy.on_demand_tokens)
 
+    def tier_of_embeddings(self, config: ModelConfig) -> str:
+        """Where the input embeddings are."""
+        return self.head if config.tied_embeddings else self.embeddings
+
     def of_layers(self, layers: Sequence[int]) -> WeightResidency:
         """Of a model that has only these layers."""
         experts = tuple(self.expert_layers[j] for j in layers) if self.expert_layers else ()

@@ -307,7 +307,7 @@ class Weights:
         config = self.config
         embeddings = self._load_embeddings() if config.has_embeddings else {}
         head = self._load_head() if config.has_head else self._load_sinks() if config.sinks else {}
-        self._embeddings_tier = self.residency.head if self.config.tied_embeddings else self.residency.embeddings
+        self._embeddings_tier = self.residency.tier_of_embeddings(config)
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
         self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
         if config.sinks:
