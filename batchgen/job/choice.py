@@ -18,12 +18,10 @@ from batchgen.planner.by_layer import by_layer_candidates
 from batchgen.planner.cost import moved_bytes
 from batchgen.planner.deferring import apex_candidates
 from batchgen.planner.inputs import CostInputs
-from batchgen.planner.search import Candidate, Problem, block_latency_s, candidates, first_rows_s
+from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, candidates, first_rows_s
 
 # Kinds of plans that are looked at; most are given up early, as not even the cost model has them faster than the best one.
 _MOST_KINDS = 6
-# Simulated times this close are equal: then it counts which is done first, and which moves less.
-_TIE = 1.02
 # By how much the cost model may be slower than the simulator, which has whole sweeps where it has averages.
 _MODEL_ABOVE = 1.05
 # With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own, which is at least that of
@@ -61,7 +59,7 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
     found: list[Simulated] = []
 
     def worth(seconds: float) -> bool:
-        return not found or seconds <= _MODEL_ABOVE * _TIE * min(s.seconds for s in found)
+        return not found or seconds <= _MODEL_ABOVE * TIE * min(s.seconds for s in found)
 
     def hopeless(inputs: CostInputs, order: str, seconds: float) -> bool:
         return _is_slower(inputs, order, seconds, found)
@@ -82,7 +80,7 @@ def simulate_candidates(problem: Problem, plan_of: Callable[[Candidate], Plan]) 
 def _settled(found: list[Simulated], plan_of: Callable[[Candidate], Plan]) -> list[Simulated]:
     """The same, where those that tie for the fastest are from longer simulations."""
     while True:
-        limit_s = _TIE * min((s.seconds for s in found), default=0.0)
+        limit_s = TIE * min((s.seconds for s in found), default=0.0)
         tied = [s for s in found if not s.settled and s.seconds <= limit_s]
         if not tied:
             return found
@@ -107,7 +105,7 @@ def _is_slower(inputs: CostInputs, order: str, seconds: float, found: list[Simul
         if other.num_gpu_batches < inputs.num_gpu_batches
         and other.max_num_batched_tokens == inputs.max_num_batched_tokens
     ]
-    return seconds * max(least) > _TIE * min(s.seconds for s in found)
+    return seconds * max(least) > TIE * min(s.seconds for s in found)
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:
@@ -121,7 +119,7 @@ def choose(simulated: list[Simulated], max_block_latency_s: float | None = None)
     if not allowed:
         return None
     fastest_s = min(s.seconds for s in allowed)
-    tied = [s for s in allowed if s.seconds <= fastest_s * _TIE]
+    tied = [s for s in allowed if s.seconds <= fastest_s * TIE]
     earliest_s = min(first_rows_s(s.candidate) * s.slower for s in tied)
 
     def preference(s: Simulated) -> tuple[float, ...]:

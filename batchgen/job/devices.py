@@ -22,9 +22,8 @@ from batchgen.job.resolved import why_not_run
 from batchgen.job.run_command import run_command, torchrun_command
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.planner.explain import TIER_NAMES, aligned
+from batchgen.planner.search import TIE
 
-# Times this close are equal: then fewer devices are the better choice.
-_TIE = 1.02
 _MOST = 100_000
 _HERE = "cpu"  # a name of the machine that is planned for
 
@@ -290,7 +289,8 @@ def _fastest(outcomes: tuple[Outcome, ...]) -> str | None:
     """The first of those that are not slower than any other that runs."""
     seconds = {o.name: o.seconds for o in outcomes if o.seconds is not None and not o.not_run}
     fastest = min(seconds.values(), default=math.inf)
-    return next((name for name, own in seconds.items() if own <= _TIE * fastest), None)
+    # Of equal times that of fewer devices is the better choice.
+    return next((name for name, own in seconds.items() if own <= TIE * fastest), None)
 
 
 def device_lines(comparison: Comparison) -> list[str]:

@@ -17,6 +17,7 @@ from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
+    COPIES_SENT,
     after_router_frac,
     decode_attention_s,
     dequantize_weights_s,
@@ -42,7 +43,7 @@ from batchgen.runtime.scheduling.sequence import tier_of
 from batchgen.runtime.scheduling.window_pool import HOLE
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
-_COPIES = {"send_qkv": 3, "send_deferred": 3}  # that a Step makes over a link; all others make one
+_COPIES = {"send_qkv": COPIES_SENT, "send_deferred": COPIES_SENT}  # that a Step makes over a link; all others make one
 _NOTHING_PLACED = Placement(*[0] * 13)
 _HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
 

@@ -14,9 +14,7 @@ from batchgen.core.plan import OtherWeights, Plan
 from batchgen.engine.loader import store_bytes
 from batchgen.job.resolved import ResolvedJob
 from batchgen.models.layouts import main_format
-
-# Times this close are equal: then weights stay as they were found, which takes less memory.
-_TIE = 1.02
+from batchgen.planner.search import TIE
 
 
 def expanded_fit(job: ResolvedJob, memory_bytes: int) -> bool:
@@ -47,7 +45,8 @@ def faster(plans: list[Plan]) -> Plan:
     """Of plans for weights as found and for expanded ones, in this order, the faster; it says what the other one would take."""
     found, expanded = plans
     times = [plan.prediction.total_s for plan in plans]
-    best, other = (expanded, found) if times[1] * _TIE < times[0] else (found, expanded)
+    # Of equal times that of weights as they were found, which take less memory.
+    best, other = (expanded, found) if times[1] * TIE < times[0] else (found, expanded)
     return replace(best, other_weights=OtherWeights(other.policy.weight_format, other.prediction.total_s))
 
 

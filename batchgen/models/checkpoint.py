@@ -202,7 +202,7 @@ def _gguf_checkpoint(
 
         return loading
 
-    return replace(made, load=ahead(made.load), load_stored=made.load_stored and ahead(made.load_stored))
+    return replace(made, load=ahead(made.load))  # rows as they are need not be in the page cache
 
 
 def _fill_cut(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from batchgen.core.direct_io import ALIGNMENT, DirectFile, aligned, aligned_buffer
 from batchgen.core.errors import InputError
 from batchgen.models.headers import TensorInfo
 
@@ -44,12 +46,47 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
 
 
 def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
-    """As `read_into` of the whole tensor, by several threads: one alone neither keeps a disk busy nor copies at memory speed."""
+    """As `read_into` of the whole tensor, by several threads: one alone neither keeps a disk busy nor copies at memory speed.
+
+    What is in the page cache comes from there. The rest passes it by, which takes no memory for what is read once.
+    """
     starts = range(0, len(buffer), _PIECE_BYTES)
     if len(starts) < 2:
         return read_into(name, info, 0, buffer)
-    with ThreadPoolExecutor(_READERS) as readers:
-        list(readers.map(lambda start: read_into(name, info, start, buffer[start : start + _PIECE_BYTES]), starts))
+    try:
+        with contextlib.closing(DirectFile(info.path)) as direct, ThreadPoolExecutor(_READERS) as readers:
+            pieces = [(start, buffer[start : start + _PIECE_BYTES]) for start in starts]
+            passing = threading.local()
+            list(readers.map(lambda piece: _read_piece(name, info, direct, passing, *piece), pieces))
+    except OSError as error:
+        raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
+
+
+def _read_piece(
+    name: str, info: TensorInfo, direct: DirectFile, passing: threading.local, start: int, buffer: memoryview
+) -> None:
+    """passing: has the thread's own memory that a disk can write to."""
+    first = info.offset + start
+    if _read_cached(info.path, first, buffer):
+        return
+    if not hasattr(passing, "memory"):
+        passing.memory = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
+    skipped = first % ALIGNMENT
+    stop = skipped + len(buffer)
+    if direct.read([(first - skipped, passing.memory[: aligned(stop)])]) < stop:
+        raise InputError(f"{info.path} ends within tensor {name}: fetch it again")
+    buffer[:] = passing.memory[skipped:stop]
+
+
+def _read_cached(path: str | Path, offset: int, buffer: memoryview) -> bool:
+    """Fill the buffer from the page cache; False where it does not have all of it, or cannot tell."""
+    with Path(path).open("rb", buffering=0) as file, contextlib.suppress(OSError):
+        # Being asked for pages that it does not have, the system begins to read them: no more than these few.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for first in (offset, offset + len(buffer) - 1):
+            os.preadv(file.fileno(), [bytearray(1)], first, os.RWF_NOWAIT)
+        return os.preadv(file.fileno(), [buffer], offset, os.RWF_NOWAIT) == len(buffer)
+    return False
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:

@@ -35,6 +35,7 @@ _MIN_SHARED_TOKENS, _MIN_SHARED_SEQS = 64, 4
 
 # Buffers of one kind: one in use, one being filled.
 _SLOTS = 2
+COPIES_SENT = 3  # queries, keys and values, of sequences that the CPU attends to
 
 
 def _attended_on_cpu(s: CostInputs, at: Placement) -> Linear:
@@ -428,6 +429,9 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
                 lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
         lanes["d2h"] = moved["d2h"] * (1 / known(hardware.d2h_bytes_per_s))
+        if s.hardware.link_overhead_s:
+            for lane, copies_s in _copies_s(s, phase, at).items():
+                lanes[lane] = lanes[lane] + copies_s
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
@@ -440,6 +444,22 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         dram = on_disk + (read * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
     lanes["dram"] = dram * (1 / hardware.dram_bytes_per_s)
     return lanes
+
+
+def _copies_s(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
+    """Seconds that copies of one layer take beside those of their bytes.
+
+    In proportion to what is where, as all of these are: a tenth of the sequences cost a tenth of a copy.
+    """
+    one_s = s.hardware.link_overhead_s
+    all_s = s.num_gpu_batches * one_s
+    staged, on_cpu = at.kv_streamed + at.kv_disk, _attended_on_cpu(s, at)
+    if not phase.decode_seqs:  # no history is brought, and what is stored is a single copy
+        return {"h2d": at.w_streamed * one_s + at.act_cpu * all_s, "d2h": (staged + on_cpu + at.act_cpu) * all_s}
+    return {
+        "h2d": at.w_streamed * one_s + (staged + at.act_cpu + on_cpu) * all_s,
+        "d2h": (staged + at.act_cpu + COPIES_SENT * on_cpu) * all_s,
+    }
 
 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
@@ -494,9 +514,10 @@ def _chains(
         return {"chain": before + attention} if batches == 1 else {}
     hidden = phase.tokens * s.hidden_bytes
     result = phase.decode_seqs * s.model.num_heads * s.model.head_dim * s.element_bytes
-    delegated = attention + _attended_on_cpu(s, at) * (
-        result * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
-    )
+    sent_s = result * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
+    if phase.decode_seqs:
+        sent_s += batches * (COPIES_SENT + 1) * s.hardware.link_overhead_s
+    delegated = attention + _attended_on_cpu(s, at) * sent_s
     weights = at.w_streamed * layer_s
 
     def only_if(flag: Linear) -> Linear:

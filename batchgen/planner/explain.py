@@ -24,7 +24,7 @@ from batchgen.planner.explanation import (
 from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import CostInputs, Placement
 from batchgen.planner.lp import Counts, job_seconds
-from batchgen.planner.search import Candidate, Problem, block_latency_s, frontier
+from batchgen.planner.search import TIE, Candidate, Problem, block_latency_s, frontier
 
 GIB = 1 << 30
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
@@ -371,6 +371,12 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
     """A row of cells for what is compared, of which the first names it; the first row names the plans."""
     base = plans[0][1].prediction.total_s
 
+    def speedup(plan: Plan) -> str:
+        """Plans whose times are this close are taken for equal, and the one that finishes its first rows earliest is chosen."""
+        ratio = base / plan.prediction.total_s
+        tie = plan is not plans[0][1] and 1 / TIE <= ratio <= TIE
+        return f"{ratio:.2f}x" + " (a tie)" * tie
+
     def rows_of(label: str, value: Callable[[Plan], str]) -> list[str]:
         return [label, *(value(plan) for _, plan in plans)]
 
@@ -386,7 +392,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
         ["", *(label for label, _ in plans)],
         rows_of("hardware", lambda p: p.hardware),
         rows_of("time", lambda p: format_seconds(p.prediction.total_s)),
-        rows_of("speed-up", lambda p: f"{base / p.prediction.total_s:.2f}x"),
+        rows_of("speed-up", speedup),
         rows_of("generated tokens/s", lambda p: f"{p.prediction.generated_tokens_per_s:,.4g}")
         if plans[0][1].workload.task == "generate"
         else rows_of("tokens/s", lambda p: f"{p.prediction.total_tokens_per_s:,.4g}"),

@@ -30,6 +30,8 @@ from batchgen.planner.flow import Phase, phases_of_each
 from batchgen.planner.inputs import BATCHGEN, CostInputs, RuntimeModel
 from batchgen.planner.lp import Allowed, Counts, Solution, fits, job_seconds, shortfall_bytes, solve, with_embeddings
 
+# Predicted times this close count as equal.
+TIE = 1.02
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_SEQS = 8192
 _EQUALLY_FAST = 1e-4

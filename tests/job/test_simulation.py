@@ -294,7 +294,7 @@ def slept_box():
     products = box.gpu.gemm_flops_per_s
     streamed = {product_key("float16", "float16", in_rows=True): products["float16"].scaled(0.5)}
     gpu = replace(box.gpu, waking_overhead_s=3e-4, gemm_flops_per_s=products | streamed)
-    return replace(box, gpu=gpu, cpu=replace(box.cpu, waking_overhead_s=2e-4))
+    return replace(box, gpu=gpu, cpu=replace(box.cpu, waking_overhead_s=2e-4), link_overhead_s=1e-4)
 
 
 @pytest.mark.parametrize("box", [lambda: gpu_box(shared_cores=False), slept_box], ids=["a GPU", "emulated"])
@@ -318,6 +318,21 @@ def test_the_steps_of_a_layer_are_what_the_planner_counts_for_it(kv_class, box):
     assert head == pytest.approx(head_lanes(inputs, phase, at)["compute"] + woken_s)
     for lane in ("h2d", "d2h", "disk_read", "disk_write"):
         assert layer[lane] == pytest.approx(expected[lane], rel=0.05, abs=1e-6), lane
+
+
+@pytest.mark.parametrize(("kv_class", "sent", "brought"), [("gpu", 0, 0), ("cpu", 3, 1), ("streamed", 1, 1)])
+def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_class, sent, brought):
+    """Queries, keys and values are sent one by one, results brought by compute; streamed KV comes and goes in one copy each."""
+    model, overhead_s = opt(2048, 24, 32), 0.25
+    policy = gpu_policy(weight_layers=GPU_COUNTS, kv_seqs={kv_class: 32})
+    batch = decoding(kv_class, 32, 401)
+    found = []
+    for hardware in (gpu_box(shared_cores=False), gpu_box(shared_cores=False, link_overhead_s=overhead_s)):
+        plan = plan_of(policy, Workload.uniform(64, 400, 64), budgets(hardware))
+        found.append(spent(plan, model, hardware, batch)[0])
+    plain, slower = found
+    assert slower["d2h"] - plain["d2h"] == pytest.approx(sent * overhead_s)
+    assert slower["h2d"] - plain["h2d"] == pytest.approx(brought * overhead_s)
 
 
 def test_products_with_streamed_weights_take_as_long_as_with_weights_as_they_are_stored():
@@ -349,9 +364,20 @@ def test_copies_of_an_emulated_accelerator_take_time_of_its_cores():
     _, _, alone = spent(plan, model, box, batch)
     _, _, shared = spent(plan, model, emulated, batch)
     assert alone["h2d"] == shared["h2d"] > 0
-    embedded = 32 * model.hidden_size * 2  # compute copies these itself
-    copied_s = (alone["h2d"] * box.h2d_bytes_per_s - embedded) / 2e9
+    # The input embeddings are the output matrix too, which is on the GPU: nothing is copied before the layers.
+    copied_s = alone["h2d"] * box.h2d_bytes_per_s / 2e9
     assert shared["compute"] - alone["compute"] == pytest.approx(copied_s)
+
+
+def test_embeddings_are_copied_from_where_they_are():
+    """To the GPU, by compute itself, unless they are there as the output matrix."""
+    model, workload, box = opt(2048, 24, 32), Workload.uniform(64, 400, 64), gpu_box()
+    batch, embedded_s = decoding("gpu", 32, 401), 32 * 2048 * 2 / box.h2d_bytes_per_s
+    there = spent(plan_of(gpu_policy(head_tier="gpu"), workload, budgets(box)), model, box, batch)[2]["h2d"]
+    elsewhere = spent(plan_of(gpu_policy(head_tier="cpu"), workload, budgets(box)), model, box, batch)[2]["h2d"]
+    head_s = model.vocab_size * model.hidden_size * 2 / box.h2d_bytes_per_s  # comes over in each sweep
+    assert there == 0
+    assert elsewhere == pytest.approx(head_s + embedded_s)
 
 
 def test_prompts_cost_what_their_tokens_attend_to():

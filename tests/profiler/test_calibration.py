@@ -149,6 +149,35 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
         assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)
 
 
+def test_a_sweep_is_what_its_layers_take(monkeypatch):
+    """What comes before and after them is measured elsewhere: of few layers it would be most of their fixed cost."""
+    made = []
+
+    class Executor:
+        def __init__(self, *_, on_step, **__):
+            self.on_step, self.closed = on_step, False
+            made.append(self)
+
+        def run(self, batches, on_logits):
+            for kind, start, end in (
+                ("embed", 0, 5),
+                ("pre", 6, 7),
+                ("attention", 7, 9),
+                ("post", 9, 10),
+                ("head", 12, 20),
+            ):
+                self.on_step(SimpleNamespace(kind=kind), start, end)
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("batchgen.runtime.in_memory.in_memory", Executor)
+    sweeps = list(calibration._SWEEPS[:2])
+    with calibration._runner(TINY, "float32", HardwareProfile.kernels, sweeps) as run:
+        assert [run(sweep) for sweep in sweeps] == [4, 4]
+    assert made[0].closed
+
+
 @pytest.mark.parametrize(("until_s", "rounds"), [(0.0, 2), (float("inf"), 6)])
 def test_rounds_end_with_the_time_and_tell_how_alike_they_were(monkeypatch, until_s, rounds):
     runs = []
