@@ -205,6 +205,20 @@ def figures():  # a line or two for each of the files
     yield "plan_accuracy", f"two predicted {100 * errors[6]:.0f} and {errors[7]:.0%} too long"
     plans = read("tier_plans")["planned_error"]
     yield "tier_plans", f"median error {plans['median']:.0%}, worst {plans['worst']:.0%}"
+    drawn = read("policy_errors")["settings"]
+    errors = [
+        ", ".join(
+            f"{100 * setting[f'{kind}_error']['median']:.0f} and {setting[f'{kind}_error']['worst']:.0%}".replace(
+                "%", " %"
+            )
+            for kind in ("simulated", "planned")
+        )
+        for setting in drawn
+    ]
+    assert [(setting["rank_of_plan"], setting["different_rows"], len(setting["policies"])) for setting in drawn] == [
+        (1, 0, 20)
+    ] * 3
+    yield "policy_errors", "; ".join(errors)
     planning = read("plan_times")
     error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]
     yield "plan_times", f"median error {error['median']:.0%}, worst {error['worst']:.0%}"
@@ -256,7 +270,7 @@ def figures():  # a line or two for each of the files
             shares[int(name.split("group ")[1].split(",")[0])].append(row["share"])
     yield (
         decode,
-        ", ".join(f"{100 * min(found):.0f} to {max(found):.0%}" for found in shares.values()).replace("%", " %"),
+        ", ".join(f"{100 * min(found):.0f} to {max(found):.0%}" for found in shares.values()),
     )
     found = read("as_found-amd-epyc-26-2-avx512-bf16")["models"]["demo-Q4_1"]["as_found_over_expanded"]
     rates = [f"{found[f'decoded_tokens_per_s_of_{n}']:.2f}" for n in (1, 4, 16)]
