@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 _LEAST_DECODES = 2
+_REPACKED_FRAC = 0.8
 
 
 @llama_cpp.llama_log_callback
@@ -25,6 +28,16 @@ def log_errors(level: int, text: bytes, _: ctypes.c_void_p) -> None:
     """For llama_log_set: errors only."""
     if level == _LOG_LEVEL_ERROR:
         sys.stderr.write(text.decode(errors="replace"))
+
+
+def memory_bytes() -> int:
+    """What this process may use: of its control group, or of the machine."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    of_group = [
+        line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line
+    ]
+    limits = [Path(f"/sys/fs/cgroup/memory{group}/memory.limit_in_bytes") for group in of_group]
+    return min([total, *(int(limit.read_text()) for limit in limits if limit.exists())])
 
 
 class Context:
@@ -40,6 +53,8 @@ class Context:
         model_params = llama_cpp.llama_model_default_params()
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         model_params.n_gpu_layers = 0
+        # Weights that its kernels prefer in another order would be a second time in memory, which no kernel gives back.
+        model_params.use_extra_bufts = Path(path).stat().st_size < _REPACKED_FRAC * memory_bytes()
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {path}")
