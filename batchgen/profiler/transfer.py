@@ -20,7 +20,7 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.core.machine import available_memory_bytes
-from batchgen.profiler.timing import Device, Effort, Trial
+from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes
 
 _REQUEST_BYTES = 8 << 20
 _IN_FLIGHT = 4
@@ -34,10 +34,11 @@ _COPY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _File:
-    """An open file without a name, and one aligned buffer of _REQUEST_BYTES for each request in flight.
+    """An open file without a name, and aligned buffers of _REQUEST_BYTES, more than caches hold, as those of layers are.
 
     Attributes:
         direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
+        buffers: as many for each request in flight.
     """
 
     descriptor: int
@@ -45,11 +46,16 @@ class _File:
     buffers: Sequence[mmap.mmap]
 
     def write(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
-        if os.pwritev(self.descriptor, [memoryview(self.buffers[worker])[:num_bytes]], offset) < num_bytes:
+        if os.pwritev(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset) < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
-        os.preadv(self.descriptor, [memoryview(self.buffers[worker])[:num_bytes]], offset)
+        os.preadv(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset)
+
+    def _buffer(self, worker: int, offset: int) -> memoryview:
+        """One of the worker's own, for an offset."""
+        own = self.buffers[worker::_IN_FLIGHT]
+        return memoryview(own[offset // _REQUEST_BYTES // _IN_FLIGHT % len(own)])
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,9 @@ def _open_file(directory: Path) -> Iterator[_File]:
         os.unlink(name)  # at once: nothing stays behind even if this process is killed
         pattern = os.urandom(1 << 20)  # not zeros, which some disks do not really store
         # As jobs have them: from small pages, scattered over memory, the same disk reads half as fast.
-        buffers = [aligned_buffer(_REQUEST_BYTES) for _ in range(_IN_FLIGHT)]
+        most_bytes = min(2 * last_level_cache_bytes(), available_memory_bytes() // 8)
+        rounds = max(1, most_bytes // (_IN_FLIGHT * _REQUEST_BYTES))
+        buffers = [aligned_buffer(_REQUEST_BYTES) for _ in range(rounds * _IN_FLIGHT)]
         for buffer in buffers:
             buffer[:] = pattern * (_REQUEST_BYTES // len(pattern))
         yield _File(descriptor, _make_direct(descriptor, buffers[0]), buffers)
