@@ -9,7 +9,7 @@ the kernels are told of no format, so that the gguf package unpacks.
     python benchmarks/loading.py --only file --gguf FILE
 
 The last loads the weights of a GGUF as found, in a process of their own, with nothing of it in the page cache and again with all of
-it there, beside the rate at which the disk is read past the cache.
+it there, beside the rates at which the disk is read past the cache and at which memory is written for the first time.
 
 What a run leaves out stays in the file as it was.
 """
@@ -145,6 +145,7 @@ def file_load(path: Path) -> dict[str, dict[str, float]]:
     disk_rate = (size - PIECE_BYTES) / (time.perf_counter() - started)
     direct.close()
     figures: dict[str, dict[str, float]] = {"disk": {"bytes_per_s": disk_rate, "file_bytes": size}}
+    figures["memory"] = {"bytes_per_s": fresh_memory_rate(size)}
     for name in ("not cached", "cached"):
         if name == "not cached":
             forget()
@@ -153,6 +154,18 @@ def file_load(path: Path) -> dict[str, dict[str, float]]:
         rate = size / found["load_s"]
         figures[name] = found | {"bytes_per_s": rate, "of_disk_rate": rate / disk_rate}
     return figures
+
+
+def fresh_memory_rate(num_bytes: int) -> float:
+    """Bytes per second of memory that is used for the first time, by all cores: no load of so many bytes is faster."""
+    import torch
+
+    from batchgen.core.direct_io import aligned_buffer
+
+    memory = torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8)
+    started = time.perf_counter()
+    memory.fill_(1)
+    return num_bytes / (time.perf_counter() - started)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ layer's size, whichever takes longer. Needs root, and the shape's size twice on 
 
     python benchmarks/moe.py --shape gpt-oss-20b
     python benchmarks/moe.py --shape qwen3-30b-a3b --engines batchgen
-    python benchmarks/moe.py --shape gpt-oss-20b --layers 2 --rows 32 --memory 3GiB --output trial.json     # a tenth of it
+    python benchmarks/moe.py --shape gpt-oss-20b --layers 2 --rows 32 --memory 5GiB --output trial.json     # a tenth of it
 """
 
 from __future__ import annotations
