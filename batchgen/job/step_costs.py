@@ -34,7 +34,7 @@ from batchgen.planner.cost import (
 )
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import BATCHGEN, CostInputs, Placement
-from batchgen.planner.memory import group_bytes_of_layers
+from batchgen.planner.memory import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.scheduling.extents import runs_of
 from batchgen.runtime.scheduling.micro_batches import residency_of
@@ -43,7 +43,6 @@ from batchgen.runtime.scheduling.sequence import tier_of
 from batchgen.runtime.scheduling.window_pool import HOLE
 from batchgen.runtime.steps.graph import BatchFlow, Step, Streams
 
-_COPIES = {"send_qkv": COPIES_SENT, "send_deferred": COPIES_SENT}  # that a Step makes over a link; all others make one
 _NOTHING_PLACED = Placement(*[0] * 13)
 _HEAD_ELSEWHERE = replace(_NOTHING_PLACED, head_cpu=1)
 
@@ -235,12 +234,15 @@ class StepCosts:
             w: replace(s, model=replace(config, windows=(w,) * config.num_layers)) for w in set(config.windows)
         }
         self._loaded_bytes = [0] * config.num_layers  # to an accelerator, in a sweep
+        self._loaded_tensors = [0] * config.num_layers
         self._read_bytes = [0] * config.num_layers
         tiers = weight_tiers(plan)
         sizes = group_bytes_of_layers(config, plan.dtype, policy.weight_format)
+        tensors = group_tensors_of_layers(config, plan.dtype, policy.weight_format)
         for group, of_layers in tiers.items():
             for j, tier in enumerate(of_layers):
                 self._loaded_bytes[j] += sizes[j][group] if tier != "gpu" else 0
+                self._loaded_tensors[j] += tensors[j][group] if tier != "gpu" else 0
                 self._read_bytes[j] += aligned(sizes[j][group]) if tier == "disk" else 0
         of_one = s.expert_bytes
         self._streamed = [
@@ -321,7 +323,7 @@ class StepCosts:
                 owed_s += moved / hardware.copy_bytes_per_s
             rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
             assert rate is not None  # there are such Steps with an accelerator alone
-            return moved / rate + _COPIES.get(step.kind, 1) * hardware.link_overhead_s
+            return moved / rate + self._copies(step) * hardware.link_overhead_s
 
         return seconds
 
@@ -447,6 +449,12 @@ class StepCosts:
         blocks, runs = moved
         return blocks * self._inputs.disk_block_bytes / bytes_per_s + runs * request_s
 
+    def _copies(self, step: Step) -> int:
+        """That a Step of a link makes."""
+        if step.kind == "load_weight":
+            return self._loaded_tensors[step.layer]
+        return COPIES_SENT if step.kind in ("send_qkv", "send_deferred") else 1
+
     def _link_bytes(self, step: Step, load: BatchLoad) -> float:
         """Between the host's memory and an accelerator's."""
         s, kind = self._inputs, step.kind
@@ -458,7 +466,7 @@ class StepCosts:
             return rows * s.model.embed_size * s.element_bytes
         if kind in ("embed", "load_hidden", "store_hidden"):
             rows = load.tokens - (0 if kind == "embed" or step.layer == 0 else load.deferred)
-            stays = kind == "embed" and (load.hidden_on_host or self._embeds_on_gpu)
+            stays = kind == "embed" and load.hidden_on_host != self._embeds_on_gpu
             return 0.0 if stays else rows * s.hidden_bytes
         if kind == "load_cache":
             windowed = self.config.windows[step.layer] is not None

@@ -202,7 +202,10 @@ def _gguf_checkpoint(
 
         return loading
 
-    return replace(made, load=ahead(made.load))  # rows as they are need not be in the page cache
+    load_stored = made.load_stored
+    if config.num_experts and load_stored:  # experts are too small to be read by several threads around the page cache
+        load_stored = ahead(load_stored)
+    return replace(made, load=ahead(made.load), load_stored=load_stored)
 
 
 def _fill_cut(

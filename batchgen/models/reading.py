@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from batchgen.models.headers import TensorInfo
 NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {**NUMBERS, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "F8_E4M3": torch.uint8}
 CHUNK_VALUES = 1 << 20  # values converted at a time
-_PIECE_BYTES, _READERS = 4 << 20, 4  # of a tensor that several threads read
+_PIECE_BYTES, _READERS = 1 << 20, 4  # of a tensor that several threads read
 
 
 def read_bytes(name: str, info: TensorInfo, start: int, count: int) -> bytearray:
@@ -48,45 +50,87 @@ def read_into(name: str, info: TensorInfo, start: int, buffer: memoryview) -> No
 def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
     """As `read_into` of the whole tensor, by several threads: one alone neither keeps a disk busy nor copies at memory speed.
 
-    What is in the page cache comes from there. The rest passes it by, which takes no memory for what is read once.
+    What is in the page cache comes from there. The rest goes around it, by direct I/O, and takes no memory for what is read once.
     """
     starts = range(0, len(buffer), _PIECE_BYTES)
     if len(starts) < 2:
         return read_into(name, info, 0, buffer)
     try:
-        with contextlib.closing(DirectFile(info.path)) as direct, ThreadPoolExecutor(_READERS) as readers:
-            pieces = [(start, buffer[start : start + _PIECE_BYTES]) for start in starts]
-            passing = threading.local()
-            list(readers.map(lambda piece: _read_piece(name, info, direct, passing, *piece), pieces))
+        with _Pieces(info) as pieces, ThreadPoolExecutor(_READERS) as readers:
+            parts = [(start, buffer[start : start + _PIECE_BYTES]) for start in starts]
+            done = list(readers.map(lambda part: pieces.read(*part), parts))
     except OSError as error:
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
+    for (start, part), was_read in zip(parts, done, strict=True):
+        if not was_read:
+            read_into(name, info, start, part)
 
 
-def _read_piece(
-    name: str, info: TensorInfo, direct: DirectFile, passing: threading.local, start: int, buffer: memoryview
-) -> None:
-    """passing: has the thread's own memory that a disk can write to."""
-    first = info.offset + start
-    if _read_cached(info.path, first, buffer):
-        return
-    if not hasattr(passing, "memory"):
-        passing.memory = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
-    skipped = first % ALIGNMENT
-    stop = skipped + len(buffer)
-    if direct.read([(first - skipped, passing.memory[: aligned(stop)])]) < stop:
-        raise InputError(f"{info.path} ends within tensor {name}: fetch it again")
-    buffer[:] = passing.memory[skipped:stop]
+class _Pieces:
+    """A tensor's file, opened once, for several threads."""
 
+    def __init__(self, info: TensorInfo) -> None:
+        """Raises OSError."""
+        self._first = info.offset
+        self._file = Path(info.path).open("rb", buffering=0)  # noqa: SIM115 - closed by `__exit__`
+        try:
+            self._direct = DirectFile(info.path)
+        except BaseException:
+            self._file.close()
+            raise
+        self._of_thread = threading.local()
+        # Being asked for pages that it does not have, the system begins to read them, and no more than these.
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
-def _read_cached(path: str | Path, offset: int, buffer: memoryview) -> bool:
-    """Fill the buffer from the page cache; False where it does not have all of it, or cannot tell."""
-    with Path(path).open("rb", buffering=0) as file, contextlib.suppress(OSError):
-        # Being asked for pages that it does not have, the system begins to read them: no more than these few.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for first in (offset, offset + len(buffer) - 1):
-            os.preadv(file.fileno(), [bytearray(1)], first, os.RWF_NOWAIT)
-        return os.preadv(file.fileno(), [buffer], offset, os.RWF_NOWAIT) == len(buffer)
-    return False
+    def __enter__(self) -> _Pieces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._direct.close()
+        self._file.close()
+
+    def read(self, start: int, buffer: memoryview) -> bool:
+        """Fill the buffer from this byte of the tensor on. False where this file system does neither, or the file ends too soon."""
+        offset = self._first + start
+        cached = self._read_cached(offset, buffer)
+        if cached is not False:
+            return bool(cached)
+        skipped = offset % ALIGNMENT
+        stop = skipped + len(buffer)
+        bounce = self._bounce_buffer()
+        try:
+            if self._direct.read([(offset - skipped, bounce[: aligned(stop)])]) < stop:
+                return False
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # blocks larger than ours
+                return False
+            raise
+        np.copyto(
+            np.frombuffer(buffer, np.uint8), np.frombuffer(bounce, np.uint8)[skipped:stop]
+        )  # unlike a slice's, without the GIL
+        # The pages that were asked for have come after all.
+        os.posix_fadvise(self._file.fileno(), offset - skipped, aligned(stop), os.POSIX_FADV_DONTNEED)
+        return True
+
+    def _read_cached(self, offset: int, buffer: memoryview) -> bool | None:
+        """Fill the buffer from the page cache: whether that has all of it. None where it cannot be asked."""
+        no_wait = getattr(os, "RWF_NOWAIT", None)
+        if no_wait is None:
+            return None
+        try:
+            for first in (offset, offset + len(buffer) - 1):
+                os.preadv(self._file.fileno(), [bytearray(1)], first, no_wait)
+            return os.preadv(self._file.fileno(), [buffer], offset, no_wait) == len(buffer)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+
+    def _bounce_buffer(self) -> memoryview:
+        """The thread's own memory that a disk can write to."""
+        if not hasattr(self._of_thread, "memory"):
+            self._of_thread.memory = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
+        return self._of_thread.memory
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:

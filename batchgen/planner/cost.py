@@ -447,19 +447,22 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
 
 
 def _copies_s(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
-    """Seconds that copies of one layer take beside those of their bytes.
+    """Seconds that copies of one layer take beside those of their bytes: one for each tensor, and for each kind of micro-batches' data.
 
-    In proportion to what is where, as all of these are: a tenth of the sequences cost a tenth of a copy.
+    In proportion to what is where, though a tenth of the sequences are copied as often as all of them: else it would not be linear.
     """
     one_s = s.hardware.link_overhead_s
     all_s = s.num_gpu_batches * one_s
-    staged, on_cpu = at.kv_streamed + at.kv_disk, _attended_on_cpu(s, at)
-    if not phase.decode_seqs:  # no history is brought, and what is stored is a single copy
-        return {"h2d": at.w_streamed * one_s + at.act_cpu * all_s, "d2h": (staged + on_cpu + at.act_cpu) * all_s}
-    return {
-        "h2d": at.w_streamed * one_s + (staged + at.act_cpu + on_cpu) * all_s,
-        "d2h": (staged + at.act_cpu + COPIES_SENT * on_cpu) * all_s,
-    }
+    on_cpu, to_gpu = _attended_on_cpu(s, at), _brought_to_gpu(s, at)
+    h2d = at.w_streamed * (s.layer_tensors * one_s) + at.act_cpu * all_s
+    d2h = (to_gpu + at.act_cpu) * all_s
+    if phase.prefill_tokens:
+        d2h = d2h + on_cpu * all_s
+    if phase.decode_seqs:
+        h2d, d2h = h2d + (to_gpu + on_cpu) * all_s, d2h + on_cpu * (COPIES_SENT * all_s)
+    if phase.deferred_tokens:
+        h2d, d2h = h2d + one_s, d2h + COPIES_SENT * one_s
+    return {"h2d": h2d, "d2h": d2h}
 
 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
@@ -514,10 +517,10 @@ def _chains(
         return {"chain": before + attention} if batches == 1 else {}
     hidden = phase.tokens * s.hidden_bytes
     result = phase.decode_seqs * s.model.num_heads * s.model.head_dim * s.element_bytes
+    on_cpu = _attended_on_cpu(s, at)
+    copies_s = (COPIES_SENT + 1) * s.hardware.link_overhead_s if phase.decode_seqs else 0.0  # of each micro-batch
     sent_s = result * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
-    if phase.decode_seqs:
-        sent_s += batches * (COPIES_SENT + 1) * s.hardware.link_overhead_s
-    delegated = attention + _attended_on_cpu(s, at) * sent_s
+    delegated = attention + on_cpu * sent_s
     weights = at.w_streamed * layer_s
 
     def only_if(flag: Linear) -> Linear:
@@ -527,8 +530,8 @@ def _chains(
     if batches == 1:
         moved = at.act_cpu * (hidden * (1 / h2d + 1 / d2h))
         return {
-            "chain": before + delegated + moved,
-            "chain_weights": before + delegated + moved + weights + only_if(at.acts_wait),
+            "chain": before + delegated + moved + on_cpu * copies_s,
+            "chain_weights": before + delegated + moved + on_cpu * copies_s + weights + only_if(at.acts_wait),
         }
     fetched = at.act_cpu * (hidden / h2d)
     chains = {
@@ -544,8 +547,8 @@ def _chains(
             products_s(s.one_batch, part) + _streamed_products_s(s.one_batch, part, at)
             for part in unequal_batches(s, phase)
         )
-        chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated
-        chains["chain_second"] = second + (1 - share) * delegated
+        chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated + on_cpu * copies_s
+        chains["chain_second"] = second + (1 - share) * delegated + on_cpu * copies_s
     elif phase.decode_seqs:
         page = s.kv_block_bytes / s.disk_block_bytes
         staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * (_disk_bytes(s, phase)[0] * page)

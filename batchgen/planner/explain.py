@@ -372,7 +372,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
     base = plans[0][1].prediction.total_s
 
     def speedup(plan: Plan) -> str:
-        """Plans whose times are this close are taken for equal, and the one that finishes its first rows earliest is chosen."""
+        """A tie, where the planner would take the times for equal: of such plans it chooses by other things, as when first rows are finished."""
         ratio = base / plan.prediction.total_s
         tie = plan is not plans[0][1] and 1 / TIE <= ratio <= TIE
         return f"{ratio:.2f}x" + " (a tie)" * tie

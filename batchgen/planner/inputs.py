@@ -20,7 +20,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, main_format, output_format, output_row_bytes
 from batchgen.planner.flow import Deferral
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, kv_block_bytes
-from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, slot_bytes
+from batchgen.planner.memory import disk_bytes, expert_bytes, group_bytes, group_tensors_of_layers, slot_bytes
 
 LANES = ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "dram")
 
@@ -166,6 +166,12 @@ class CostInputs:
     def layer_bytes(self) -> int:
         """W: one layer's weights as stored."""
         return sum(self.group_bytes.values())
+
+    @cached_property
+    def layer_tensors(self) -> float:
+        """Tensors of one layer, the mean over layers."""
+        layers = group_tensors_of_layers(self.model, self.compute_format, self.weight_format)
+        return sum(sum(groups.values()) for groups in layers) / len(layers)
 
     @cached_property
     def expert_bytes(self) -> dict[str, int]:

@@ -116,6 +116,13 @@ def _group_bytes_of_layers(config: ModelConfig, dtype: str, weight_format: str) 
 
 
 @lru_cache(maxsize=64)
+def group_tensors_of_layers(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Mapping[str, int], ...]:
+    """How many tensors each group of each layer has."""
+    layers = layer_sizes(config, dtype, weight_format)
+    return tuple({group: len(own) for group, own in layer_groups(sizes).items()} for sizes in layers)
+
+
+@lru_cache(maxsize=64)
 def _group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> dict[str, int]:
     layers = _group_bytes_of_layers(config, dtype, weight_format)
     if weight_format == MIXED:

@@ -207,17 +207,24 @@ def gemm_rates(
             for layer in pieces(large, sum(sizes))
         ]
 
+        # A format that a model has may be timed at depths that are not whole blocks of it: the model has others there.
+        block = BLOCK_FORMATS[stored_in][0] if stored_in in BLOCK_FORMATS else 1
+        depths = {n: -(-n // block) * block for n in (width, attention, inner)}
+        multiplied = sum(rows * depths[columns] for rows, columns in shapes)
+
         def trial(tokens: int) -> Trial:
-            inputs = {n: torch.randn(tokens, n, device=pool.device).to(pool.dtype) for n in {width, attention, inner}}
+            numbers = {n: torch.randn(tokens, n, device=pool.device) for n in {width, *depths.values()}}
+            inputs = {n: values.to(pool.dtype) for n, values in numbers.items()}
 
             def run(i: int) -> None:
                 qkv, out, up, down = layers[i % len(layers)]
-                ops.linear(inputs[width], qkv)
-                ops.linear(inputs[attention], out, residual=inputs[width])
-                ops.linear(inputs[width], up, activation=model.mlp_activation if model.gated_mlp else "relu")
-                ops.linear(inputs[inner], down, residual=inputs[width])
+                ops.linear(inputs[depths[width]], qkv)
+                ops.linear(inputs[depths[attention]], out, residual=inputs[width])
+                activation = model.mlp_activation if model.gated_mlp else "relu"
+                ops.linear(inputs[depths[width]], up, activation=activation)
+                ops.linear(inputs[depths[inner]], down, residual=inputs[width])
 
-            return Trial(2 * tokens * sum(sizes), run)
+            return Trial(2 * tokens * multiplied, run)
 
         return device.rising_rates(effort.tokens, trial, effort)
 

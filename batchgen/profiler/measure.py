@@ -260,6 +260,9 @@ def sizes(device: str, offload_dir: Path) -> dict[str, int | None]:
     }
 
 
+_METHOD = 2  # one more where rates of the same machine are measured in another way
+
+
 def identity(device: str) -> dict[str, Any]:
     """What decides the rates, besides the offload directory: with any of it changed, they are others."""
     from batchgen._version import __version__
@@ -273,6 +276,7 @@ def identity(device: str) -> dict[str, Any]:
         "gpu": _gpu_name() if device == "cuda" else None,
         "torch": importlib.metadata.version("torch"),
         "batchgen": __version__,
+        "method": _METHOD,
     }
 
 

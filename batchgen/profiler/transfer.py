@@ -20,9 +20,9 @@ import numpy as np
 
 from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.core.machine import available_memory_bytes
-from batchgen.profiler.timing import Device, Effort, Trial, last_level_cache_bytes
+from batchgen.profiler.timing import Device, Effort, Trial
 
-_REQUEST_BYTES = 8 << 20
+_REQUEST_BYTES, _BUFFERS_BYTES = 8 << 20, 64 << 20
 _IN_FLIGHT = 4
 # A rate is the median over stretches of this many requests.
 _STRETCH_REQUESTS = 8
@@ -34,11 +34,11 @@ _COPY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _File:
-    """An open file without a name, and aligned buffers of _REQUEST_BYTES, more than caches hold, as those of layers are.
+    """An open file without a name, and aligned buffers of _REQUEST_BYTES.
 
     Attributes:
         direct: the page cache is bypassed. Where a filesystem cannot, it is emptied of the file instead.
-        buffers: as many for each request in flight.
+        buffers: more than most caches hold, as those of layers are; each request in flight has its own ones.
     """
 
     descriptor: int
@@ -131,7 +131,7 @@ def _open_file(directory: Path) -> Iterator[_File]:
         os.unlink(name)  # at once: nothing stays behind even if this process is killed
         pattern = os.urandom(1 << 20)  # not zeros, which some disks do not really store
         # As jobs have them: from small pages, scattered over memory, the same disk reads half as fast.
-        most_bytes = min(2 * last_level_cache_bytes(), available_memory_bytes() // 8)
+        most_bytes = min(_BUFFERS_BYTES, available_memory_bytes() // 8)
         rounds = max(1, most_bytes // (_IN_FLIGHT * _REQUEST_BYTES))
         buffers = [aligned_buffer(_REQUEST_BYTES) for _ in range(rounds * _IN_FLIGHT)]
         for buffer in buffers:

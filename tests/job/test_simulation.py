@@ -373,10 +373,13 @@ def test_embeddings_are_copied_from_where_they_are():
     """To the GPU, by compute itself, unless they are there as the output matrix."""
     model, workload, box = opt(2048, 24, 32), Workload.uniform(64, 400, 64), gpu_box()
     batch, embedded_s = decoding("gpu", 32, 401), 32 * 2048 * 2 / box.h2d_bytes_per_s
-    there = spent(plan_of(gpu_policy(head_tier="gpu"), workload, budgets(box)), model, box, batch)[2]["h2d"]
+    there_plan = plan_of(gpu_policy(head_tier="gpu"), workload, budgets(box))
+    there = spent(there_plan, model, box, batch)[2]["h2d"]
+    waiting = spent(there_plan, model, box, batch, hidden_on_host=True)[2]["h2d"]
     elsewhere = spent(plan_of(gpu_policy(head_tier="cpu"), workload, budgets(box)), model, box, batch)[2]["h2d"]
     head_s = model.vocab_size * model.hidden_size * 2 / box.h2d_bytes_per_s  # comes over in each sweep
     assert there == 0
+    assert waiting == pytest.approx(embedded_s * (1 + model.num_layers)), "to the host, and fetched for each layer"
     assert elsewhere == pytest.approx(head_s + embedded_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import numpy as np
@@ -32,10 +33,12 @@ def forget(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def is_cached(path):
+def is_cached(path, piece=2):
+    """Whether the middle of a piece is in the page cache."""
     with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         try:
-            return os.preadv(file.fileno(), [bytearray(1 << 16)], 1 << 17, os.RWF_NOWAIT) > 0
+            return os.preadv(file.fileno(), [bytearray(1)], OFFSET + piece * (1 << 16) + (1 << 15), os.RWF_NOWAIT) > 0
         except BlockingIOError:
             return False
         except OSError:
@@ -52,15 +55,72 @@ def test_every_byte_is_read(tensor, cached):
     assert np.array_equal(found, expected)
 
 
-def test_what_is_not_cached_does_not_get_there(tensor):
+@pytest.mark.parametrize("loads", [1, 2])
+def test_what_is_not_cached_does_not_get_there(tensor, loads):
     """It would take the place of what is used again, as the page cache counts against memory limits."""
     info, expected = tensor
     forget(info.path)
     if is_cached(info.path):
         pytest.skip("this file system keeps files in memory")
+    for _ in range(loads):
+        read_by_threads("weight", info, memoryview(np.zeros_like(expected)))
+    assert not any(is_cached(info.path, piece) for piece in range(3))
+
+
+def test_what_is_cached_is_not_read_from_the_disk(tensor, monkeypatch):
+    info, expected = tensor
+    info.path.read_bytes()
+    if not is_cached(info.path):
+        pytest.skip("this file system does not keep files in memory")
+    monkeypatch.setattr(reading.DirectFile, "read", lambda *_: pytest.fail("the disk is read"))
+    found = np.zeros_like(expected)
+    read_by_threads("weight", info, memoryview(found))
+    assert np.array_equal(found, expected)
+
+
+def test_where_the_cache_cannot_be_asked_files_are_read_as_usual(tensor, monkeypatch):
+    """As on tmpfs, NFS and FUSE: what they keep in memory is not read from a network."""
+
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    info, expected = tensor
+    monkeypatch.setattr(reading.os, "preadv", refuse)
+    monkeypatch.setattr(reading.DirectFile, "read", lambda *_: pytest.fail("the disk is read"))
+    found = np.zeros_like(expected)
+    read_by_threads("weight", info, memoryview(found))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("refusal", ["EINVAL", "short"])
+def test_where_direct_reads_fail_files_are_read_as_usual(tensor, monkeypatch, refusal):
+    """Some file systems let a file be opened for direct I/O, and then refuse it or give less than was asked for."""
+
+    def read(*_):
+        if refusal == "EINVAL":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return 16
+
+    info, expected = tensor
     forget(info.path)
-    read_by_threads("weight", info, memoryview(np.zeros_like(expected)))
-    assert not is_cached(info.path)
+    monkeypatch.setattr(reading.DirectFile, "read", read)
+    found = np.zeros_like(expected)
+    read_by_threads("weight", info, memoryview(found))
+    assert np.array_equal(found, expected)
+
+
+def test_a_disk_that_fails_is_named(tensor, monkeypatch):
+    def read(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    info, expected = tensor
+    forget(info.path)
+    if is_cached(info.path):
+        pytest.skip("this file system keeps files in memory")
+    forget(info.path)
+    monkeypatch.setattr(reading.DirectFile, "read", read)
+    with pytest.raises(InputError, match=r"cannot read tensor weight from .*model\.gguf: Input/output error"):
+        read_by_threads("weight", info, memoryview(np.zeros_like(expected)))
 
 
 @pytest.mark.parametrize("cached", [True, False])

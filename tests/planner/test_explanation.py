@@ -8,7 +8,7 @@ from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from batchgen.core.errors import InputError
 from batchgen.core.plan import STAGES, Plan, Stage
 from batchgen.core.workload import Workload
-from batchgen.planner.explain import explain, make_plan
+from batchgen.planner.explain import compare_rows, explain, make_plan
 from batchgen.planner.explanation import explanation_of, price_lines, total_lines
 from batchgen.planner.planned_anew import planned_anew_s, with_more
 from batchgen.planner.search import Problem, search
@@ -158,3 +158,20 @@ def test_no_price_is_more_than_the_job():
 def test_one_sequence_is_spoken_of_as_one():
     _, plan = planned(block_size=1, model=opt(768, 12, 12))
     assert any(line.startswith("1 sequence keeps its KV ") for line in explanation_of(plan).sentences)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(100.0, "1.00x (a tie)"), (101.0, "0.99x (a tie)"), (99.0, "1.01x (a tie)"), (103.0, "0.97x"), (50.0, "2.00x")],
+)
+def test_times_that_the_planner_takes_for_equal_are_said_to_be_a_tie(seconds, said):
+    """Of those it chooses by other things, so that with more memory a plan may seem slower."""
+    _, now = planned(block_size=64)
+
+    def lasting(total_s):
+        return replace(now, prediction=replace(now.prediction, total_s=total_s))
+
+    speedup = next(
+        row for row in compare_rows([("now", lasting(100.0)), ("other", lasting(seconds))]) if row[0] == "speed-up"
+    )
+    assert speedup == ["speed-up", "1.00x", said]

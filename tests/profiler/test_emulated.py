@@ -20,7 +20,8 @@ from batchgen.planner.flow import Phase, phases_of
 from batchgen.planner.inputs import LANES, RuntimeModel
 from batchgen.planner.lp import Counts
 from batchgen.planner.search import Problem, search, search_space
-from batchgen.profiler.emulated import emulated_profile, own_core_profile, piece_times
+from batchgen.profiler.emulated import copy_overhead_s, emulated_profile, own_core_profile, piece_times
+from batchgen.runtime.memory.transfers import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +81,19 @@ class TestProfile:
 
 class TestOwnCore:
     DEVICE = parse_device("emulated:gpu-memory=512MiB,h2d=2GB/s,slowdown=4,cpu-slowdown=2")
+
+    def test_a_copy_takes_longer_than_its_bytes(self, monkeypatch):
+        monkeypatch.setattr(Link, "scatter", lambda *_: time.sleep(2e-3))
+        bytes_s = 8 * 512 * 4 / 2e8
+        assert copy_overhead_s(EMULATED) >= 2e-3
+        assert copy_overhead_s(Device("emulated", GIB, 2e8, 2e8)) >= 2e-3 - bytes_s
+
+    def test_copies_over_a_slow_link_are_few_bytes(self, monkeypatch):
+        """Else measuring them would take minutes."""
+        sizes = set()
+        monkeypatch.setattr(Link, "scatter", lambda self, target, index, source: sizes.add(source.nbytes))
+        copy_overhead_s(Device("emulated", GIB, 1e5, 1e5))
+        assert max(sizes) <= 1e5 * 1e-3
 
     def test_rates_of_its_core_slowed_down(self):
         """Everything the device computes takes as many times as long; of the CPU's own rates attention alone is another."""

@@ -19,7 +19,7 @@ import torch
 from timing import undisturbed
 
 from batchgen.core import direct_io
-from batchgen.core.dtypes import GGUF_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
 from batchgen.core.kernel_choice import KernelChoice
@@ -204,6 +204,19 @@ class TestMeasure:
         used.clear()
         profile_compute.gemm_rates(device, pool, [model], TINY, weight_format)
         assert used and all(isinstance(weight, PackedWeight) for weight in used)
+
+    @pytest.mark.parametrize("in_rows", [False, True])
+    @pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
+    def test_depths_that_are_not_whole_blocks_of_a_format_are_timed_as_if_they_were(
+        self, weight_format, in_rows, monkeypatch
+    ):
+        """A GGUF has its matrices of such depths in another format, and may be asked for the rates of each."""
+        monkeypatch.setattr(Device, "rate", lambda self, trial, effort: trial.run(0) or trial.work)
+        model = profile_compute._llama(width=544, heads=4, kv_heads=2, head_dim=40, inner=1376)
+        pool = torch.zeros((16 << 20) // 4)
+        found = profile_compute.gemm_rates(Device("cpu"), pool, [model], TINY, weight_format, in_rows=in_rows)
+        flops = 2 * sum(r * c for r, c in itertools.chain(*model.layer_matrices.values()))
+        assert flops <= found.at(width=544, tokens=1) < 2 * flops
 
     @pytest.mark.parametrize("per_s", [1e9, 1e11, 1e14])
     def test_a_machine_of_any_speed_is_measured_within_a_minute(self, per_s, tmp_path, simulated):
