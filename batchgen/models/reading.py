@@ -66,6 +66,10 @@ def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
             read_into(name, info, start, part)
 
 
+class _OfThread(threading.local):
+    bounce_buffer: memoryview | None = None
+
+
 class _Pieces:
     """A tensor's file, opened once, for several threads."""
 
@@ -78,7 +82,7 @@ class _Pieces:
         except BaseException:
             self._file.close()
             raise
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         # Being asked for pages that it does not have, the system begins to read them, and no more than these.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -128,9 +132,9 @@ class _Pieces:
 
     def _bounce_buffer(self) -> memoryview:
         """The thread's own memory that a disk can write to."""
-        if not hasattr(self._of_thread, "memory"):
-            self._of_thread.memory = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
-        return self._of_thread.memory
+        if self._of_thread.bounce_buffer is None:
+            self._of_thread.bounce_buffer = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
+        return self._of_thread.bounce_buffer
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:

@@ -518,7 +518,9 @@ def _chains(
     hidden = phase.tokens * s.hidden_bytes
     result = phase.decode_seqs * s.model.num_heads * s.model.head_dim * s.element_bytes
     on_cpu = _attended_on_cpu(s, at)
-    copies_s = (COPIES_SENT + 1) * s.hardware.link_overhead_s if phase.decode_seqs else 0.0  # of each micro-batch
+    copied: Linear = 0.0  # seconds of each micro-batch's copies beside their bytes
+    if s.hardware.link_overhead_s and phase.decode_seqs:
+        copied = on_cpu * ((COPIES_SENT + 1) * s.hardware.link_overhead_s)
     sent_s = result * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
     delegated = attention + on_cpu * sent_s
     weights = at.w_streamed * layer_s
@@ -530,8 +532,8 @@ def _chains(
     if batches == 1:
         moved = at.act_cpu * (hidden * (1 / h2d + 1 / d2h))
         return {
-            "chain": before + delegated + moved + on_cpu * copies_s,
-            "chain_weights": before + delegated + moved + on_cpu * copies_s + weights + only_if(at.acts_wait),
+            "chain": before + delegated + moved + copied,
+            "chain_weights": before + delegated + moved + copied + weights + only_if(at.acts_wait),
         }
     fetched = at.act_cpu * (hidden / h2d)
     chains = {
@@ -547,8 +549,8 @@ def _chains(
             products_s(s.one_batch, part) + _streamed_products_s(s.one_batch, part, at)
             for part in unequal_batches(s, phase)
         )
-        chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated + on_cpu * copies_s
-        chains["chain_second"] = second + (1 - share) * delegated + on_cpu * copies_s
+        chains["chain_first"] = first + dequantize_weights_s(s) + share * delegated + copied
+        chains["chain_second"] = second + (1 - share) * delegated + copied
     elif phase.decode_seqs:
         page = s.kv_block_bytes / s.disk_block_bytes
         staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * (_disk_bytes(s, phase)[0] * page)

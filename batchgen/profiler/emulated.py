@@ -156,7 +156,7 @@ def copy_overhead_s(device: Device) -> float:
         if cores:
             cores.close()
     kept = sorted(times)[_HANDOVERS // 10 : -_HANDOVERS // 10]  # a disturbance is not the copies'
-    return max(0.0, statistics.mean(kept) - new.nbytes / rate)
+    return max(0.0, statistics.mean(kept) - float(new.nbytes) / rate)
 
 
 def _small_weights() -> list[ops.Weight]:
