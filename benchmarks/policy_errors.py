@@ -29,16 +29,14 @@ from way_settings import SHAPE as SMALLER
 
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
-from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import process_bytes
 from batchgen.job.choice import choose, simulate_candidates
 from batchgen.job.planning import find_for, find_hardware, on_this_machine, plan_maker, problem_of
 from batchgen.job.simulation import simulate_job
-from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.lp import Allowed, job_seconds
+from batchgen.planner.lp import Allowed
 from batchgen.planner.search import Candidate, Problem, search
 from batchgen.profiler.calibration import corrected_by_disk_probe
 from batchgen.profiler.emulated import emulated_profile
@@ -77,7 +75,6 @@ SETTINGS = (
         64, 64, 48, SMALLER, (("gpu",), ("gpu", "cpu")), ("gpu", "cpu", "streamed"),
     ),
 )  # fmt: skip
-_NOT_KEPT = ("tokens", "generated_tokens_per_s", "tokens_per_sweep", "bytes_moved", "peak_kv_blocks")
 _BLOCKS, _BATCHES = (4, 8, 16, 24, 32, 48, 64), (1, 2, 4)
 
 
@@ -137,22 +134,28 @@ def _keep(entry: dict[str, Any], output: Path) -> None:
 
 def _without_tokens(policy: dict[str, Any]) -> dict[str, Any]:
     """Of each run, what is kept."""
-    return policy | {"runs": [{name: run[name] for name in run if name not in _NOT_KEPT} for run in policy["runs"]]}
+    kept = ("seconds", "busy", "sweeps", "preempted", "busy_s", "stalled_s")
+    return policy | {"runs": [{name: run[name] for name in kept} for run in policy["runs"]]}
 
 
 def _errors(policies: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """Of each policy the median of its runs counts."""
-    errors = [abs(statistics.median(run[f"{name}_s"] / run["seconds"] for run in p["runs"]) - 1) for p in policies]
+    errors = [abs(p[f"{name}_s"] / p["measured_s"] - 1) for p in policies]
     return {"median": statistics.median(errors), "worst": max(errors)}
 
 
 def _setting(setting: Setting, args: argparse.Namespace) -> None:
-    """Draws the policies of one setting, and unless it is a dry run measures them and keeps each round at once."""
+    """Draws the policies of one setting, and unless it is a dry run measures them and keeps each at once."""
     work_dir = args.work_dir / ("larger" if setting.shape is LARGER else "smaller")
     model = model_in(work_dir, setting.shape)
     config = read_config(resolve_model(str(model)))
+    find = partial(
+        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
+    )
+    cpu, core = find_for(setting.device, find)
     process = process_bytes()
-    hardware = _hardware(setting, work_dir, config)
+    hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)
+    if setting.device.accelerated:
+        hardware = emulated_profile(hardware, setting.device, core)
     budgets = {} if setting.cpu_memory is None else {"cpu_memory": process + setting.cpu_memory}
     request = replace(request_of(config, process), **budgets)
     problem = problem_of(hardware, config, Workload.uniform(setting.rows, setting.prompt, setting.output), request)
@@ -160,90 +163,77 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
     own = choose(simulate_candidates(problem, lambda candidate: plan_of(candidate, None)))
     assert own is not None  # there is no limit of the latency
     rows = prompts(setting.rows, setting.prompt, vocab_size=setting.shape["vocab_size"])
-    found: list[tuple[Candidate, Plan]] = []
     policies: list[dict[str, Any]] = []
+    plans: list[Plan] = []
     for words, candidate in [
         ("planned", own.candidate),
         *_distinct(drawn(problem, setting, args.seed), args.count * 3),
     ]:
-        if len(found) == args.count:
+        if len(plans) == args.count:
             break
         plan = plan_of(candidate, None)
-        if any(plan.policy == other.policy for _, other in found):
+        if any(plan.policy == other.policy for other in plans):
             continue
         try:
-            predicted = _predicted(candidate, plan, config, hardware)
+            simulated = simulate_job(plan, config, hardware)
         except InputError:  # the memory plan does not hold what the cost model thought would fit
             continue
-        if predicted["simulated_s"] > args.longest and words != "planned":
+        if simulated.total_s > args.longest and words != "planned":
             continue
-        found.append((candidate, plan))
-        policies.append({"name": words, "policy": plan.policy.to_json(), "runs": []})
+        plans.append(plan)
+        policies.append(
+            {
+                "name": words,
+                "planned_s": candidate.seconds,
+                "simulated_s": simulated.total_s,
+                "simulated_sweeps": simulated.sweeps,
+                "simulated_busy_s": simulated.busy_s,
+                "simulated_stalled_s": simulated.stalled_s,
+                "policy": plan.policy.to_json(),
+                "runs": [],
+            }
+        )
         if args.dry:
-            print(_line(setting, words, predicted), flush=True)
+            print(_line(setting, policies[-1]), flush=True)
     if args.dry:
         return
-    # In rounds, so that a moment in which the machine is slow does not decide about one of them; and each is predicted as it would be by
-    # then, from the profile and a spot benchmark of the moment.
+    # In rounds, so that a moment in which the machine is slow does not decide about one of them.
     for _ in range(args.rounds):
-        hardware = _hardware(setting, work_dir, config)
-        for (candidate, plan), entry in zip(found, policies, strict=True):
+        for plan, entry in zip(plans, policies, strict=True):
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
             measured = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
                 kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, **budgets,
             )  # fmt: skip
-            entry["runs"].append(measured | _predicted(candidate, plan, config, hardware))
-            print(_line(setting, entry["name"], entry["runs"][-1]), flush=True)
+            entry["runs"].append(measured)
+            entry["measured_s"] = statistics.median(run["seconds"] for run in entry["runs"])
+            print(_line(setting, entry), flush=True)
         about = {"rows": setting.rows, "prompt": setting.prompt, "output": setting.output}
-        result = {"setting": setting.name, "device": str(setting.device)} | about | _ranked(policies)
-        result["different_rows"] = different_rows([run for entry in policies for run in entry["runs"]])
-        _keep(result | {"policies": [_without_tokens(policy) for policy in policies]}, args.output)
+        found = {"setting": setting.name, "device": str(setting.device)} | about | _ranked(policies)
+        found["different_rows"] = different_rows([run for entry in policies for run in entry["runs"]])
+        _keep(found | {"policies": [_without_tokens(policy) for policy in policies]}, args.output)
     print(
-        f"{setting.name}: of {len(policies)} policies the plan is number {result['rank_of_plan']},"
-        f" {result['plan_against_fastest']:.2f} times as long as the fastest; median error planned"
-        f" {result['planned_error']['median']:.1%}, simulated {result['simulated_error']['median']:.1%}; worst"
-        f" {result['planned_error']['worst']:.1%} and {result['simulated_error']['worst']:.1%};"
-        f" {result['different_rows']} of {setting.rows} rows have not the same tokens in all"
+        f"{setting.name}: of {len(policies)} policies the plan is number {found['rank_of_plan']},"
+        f" {found['plan_against_fastest']:.2f} times as long as the fastest; median error planned"
+        f" {found['planned_error']['median']:.1%}, simulated {found['simulated_error']['median']:.1%}; worst"
+        f" {found['planned_error']['worst']:.1%} and {found['simulated_error']['worst']:.1%};"
+        f" {found['different_rows']} of {setting.rows} rows have not the same tokens in all"
     )
 
 
-def _hardware(setting: Setting, work_dir: Path, config: ModelConfig) -> HardwareProfile:
-    """The machine as a job would find it now."""
-    find = partial(
-        find_hardware, None, dtype="bfloat16", in_rows=("bfloat16",), offload_dir=work_dir, model=config, notify=print
-    )
-    cpu, core = find_for(setting.device, find)
-    hardware = corrected_by_disk_probe(on_this_machine(cpu), work_dir)
-    return emulated_profile(hardware, setting.device, core) if setting.device.accelerated else hardware
-
-
-def _predicted(candidate: Candidate, plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> dict[str, Any]:
-    """What the cost model and the simulator say of a policy on this machine. Raises InputError."""
-    inputs = replace(candidate.inputs, hardware=hardware)
-    simulated = simulate_job(plan, config, hardware)
-    return {
-        "planned_s": job_seconds(inputs, candidate.phases, candidate.counts.placement(inputs)),
-        "simulated_s": simulated.total_s,
-        "simulated_sweeps": simulated.sweeps,
-        "simulated_busy_s": simulated.busy_s,
-        "simulated_stalled_s": simulated.stalled_s,
-    }
-
-
-def _line(setting: Setting, words: str, run: dict[str, Any]) -> str:
-    """What is known of a policy, or of a run of it, lane by lane."""
-    planned, simulated = run["planned_s"], run["simulated_s"]
-    line = f"{setting.name}: {words}: planned {planned:.2f} s, simulated {simulated:.2f} s"
-    if "seconds" not in run:
+def _line(setting: Setting, entry: dict[str, Any]) -> str:
+    """What is known of a policy, its last run lane by lane."""
+    planned, simulated, runs = entry["planned_s"], entry["simulated_s"], entry["runs"]
+    line = f"{setting.name}: {entry['name']}: planned {planned:.2f} s, simulated {simulated:.2f} s"
+    if not runs:
         return line
-    seconds = run["seconds"]
+    seconds = entry["measured_s"]
     line += f", measured {seconds:.2f} s: {planned / seconds - 1:+.0%}, {simulated / seconds - 1:+.0%}"
     return line + "".join(
-        f"\n    {lane}: busy {busy:.2f} s, simulated {run['simulated_busy_s'][lane]:.2f} s; waited for"
-        f" {run['stalled_s'][lane]:.2f} s, simulated {run['simulated_stalled_s'][lane]:.2f} s"
-        for lane, busy in run["busy_s"].items()
-        if max(busy, run["simulated_busy_s"][lane]) > 0.02 * seconds
+        f"\n    {lane}: busy {busy:.2f} s, simulated {entry['simulated_busy_s'][lane]:.2f} s; waited for"
+        f" {runs[-1]['stalled_s'][lane]:.2f} s, simulated {entry['simulated_stalled_s'][lane]:.2f} s"
+        for lane, busy in runs[-1]["busy_s"].items()
+        if max(busy, entry["simulated_busy_s"][lane]) > 0.02 * seconds
     )
 
 
@@ -260,7 +250,7 @@ def _distinct(pairs: Iterator[tuple[str, Candidate]], most: int) -> Iterator[tup
 
 def _ranked(policies: list[dict[str, Any]]) -> dict[str, Any]:
     """Where the plan, the first of the policies, stands among all, and how well each prediction does."""
-    times = [statistics.median(run["seconds"] for run in p["runs"]) for p in policies]
+    times = [p["measured_s"] for p in policies]
     return {
         "rank_of_plan": 1 + sum(t < times[0] for t in times),
         "plan_against_fastest": times[0] / min(times),
