@@ -3,7 +3,7 @@
 gpt-oss-20b's shape in MXFP4 (12.5 GB) within 8 GiB, or Qwen3-30B-A3B's in Q4_0 (17.5 GB) within 10 GiB, with random weights; the
 limit is a cgroup in which page cache counts. Rows of 64 random tokens in and 32 out. The rest is as in larger_than_memory.py:
 bounds are the bytes that batchgen read at the disk's rate, or the job's FLOPs at the best rate of products of one expert's or a
-layer's size, whichever takes longer. Needs root, and the shape's size twice on the disk (once without llama.cpp).
+layer's size, whichever takes longer. What an engine that is left out had in the same job stays in the file. Needs root, and the shape's size twice on the disk (once without llama.cpp).
 
     python benchmarks/moe.py --shape gpt-oss-20b
     python benchmarks/moe.py --shape qwen3-30b-a3b --engines batchgen
@@ -29,6 +29,8 @@ from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.job.report import versions
 
 HERE = Path(__file__).parent
+ENGINES = ["batchgen", "llama.cpp"]
+_JOB = ("shape", "layers", "memory", "rows", "prompt_tokens", "output_tokens")
 MEMORY = {"gpt-oss-20b": "8GiB", "qwen3-30b-a3b": "10GiB"}
 # Of the limit, for what the kernel counts beside the process.
 _BESIDE_FRAC = 0.08
@@ -59,13 +61,22 @@ def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, A
     }
 
 
+def _kept(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of the same job on the same machine, the runs of engines that are left out this time."""
+    if not args.output.exists():
+        return []
+    before = json.loads(args.output.read_text())
+    same = before["machine"] == machine() and all(before["arguments"][name] == getattr(args, name) for name in _JOB)
+    return [run for run in before["runs"] if same and run["engine"] not in args.engines]
+
+
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MEMORY, default="gpt-oss-20b")
-    parser.add_argument("--engines", type=lambda text: text.split(","), default=["batchgen", "llama.cpp"])
+    parser.add_argument("--engines", type=lambda text: text.split(","), default=ENGINES)
     parser.add_argument("--memory", type=parse_bytes, help="the limit, page cache included [default: by shape]")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -83,8 +94,8 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, required=True, help="for the model and llama.cpp's environment")
     parser.add_argument("--output", type=Path, help="[default: results/moe-SHAPE-CPU.json]")
     args = parser.parse_args(argv)
-    if unknown := set(args.engines) - {"batchgen", "llama.cpp"}:
-        parser.error(f"no engine {sorted(unknown)[0]!r}: there are batchgen, llama.cpp")
+    if unknown := set(args.engines) - set(ENGINES):
+        parser.error(f"no engine {sorted(unknown)[0]!r}: there are {', '.join(ENGINES)}")
     args.memory = args.memory or parse_bytes(MEMORY[args.shape])
     args.cpu_memory = int(args.memory * (1 - _BESIDE_FRAC))
     args.output = args.output or HERE / "results" / f"moe-{args.shape}-{slug(machine())}.json"
@@ -115,9 +126,16 @@ def main() -> None:
         if "bound" in run:
             shares = {k: round(v, 2) for k, v in run["bound"].items() if isinstance(v, float)}
             print(f"  {shares}", flush=True)
+        summary = _write(runs + _kept(args), job, args)  # at once: another engine may not get through
+    print(json.dumps(summary, indent=2))
+
+
+def _write(runs: list[dict[str, Any]], job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the result of these runs, and gives its summary."""
+    runs = sorted(runs, key=lambda run: ENGINES.index(run["engine"]))
     result = {
         "benchmark": "moe",
-        "command": f"python benchmarks/moe.py --shape {args.shape} --engines {','.join(args.engines)}",
+        "command": f"python benchmarks/moe.py --shape {args.shape} --memory {args.memory / 2**30:g}GiB",
         "arguments": {k: v for k, v in vars(args).items() if k not in ("work_dir", "output")},
         "machine": machine(),
         "flops": job.flops,
@@ -127,7 +145,7 @@ def main() -> None:
         "versions": versions(),
     }
     args.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["summary"], indent=2))
+    return result["summary"]
 
 
 if __name__ == "__main__":
