@@ -219,6 +219,16 @@ def figures():  # a line or two for each of the files
         (1, 0, 20)
     ] * 3
     yield "policy_errors", "; ".join(errors)
+    *ways, flipped = read("way_plans")["settings"]
+    assert [setting["fastest_way"] for setting in ways] == ["GPU-only", "NEO", "FlexGen", "APEX"]
+    assert all(setting["chosen_goes"] == setting["fastest_way"] in setting["meant_to_win"] for setting in ways)
+    slower = max(setting["chosen_against_fastest"] for setting in ways)
+    yield "way_plans", f"takes {slower:.2f} times as long as the fastest"
+    short = [1 - plan["planned_s"] / plan["measured_s"] for s in ways for plan in s["plans"] if plan["way"] == "chosen"]
+    yield "way_plans", f"{100 * min(short):.0f} to {max(short):.0%} too short"
+    taken = {plan["way"]: plan["measured_s"] for plan in flipped["plans"]}
+    words = f"NEO's way takes {taken['NEO'] / taken['APEX']:.2f} times as long as APEX's; the plan goes {flipped['chosen_goes']}'s"
+    yield "way_plans", f"{words}, which takes {flipped['chosen_against_fastest']:.2f} times as long as NEO's"
     planning = read("plan_times")
     error, planning_s = planning["prediction_error"], planning["planning_cpu_s"]
     yield "plan_times", f"median error {error['median']:.0%}, worst {error['worst']:.0%}"
