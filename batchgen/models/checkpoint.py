@@ -39,7 +39,6 @@ from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import StoreFile
 from batchgen.models.tensor_names import tensor_names
 from batchgen.models.weight_store import load_extent, open_store, read_extent
-from batchgen.ops import cpp as kernels
 from batchgen.ops import int8
 
 # (part, layer) -> the name of its tensor, and where that lies
@@ -357,7 +356,7 @@ def _space(stored: Stored) -> Tensor:
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if stored.dtype == INT8:
         return torch.zeros(stored.stored_shape, dtype=torch.int8)
-    return kernels.host_bytes(math.prod(stored.stored_shape)).view(stored.stored_shape)
+    return torch.empty(stored.stored_shape, dtype=torch.uint8)
 
 
 def _places(config: ModelConfig, layer: int, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.direct_io import aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_bytes
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import _kernels, quant
@@ -26,8 +25,6 @@ from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.sampling import Draws
 
 AttentionPlan = _kernels.AttentionPlan
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
 # Those that `unpack_blocks` knows: as files number them, and from 1000 on blocks that are in no GGUF.
@@ -226,22 +223,12 @@ def packed_grows(dtype: torch.dtype, isa: str = "") -> bool:
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not _kernels.fast_bf16(isa))
 
 
-def host_bytes(num_bytes: int) -> Tensor:
-    """Memory for a matrix, with any content: in huge pages where it fills some.
-
-    A page fault costs ten times as long as copying the 4 KiB it is for, and products read such matrices from end to end.
-    """
-    if num_bytes < 2 * _HUGE_PAGE_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    return torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8, count=num_bytes)
-
-
 def pack(weight: Tensor, *, gated: bool = False, isa: str = "") -> PackedWeight:
     """Pack a weight [columns, depth] for `linear`. gated: for an activation that is. isa: the set that reads it; "": the process's."""
     columns, depth = len(weight), _depth(weight)
     assert weight.stride(1) == 1
     isa = isa or instruction_set()
-    out = host_bytes(packed_bytes(columns, depth, weight.dtype, gated=gated, isa=isa))
+    out = torch.empty(packed_bytes(columns, depth, weight.dtype, gated=gated, isa=isa), dtype=torch.uint8)
     _kernels.pack(
         weight.data_ptr(),
         weight.stride(0),
@@ -266,7 +253,7 @@ def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False)
     (columns, depth), isa = weight.shape, weight.isa or instruction_set()
     row_bytes = weight.data.shape[1]
     assert weight.data.is_contiguous()
-    out = host_bytes(_kernels.arranged_bytes(row_bytes, columns, _gate(gated), isa))
+    out = torch.empty(_kernels.arranged_bytes(row_bytes, columns, _gate(gated), isa), dtype=torch.uint8)
     packing = BLOCK_TYPES[weight.weight_format.upper()]
     _kernels.arrange(
         weight.data.data_ptr(), row_bytes, columns, depth, TYPES[dtype], packing, _gate(gated), out.data_ptr(), isa
