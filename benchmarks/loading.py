@@ -69,6 +69,16 @@ taken = time.perf_counter() - started
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"load_s": taken, "loaded_bytes": weights.num_bytes, "peak_bytes": peak - before}))
 """
+# Memory that is used for the first time, by all cores: no load of so many bytes is faster.
+FRESH = """
+import sys, time
+import torch
+from batchgen.core.direct_io import aligned_buffer
+memory = torch.frombuffer(aligned_buffer(int(sys.argv[1])), dtype=torch.uint8)
+started = time.perf_counter()
+memory.fill_(1)
+print(memory.nbytes / (time.perf_counter() - started))
+"""
 PIECE_BYTES = 16 << 20
 
 
@@ -145,7 +155,8 @@ def file_load(path: Path) -> dict[str, dict[str, float]]:
     disk_rate = (size - PIECE_BYTES) / (time.perf_counter() - started)
     direct.close()
     figures: dict[str, dict[str, float]] = {"disk": {"bytes_per_s": disk_rate, "file_bytes": size}}
-    figures["memory"] = {"bytes_per_s": fresh_memory_rate(size)}
+    fresh = subprocess.run([sys.executable, "-c", FRESH, str(size)], capture_output=True, check=True, text=True)
+    figures["memory"] = {"bytes_per_s": float(fresh.stdout)}
     for name in ("not cached", "cached"):
         if name == "not cached":
             forget()
@@ -154,18 +165,6 @@ def file_load(path: Path) -> dict[str, dict[str, float]]:
         rate = size / found["load_s"]
         figures[name] = found | {"bytes_per_s": rate, "of_disk_rate": rate / disk_rate}
     return figures
-
-
-def fresh_memory_rate(num_bytes: int) -> float:
-    """Bytes per second of memory that is used for the first time, by all cores: no load of so many bytes is faster."""
-    import torch
-
-    from batchgen.core.direct_io import aligned_buffer
-
-    memory = torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8)
-    started = time.perf_counter()
-    memory.fill_(1)
-    return num_bytes / (time.perf_counter() - started)
 
 
 def main() -> None:
