@@ -180,11 +180,15 @@ def figures():  # a line or two for each of the files
     rates = against["total_tokens_per_s"]
     yield "azure_vs_transformers", f"{rates['batchgen']:,.0f} against {rates['transformers']:.0f} tokens/s"
     yield "azure_vs_transformers", f"{against['ratio']:.2f} times"
-    moe = read("moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16")
-    share, predicted = (moe["runs"][0]["bound"][name] for name in ("share_of_bound", "predicted_over_measured"))
-    made = moe["summary"]["generated_tokens_per_s"]["batchgen"]
-    yield "moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16", f"{made:.1f} generated tokens/s; {100 * share:.0f} % of what"
-    yield "moe-gpt-oss-20b-amd-epyc-25-17-avx512-bf16", f"predicted {predicted:.2f} times the measured time"
+    for moe in sorted((ROOT / "benchmarks" / "results").glob("moe-*.json")):
+        result = read(moe.stem)
+        bound, made = result["runs"][0]["bound"], result["summary"]["generated_tokens_per_s"]
+        share = f"{100 * bound['share_of_bound']:.0f} % of what"
+        yield moe.stem, f"{made['batchgen']:.1f} generated tokens/s; {share}"
+        yield moe.stem, f"predicted {bound['predicted_over_measured']:.2f} times the measured time"
+        if "llama.cpp" in made:
+            ratio = result["summary"]["batchgen_over_llama.cpp"]
+            yield moe.stem, f"{made['llama.cpp']:.1f} generated tokens/s: {ratio:.1f} times as fast"
     large = read("larger_than_memory")["summary"]
     made = large["generated_tokens_per_s"]
     yield "larger_than_memory", f"{made['batchgen']:.1f} generated tokens/s; {large['share_of_bound'][0]:.0%} of"
@@ -288,6 +292,17 @@ def figures():  # a line or two for each of the files
         "as_found-amd-epyc-26-2-avx512-bf16",
         f"{rates[0]}, {rates[1]} and {rates[2]} times as fast; {found['model_bytes']:.2f} of the memory; {found['load_s']:.2f} times",
     )
+    packed = read("as_found-amd-epyc-25-17-avx512-bf16")["models"]["3B-Q4_K"]
+    for ratios in (packed["as_found_over_expanded"], packed["as_found_over_llama.cpp"]):
+        of_one, of_four, of_many = (ratios[f"decoded_tokens_per_s_of_{n}"] for n in (1, 4, 16))
+        yield "as_found-amd-epyc-25-17-avx512-bf16", f"{of_one:.2f}, {of_four:.2f} and {of_many:.2f} times as fast"
+    load = read("loading-amd-epyc-25-17-avx512-bf16")["file_load"]
+    shares = [100 * load[name]["of_disk_rate"] for name in ("not cached", "cached")]
+    yield (
+        "loading-amd-epyc-25-17-avx512-bf16",
+        f"{shares[0]:.0f} % with nothing of the file in the page cache, {shares[1]:.0f} %",
+    )
+    yield "loading-amd-epyc-25-17-avx512-bf16", f"at {load['memory']['bytes_per_s'] / 1e9:.1f} GB/s"
     for name in ("loading-amd-epyc-26-2-avx512-bf16", "loading-amd-epyc-25-17-avx512-bf16"):
         starts = read(name)["demo_start"]
         ready = [
