@@ -44,8 +44,7 @@ class Hub:
         self.peaks: dict[int, dict[str, int]] = {}
         self._changed = threading.Condition()
         self._closing = False
-        # Called, in a thread, where another rank has ended before all was done.
-        self.on_lost: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[], None] = lambda: None
 
     @property
     def port(self) -> int:
@@ -109,12 +108,21 @@ class Hub:
                     self._changed.notify_all()
         with self._changed:
             self._ended.setdefault(rank, f"rank {rank} of {self._size} {fate}")
+            on_lost = self._on_lost
             self._changed.notify_all()
         if not self._closing:
             for connection in list(self._connections.values()):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            self.on_lost()
+            on_lost()
+
+    def when_lost(self, on_lost: Callable[[], None]) -> None:
+        """Has this called where another rank ends before all is done: in a thread then, or at once where one has ended."""
+        with self._changed:
+            self._on_lost = on_lost
+            lost = bool(self._ended) and not self._closing
+        if lost:
+            on_lost()
 
     def tell(self, message: Any) -> None:
         """Say something to all other ranks. Raises BatchgenError where one of them has ended."""

@@ -107,7 +107,7 @@ class Group:
             store = dist.PrefixStore("batchgen/nccl", self._store)
             self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             if self._hub is not None:
-                self._hub.on_lost = self._nccl.abort
+                self._hub.when_lost(self._nccl.abort)
         return self._nccl
 
     def check(self) -> None:

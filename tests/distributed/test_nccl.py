@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ class FakeNccl:
 
     def __init__(self, store, rank, size, options):
         assert options._timeout is not None, "NCCL's own is half an hour"
-        self.rank, self.size, self.sums, self.aborted = rank, size, [], False
+        self.rank, self.size, self.sums, self.has_aborted = rank, size, [], threading.Event()
         self.of_all.append(self)
         # As NCCL's ranks find one another: by a store that all of them reach.
         store.set(f"rank {rank}", "here")
@@ -38,7 +39,7 @@ class FakeNccl:
         return SimpleNamespace(wait=lambda: True)
 
     def abort(self):
-        self.aborted = True
+        self.has_aborted.set()
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_the_backend_is_that_of_the_tensors_device(nccl):
     assert made.sums == [((rows, 8), torch.bfloat16, "cuda:0") for rows in (4, 2, 4)], "in the order of the calls"
     group.check()
     group.close()
-    assert not made.aborted
+    assert not made.has_aborted.is_set()
 
 
 def test_a_rank_that_is_lost_ends_sums_on_the_device(nccl):
@@ -80,7 +81,19 @@ def test_a_rank_that_is_lost_ends_sums_on_the_device(nccl):
         group.all_reduce(torch.ones(3))
     with pytest.raises(BatchgenError, match="rank 1 of 2 was killed by SIGKILL"):
         group.check()
-    assert nccl[0].aborted
+    assert nccl[0].has_aborted.wait(60), "in the thread that finds it"
+    group.close(done=False)
+
+
+def test_a_rank_that_is_lost_before_ranks_are_connected_on_the_device_ends_that(nccl):
+    group = lead(2)
+    put_to_work(group, ranks.die, int(signal.SIGKILL), 1)
+    group.all_reduce(torch.ones(3))
+    with pytest.raises(BatchgenError, match="rank 1 of 2 was killed by SIGKILL"):
+        group.all_reduce(torch.ones(3))
+    with FakeTensorMode():
+        group.all_reduce(torch.empty(4, device="cuda"))
+    assert nccl[0].has_aborted.wait(60)
     group.close(done=False)
 
 
