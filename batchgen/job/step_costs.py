@@ -19,6 +19,7 @@ from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
 from batchgen.planner.cost import (
     COPIES_SENT,
     after_router_frac,
+    before_attention_frac,
     decode_attention_s,
     dequantize_weights_s,
     elementwise_s,
@@ -256,8 +257,7 @@ class StepCosts:
         self._without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of what has been read so
         self._vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
         self._embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
-        rows, columns = config.product_shapes["qkv"]
-        self._pre_frac = rows * columns / config.matmul_params_per_layer
+        self._pre_frac = before_attention_frac(config)
         # Of what comes after attention, what comes before the experts.
         self._route_frac = 1 - after_router_frac(config) / (1 - self._pre_frac)
         self._dequantize_s = dequantize_weights_s(s)
@@ -293,10 +293,8 @@ class StepCosts:
             if step.lane == "compute":
                 if step.kind in ("embed", "load_attention", "join_deferred"):  # copies that compute makes itself
                     joined[step.batch] += load.deferred if step.kind == "join_deferred" else 0
-                    h2d, moved = (
-                        hardware.h2d_bytes_per_s,
-                        self._link_bytes(step, load),
-                    )  # no rate where the CPU computes
+                    moved = self._link_bytes(step, load)
+                    h2d = hardware.h2d_bytes_per_s  # None where the CPU computes, which copies nothing
                     return moved / h2d + hardware.link_overhead_s if h2d and moved else 0.0
                 own_s, also_s, owed_s = self._computing_with(joined[step.batch], load, batch, step), owed_s, 0.0
                 if (step.layer, step.weight_slot) in self._without_experts:

@@ -70,6 +70,12 @@ def experts_frac(model: ModelConfig) -> float:
     return model.num_experts * model.expert_params * model.expert_layers / model.num_layers / model.params_per_layer
 
 
+def before_attention_frac(model: ModelConfig) -> float:
+    """Of a layer's products, those before attention."""
+    rows, columns = model.product_shapes["qkv"]
+    return rows * columns / model.matmul_params_per_layer
+
+
 def after_router_frac(model: ModelConfig) -> float:
     """Of the products that a token takes in a layer, those that wait for the router, by multiplications."""
     (rows, columns), (out_rows, out_columns) = model.product_shapes["qkv"], model.product_shapes["out"]
@@ -430,8 +436,8 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         lanes["h2d"] = moved["h2d"] * (1 / known(hardware.h2d_bytes_per_s))
         lanes["d2h"] = moved["d2h"] * (1 / known(hardware.d2h_bytes_per_s))
         if s.hardware.link_overhead_s:
-            for lane, copies_s in _copies_s(s, phase, at).items():
-                lanes[lane] = lanes[lane] + copies_s
+            for lane, overhead_s in _link_overheads_s(s, phase, at).items():
+                lanes[lane] = lanes[lane] + overhead_s
         dram = moved["h2d"] + moved["d2h"] + on_disk + _attended_on_cpu(s, at) * kv_read
         dram += decode_kv_bytes(s, _attended_in_layer(s, phase))
     else:
@@ -446,7 +452,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     return lanes
 
 
-def _copies_s(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
+def _link_overheads_s(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Seconds that copies of one layer take beside those of their bytes: one for each tensor, and for each kind of micro-batches' data.
 
     In proportion to what is where, though a tenth of the sequences are copied as often as all of them: else it would not be linear.

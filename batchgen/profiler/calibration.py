@@ -27,7 +27,14 @@ from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import SamplingParams
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.cost import decode_attention_s, elementwise_s, linear_s, prefill_attention_s, shared_attention_s
+from batchgen.planner.cost import (
+    before_attention_frac,
+    decode_attention_s,
+    elementwise_s,
+    linear_s,
+    prefill_attention_s,
+    shared_attention_s,
+)
 from batchgen.planner.flow import Phase
 from batchgen.planner.inputs import CostInputs
 from batchgen.planner.search import Problem, search_space
@@ -260,11 +267,8 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
     else:
         phase = Phase(1, sweep.count * sweep.new, sweep.count, 0, 0)
         decode = 0.0
-    rows, columns = model.product_shapes["qkv"]
-    after = 1 - rows * columns / model.matmul_params_per_layer
-    last = Phase(
-        1, 0, 0, sweep.count, sweep.cached + 1
-    )  # what comes after attention in the last layer is computed for what is sampled
+    # What comes after attention in the last layer is computed for what is sampled.
+    after, last = 1 - before_attention_frac(model), Phase(1, 0, 0, sweep.count, sweep.cached + 1)
 
     def of_all(seconds: Callable[[CostInputs, Phase], float]) -> float:
         return (model.num_layers - after) * seconds(inputs, phase) + after * seconds(inputs, last)

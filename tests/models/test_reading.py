@@ -26,6 +26,12 @@ def tensor(tmp_path, monkeypatch):
     return TensorInfo(path, "Q4_0", (1, len(numbers) - OFFSET), OFFSET, len(numbers) - OFFSET), numbers[OFFSET:]
 
 
+def assert_read(info, expected):
+    found = np.zeros_like(expected)
+    read_by_threads("weight", info, memoryview(found))
+    assert np.array_equal(found, expected)
+
+
 def forget(path):
     """Nothing of the file is in the page cache afterwards."""
     with path.open("rb") as file:
@@ -50,9 +56,7 @@ def test_every_byte_is_read(tensor, cached):
     info, expected = tensor
     if not cached:
         forget(info.path)
-    found = np.zeros_like(expected)
-    read_by_threads("weight", info, memoryview(found))
-    assert np.array_equal(found, expected)
+    assert_read(info, expected)
 
 
 @pytest.mark.parametrize("loads", [1, 2])
@@ -73,9 +77,7 @@ def test_what_is_cached_is_not_read_from_the_disk(tensor, monkeypatch):
     if not is_cached(info.path):
         pytest.skip("this file system does not keep files in memory")
     monkeypatch.setattr(reading.DirectFile, "read", lambda *_: pytest.fail("the disk is read"))
-    found = np.zeros_like(expected)
-    read_by_threads("weight", info, memoryview(found))
-    assert np.array_equal(found, expected)
+    assert_read(info, expected)
 
 
 def test_where_the_cache_cannot_be_asked_files_are_read_as_usual(tensor, monkeypatch):
@@ -87,9 +89,7 @@ def test_where_the_cache_cannot_be_asked_files_are_read_as_usual(tensor, monkeyp
     info, expected = tensor
     monkeypatch.setattr(reading.os, "preadv", refuse)
     monkeypatch.setattr(reading.DirectFile, "read", lambda *_: pytest.fail("the disk is read"))
-    found = np.zeros_like(expected)
-    read_by_threads("weight", info, memoryview(found))
-    assert np.array_equal(found, expected)
+    assert_read(info, expected)
 
 
 @pytest.mark.parametrize("refusal", ["EINVAL", "short"])
@@ -104,9 +104,7 @@ def test_where_direct_reads_fail_files_are_read_as_usual(tensor, monkeypatch, re
     info, expected = tensor
     forget(info.path)
     monkeypatch.setattr(reading.DirectFile, "read", read)
-    found = np.zeros_like(expected)
-    read_by_threads("weight", info, memoryview(found))
-    assert np.array_equal(found, expected)
+    assert_read(info, expected)
 
 
 def test_a_disk_that_fails_is_named(tensor, monkeypatch):
