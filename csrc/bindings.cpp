@@ -148,7 +148,7 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
         run(stop - first, [&](int64_t i) { kernels.pack_panels(args, first + i, first + i + 1, whole); });
         Linear packed = args;
         packed.w = whole, packed.packed = packed.unpacked = true;
-        if (!cut.keeps_runs) packed.packing = BlockType::F32;
+        if (!cut.keeps_codes) packed.packing = BlockType::F32;
         run_linear_panels(kernels, packed, cut, first, stop);
     }
 }

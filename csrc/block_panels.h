@@ -4,8 +4,8 @@
 // columns, those of a run beside each other, and then codes, in words of 32 bits, a vector of words for each four depths. A
 // word has eight slots of four bits: slot i is the code of number i of these depths in the order of an operand, in that lane.
 // Codes of more than four bits have their upper bits in a second plane of words; words of which fewer bits are used share one,
-// shifted. Where codes themselves are multiplied (linear_runs.h) an operand's pair is in the slots i and i + 4, and codes of
-// eight bits are bytes of both planes.
+// shifted. Where codes are multiplied as bytes (linear_digits.h) slots 2 i and 2 i + 1 are byte i of both vectors of columns, and a
+// plane of codes of eight bits is the bytes of one of them; of FP8 (linear_fp8.h) planes are the bytes of two depths.
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * W)));
 
@@ -199,14 +199,27 @@ inline void with_panels(BlockType type, F f) {
 // Whether w lies as products read it, numbers or codes of bytes; else panels are unpacked.
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
-// Whether codes themselves are multiplied, and scales applied to their sums (linear_runs.h). Tile registers cannot apply a
-// scale between two steps.
+// Whether codes themselves are multiplied with bf16, and scales applied to their sums: integers as digits (linear_digits.h), FP8 as
+// pairs (linear_fp8.h). Tile registers cannot apply a scale between two steps.
+#if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
+#define BATCHGEN_DIGITS
+constexpr bool kHasDigits = true;
+#else
+constexpr bool kHasDigits = false;
+#endif
 template <class M>
-constexpr bool kInRuns = false;
+constexpr bool kHasFp8 = false;
 #ifdef BATCHGEN_FAST_BF16
 template <>
-constexpr bool kInRuns<Pairs> = !kTiles;
+constexpr bool kHasFp8<Pairs> = !kTiles;
 #endif
+inline bool in_digits(const Linear& args) {
+    return kHasDigits && args.type == Type::BF16 && !args.codes && args.packing != BlockType::F32 && !is_fp8(args.packing);
+}
+template <class M>
+inline bool in_fp8(const Linear& args) {
+    return kHasFp8<M> && is_fp8(args.packing);
+}
 
 // A panel of rows of a GGUF.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_stride; }
@@ -214,17 +227,10 @@ inline int64_t block_panel_bytes(const Linear& args) { return kPanel * args.w_st
 constexpr int kQuad = 16;  // depths that have one scale and minimum in every format: four groups of four depths
 
 // The eight slots of four depths: of W columns each the bytes of those depths, less than 16.
-template <class M>
+template <class M, bool InBytes>
 inline Lanes slots_of(const Lanes (&columns)[2]) {
-    if constexpr (M::kPair == 1) {
+    if constexpr (InBytes || M::kPair == 1) {
         return columns[0] | columns[1] << 4;
-    } else if constexpr (kInRuns<M>) {  // a pair in the slots i and i + 4
-        Lanes slots = {};
-        for (int i = 0; i < 4; i++) {
-            const Lanes pair = columns[i % 2] >> (i / 2 * 16);
-            slots |= ((pair & 15) | (pair & 0xf00) << 8) << (4 * i);
-        }
-        return slots;
     } else {
         Lanes even, slots = {};
         for (int i = 0; i < W; i++) even[i] = i % 2 ? 0 : ~0u;
@@ -264,10 +270,11 @@ inline void take_runs_apart(const uint8_t* packed, int64_t depths, int8_t* codes
 
 typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // codes of four depths of W columns
 
-template <class M, class Format>
+template <class M, class T, class Format>
 inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
     using Block = typename Format::Block;
     using Kind = typename Format::Kind;
+    constexpr bool kDigits = kHasDigits && __is_same(T, bf16) && !Kind::kFloat8;
     alignas(64) int8_t codes[kPanel][kTaken] = {};
     float scales[kTakenRuns], minimums[kTakenRuns];
     memset(out, 0, block_panel_bytes(args));
@@ -293,16 +300,17 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
             for (int i = 0; i < W && d + 4 * i < here; i++) {
                 const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
                 uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
-                if constexpr (kInRuns<M> && Kind::kLow + Kind::kHigh == 8) {
+                if constexpr (Kind::kLow + Kind::kHigh == 8 && (kDigits || kHasFp8<M>)) {
                     const Lanes columns[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
-                    add_to_plane(low, 4, group, byte_pairs(columns, 0));
-                    add_to_plane(low + Format::kLowBytes, 4, group, byte_pairs(columns, 1));
+                    for (int plane = 0; plane < 2; plane++)
+                        add_to_plane(low + plane * Format::kLowBytes, 4, group,
+                                     kDigits ? columns[plane] : byte_pairs(columns, plane));
                     continue;
                 }
                 const auto plane = [&](int shift, int bits) {
                     const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
                     const Lanes columns[2] = {(Lanes)r[0][i] >> shift & mask, (Lanes)r[1][i] >> shift & mask};
-                    return slots_of<M>(columns);
+                    return slots_of<M, kDigits>(columns);
                 };
                 add_to_plane(low, Kind::kLow, group, plane(0, Kind::kLow));
                 if constexpr (Kind::kHigh)

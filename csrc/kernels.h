@@ -139,7 +139,7 @@ struct LinearCut {
     int64_t panels, most_panels;  // of a call, where there is enough for all threads, and at most
     int64_t packed_bytes;         // of x as `pack_rows` makes it, before all calls; 0: x is taken as it lies
     int64_t group;                // rows of a group of `pack_rows`
-    bool keeps_runs;              // panels unpacked for many rows are codes with their scales (linear_runs.h)
+    bool keeps_codes;             // panels unpacked for many rows are codes with their scales (code_panels.h)
 };
 
 // Products of tile registers.

@@ -44,13 +44,15 @@ inline void put_beside(const vi* r, uint32_t* tile, int64_t d, int64_t depth, in
 
 template <class M>
 constexpr bool kCoded = __is_same(M, Bytes);
+inline bool in_digits(const Linear& args);
 template <class M>
-inline bool in_runs(const Linear& args);
-inline int64_t unpacked_panel_bytes(const Linear& args);
+inline bool in_fp8(const Linear& args);
+inline int64_t unpacked_panel_bytes(const Linear& args, int depths);
 
 template <class M>
 inline int64_t panel_bytes_of(const Linear& args) {
-    if (in_runs<M>(args)) return unpacked_panel_bytes(args);
+    if (in_digits(args)) return unpacked_panel_bytes(args, 4);
+    if (in_fp8<M>(args)) return unpacked_panel_bytes(args, 2);
     return kPanel * (packed_depth<M>(args) * int64_t(sizeof(typename M::Operand)) + (kCoded<M> ? 4 : 0));
 }
 
@@ -94,7 +96,9 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 #include "linear_blocks.h"
 #include "block_panels.h"
 #include "linear_panels.h"
-#include "linear_runs.h"
+#include "code_panels.h"
+#include "linear_digits.h"
+#include "linear_fp8.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
 // put in order, as rows of a GGUF are.
@@ -103,7 +107,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
-        if (!kInRuns<M> && args.packing != BlockType::F32) {
+        if (!kHasFp8<M> && args.packing != BlockType::F32) {
             if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
             return unpack_panel<M, T>(args, panel, start, stop, out);
         }
@@ -153,11 +157,10 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* o
         for (; panel < stop; panel++) {
             auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
             const int64_t next = panel + 1 < stop ? panel + 1 : panel;
-            if constexpr (kInRuns<M>) {
-                if (in_runs<M>(args)) {
-                    unpack_run_panel<M>(args, panel, next, to);
-                    continue;
-                }
+            if (in_digits(args) || in_fp8<M>(args)) {
+                in_digits(args) ? unpack_digit_panel(args, panel, next, (uint32_t*)to)
+                                : unpack_fp8_panel(args, panel, next, (uint32_t*)to);
+                continue;
             }
             pack_panel<M, T>(args, panel, next, 0, depth, to);
             if constexpr (kCoded<M>) gather_scales(args, panel, (float*)(to + depth * kPanel));
@@ -171,7 +174,7 @@ inline void arrange_panels(const Linear& args, int64_t panel, int64_t stop, void
         if constexpr (!kCoded<M>)
             with_panels(args.packing, [&]<class Format>(const int8_t*) {
                 for (; panel < stop; panel++)
-                    arrange_panel<M, Format>(args, panel, (uint8_t*)out + panel * block_panel_bytes(args));
+                    arrange_panel<M, T, Format>(args, panel, (uint8_t*)out + panel * block_panel_bytes(args));
             });
     });
 }
@@ -285,13 +288,14 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     const int64_t depth = packed_depth<M>(args), rows = row_stop - row;
     Carve carve{(uint8_t*)scratch};
     LinearScratch<M> s(depth, rows, carve);
-    if constexpr (kInRuns<M>) {
-        if (in_runs<M>(args))
-            return products_in_runs<M>(args, row, rows, panel, panel_stop, next_panel, s.b, s.c,
-                                       [&](int64_t p) { finish<M, T, O>(args, row, p, rows, s.c); });
+    if constexpr (__is_same(T, bf16) && !kCoded<M>) {
+        const auto finish_panel = [&](int64_t p) { finish<M, T, O>(args, row, p, rows, s.c); };
+        uint32_t* space = (uint32_t*)s.b;
+        if (in_digits(args)) return products_in_digits(args, row, rows, panel, panel_stop, next_panel, space, s.c, finish_panel);
+        if (in_fp8<M>(args)) return products_of_fp8(args, row, rows, panel, panel_stop, next_panel, space, s.c, finish_panel);
     }
     const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
-    if constexpr (direct<M, T>() && !kCoded<M> && !kInRuns<M>) {
+    if constexpr (direct<M, T>() && !kCoded<M> && !kHasFp8<M>) {
         if (args.packed && args.packing != BlockType::F32 && rows <= kRowsOfPacked)
             return few_rows<M, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }
@@ -343,9 +347,10 @@ inline LinearCut linear_cut(const Linear& args) {
         const int64_t tiled = round_up(args.rows, kRowTile) * depth * 4;
         int64_t packed = args.rows >= kPackedRows ? tiled : 0;
         if (kCoded<M>) packed = CodedRows::bytes_beside(args) + tiled;
-        else if (in_runs<M>(args)) packed = tiled + 4 * run_sums(args);
+        else if (in_digits(args)) packed = args.rows * args.depth * 2 + 4 * digit_factors(args);
+        else if (in_fp8<M>(args)) packed = tiled;
         return LinearCut{kRowTile,        rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed, kRowTile,
-                         in_runs<M>(args)};
+                         in_digits(args) || in_fp8<M>(args)};
     });
 }
 
@@ -354,10 +359,8 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
     with_products(args, [&]<class M, class T>() {
         if constexpr (in_tiles<M>()) pack_tile_rows<M, T>(args, group, stop, out);
         else if constexpr (kCoded<M>) pack_coded_rows<T>(args, group, stop, out);
+        else if (in_digits(args)) pack_digits(args, group, stop, out);
         else pack_row_tiles<M, T>(args, group, stop, out);
-        if constexpr (kInRuns<M>) {
-            if (in_runs<M>(args)) pack_run_sums(args, group, stop, out);
-        }
     });
 }
 

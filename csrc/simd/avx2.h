@@ -78,6 +78,13 @@ struct Table {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, a), _mm256_permutevar8x32_ps(high, a), fourth_bit);
     }
 };
+// The same of each byte, of numbers that are `above` more than these.
+struct ByteTable {
+    vi numbers;
+    ByteTable(const int8_t* values, int above)
+        : numbers(_mm256_add_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), _mm256_set1_epi8(char(above)))) {}
+    vi operator()(vi index) const { return _mm256_shuffle_epi8(numbers, index); }
+};
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));

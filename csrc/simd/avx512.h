@@ -75,6 +75,13 @@ struct Table {
     explicit Table(const int8_t* values) : numbers(load(values)) {}
     vf operator()(vi a) const { return _mm512_permutexvar_ps(a, numbers); }
 };
+// The same of each byte, of numbers that are `above` more than these.
+struct ByteTable {
+    vi numbers;
+    ByteTable(const int8_t* values, int above)
+        : numbers(_mm512_add_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), _mm512_set1_epi8(char(above)))) {}
+    vi operator()(vi index) const { return _mm512_shuffle_epi8(numbers, index); }
+};
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_loadu_si128((const __m128i*)index));

@@ -144,6 +144,20 @@ inline vi load_bytes(const uint8_t* p) {
 inline vf to_float(vi a) { return __builtin_convertvector((vs)a, vf); }
 // What the low four bits of each lane stand for, of 16 numbers.
 #include "table.h"
+// The same of each byte, of numbers that are `above` more than these.
+struct ByteTable {
+    uint8_t numbers[16];
+    ByteTable(const int8_t* values, int above) {
+        for (int i = 0; i < 16; i++) numbers[i] = uint8_t(values[i] + above);
+    }
+    vi operator()(vi index) const {
+        uint8_t bytes[sizeof index];
+        memcpy(bytes, &index, sizeof index);
+        for (uint8_t& byte : bytes) byte = numbers[byte % 16];
+        memcpy(&index, bytes, sizeof index);
+        return index;
+    }
+};
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
 inline void look_up(const int8_t* table, const uint8_t* index, int8_t* out) {
     for (int i = 0; i < 16; i++) out[i] = table[index[i]];

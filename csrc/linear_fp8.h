@@ -1,0 +1,231 @@
+// Products of bf16 with rows of FP8, where there are instructions for pairs of bf16.
+//
+// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its sum, in fp32:
+//     sum += scale * (numbers . x)
+// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many rows there are.
+
+#ifdef BATCHGEN_FAST_BF16
+typedef uint16_t Halves __attribute__((vector_size(4 * W)));
+constexpr int kFp8Run = 32, kRunWords = 8;  // words of x at 16 depths
+
+// The numbers that have no leading one, as bf16.
+inline PairTable small_fp8() {
+    alignas(64) bf16 numbers[64];
+    for (int i = 0; i < 64; i++) {
+        const float number = float(i % 8) * 0x1p-9f;
+        uint32_t bits;
+        memcpy(&bits, &number, 4);
+        numbers[i].bits = uint16_t(bits >> 16);
+    }
+    return PairTable(numbers);
+}
+
+// Each half of `codes` has one, in its low byte. Exponents count from 7 there, from 127 in bf16.
+__attribute__((always_inline)) inline vi pairs_of_fp8(Lanes codes, const PairTable& small) {
+    const Halves code = (Halves)codes, normal = ((code & 0x7f) << 4) + 0x3c00;
+    const Halves number = (code & 0x78) == 0 ? (Halves)small.of_32((vi)codes) : normal;
+    return (vi)(number | (code & 0x80) << 8);
+}
+
+// Of kQuad depths of a panel: sink(word of the depth, vector of columns, operand).
+template <class Sink>
+__attribute__((always_inline)) inline void quad_of_fp8(CodeStretch::Planes planes, const PairTable& small, Sink sink) {
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; group++) {
+        const Lanes pairs[2] = {(Lanes)load_int((const uint32_t*)planes.low + group * W),
+                                (Lanes)load_int((const uint32_t*)planes.high + group * W)};
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            sink(2 * group + i / 2, i % 2, pairs_of_fp8(pairs[i / 2] >> (8 * (i % 2)) & 0x00ff00ff, small));
+    }
+}
+
+// c [MR, kPanel] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
+template <class Kind, int MR>
+__attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next, int64_t depth,
+                                              const uint32_t* x, float* c) {
+    const PairTable small = small_fp8();
+    RunScales scales;
+    memset(c, 0, MR * kPanel * sizeof *c);
+    for (int64_t at = 0; at < depth; at += kTaken) {
+        const CodeStretch stretch(format, panel, depth, at, next, scales);
+        for (int64_t run = 0; run < stretch.depths / kFp8Run; run++) {
+            vf acc[MR][2];
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = zero();
+#pragma GCC unroll 2
+            for (int quad = 0; quad < kFp8Run / kQuad; quad++) {
+                const auto use = [&](int word, int part, vi operand) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+                    for (int r = 0; r < MR; r++) acc[r][part] = dot_pairs(set1_int(x[word * MR + r]), operand, acc[r][part]);
+                };
+                quad_of_fp8(stretch.template quad<Kind>(format, run * (kFp8Run / kQuad) + quad), small, use);
+                x += kRunWords * MR;
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; part++) {
+                    float* to = c + (2 * r + part) * W;
+                    store(to, fma(acc[r][part], scales.scales[run][part], load(to)));
+                }
+        }
+    }
+}
+
+// Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 2, kPanel], and their scales.
+template <class Kind>
+__attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next, int64_t depth,
+                                              int64_t at, uint32_t* out, RunScales& scales) {
+    const PairTable small = small_fp8();
+    const CodeStretch stretch(format, panel, depth, at, next, scales);
+    for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += kRunWords * kPanel)
+        quad_of_fp8(stretch.template quad<Kind>(format, i), small, [&](int word, int part, vi operand) __attribute__((always_inline)) {
+            store_int(out + word * kPanel + part * W, operand);
+        });
+}
+
+// The same of rows as they lie.
+template <class Format>
+__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t at, uint32_t* out,
+                                                   RunScales& scales) {
+    using Block = typename Format::Block;
+    static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
+    const PairTable small = small_fp8();
+    const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues;
+    uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+    for (int part = 0; part < 2; part++) {
+        const uint8_t* rows[W];
+        for (int i = 0; i < W; i++) {
+            rows[i] = row_at(args, panel, part * W + i, at, blocks * Block::kBytes);
+            if (!rows[i]) rows[i] = nothing;
+            else
+                for (int64_t b = 0; b < blocks; b++)
+                    Format::Scales::put(rows[i] + b * Block::kBytes, part * W + i, heads + b * Format::kScaleBytes);
+        }
+        for (int64_t d = 0; d < here; d += 16) {
+            const int64_t place = d / Block::kValues * Block::kBytes + Block::kCodesAt + d % Block::kValues;
+            vi r[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+                r[i] = load_quarters(rows[i] + place, rows[i + 4] + place, rows[i + 8] + place, rows[i + 12] + place);
+            transpose_quarters(r);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {  // four depths, two pairs of them
+                const Lanes codes = (Lanes)r[i];
+                uint32_t* to = out + (d + 4 * i) / 2 * kPanel + part * W;
+                store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
+                store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
+            }
+        }
+    }
+    scales_of_runs<Format>(heads, Format::kScaleBytes, blocks, scales);
+}
+
+constexpr int kRowsOfFp8 = 8;             // that are multiplied with codes in registers, more with an operand in the nearest cache
+constexpr int kRowsOfFp8Operand = kRowTile / 2;  // so that their sums stay in registers beside those of a run
+
+// c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
+template <int MR>
+__attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t count, const uint32_t* b, int64_t runs,
+                                                      const RunScales& scales, float* c) {
+    vf sum[MR][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++) sum[r][0] = load(c + r * kPanel), sum[r][1] = load(c + r * kPanel + W);
+    for (int64_t run = 0; run < runs; run++) {
+        vf acc[MR][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = zero();
+#pragma GCC unroll 4
+        for (int word = 0; word < kFp8Run / 2; word++) {
+            const vi first = load_int(b), second = load_int(b + W);
+#pragma GCC unroll 6
+            for (int r = 0; r < MR; r++) {
+                const vi value = set1_int(x[r]);
+                acc[r][0] = dot_pairs(value, first, acc[r][0]), acc[r][1] = dot_pairs(value, second, acc[r][1]);
+            }
+            x += count, b += kPanel;
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) sum[r][part] = fma(acc[r][part], scales.scales[run][part], sum[r][part]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
+}
+
+// A stretch of a panel in either form.
+template <class Format>
+inline void fp8_operand_of_panel(const Linear& args, const CodeFormat& format, int64_t panel, int64_t next, int64_t at,
+                                 uint32_t* out, RunScales& scales) {
+    if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, at, out, scales);
+    operand_of_fp8<typename Format::Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+}
+
+template <class F>
+inline void with_fp8(BlockType type, F f) {
+    with_panels(type, [&]<class Format>(const int8_t*) {
+        if constexpr (Format::Kind::kFloat8) f.template operator()<Format>();
+    });
+}
+
+inline void unpack_fp8_panel(const Linear& args, int64_t panel, int64_t next, uint32_t* out) {
+    with_fp8(args.packing, [&]<class Format>() {
+        RunScales* scales = unpacked_scales(args, 2, out);
+        for (int64_t at = 0; at < args.depth; at += kTaken)
+            fp8_operand_of_panel<Format>(args, code_format<Format>(nullptr), panel, next, at, out + at / 2 * kPanel,
+                                         scales[at / kTaken]);
+    });
+}
+
+// Rows [row, row + rows) times some panels: finish(panel) takes the sums in c [rows, kPanel] of each.
+template <class Finish>
+inline void products_of_fp8(const Linear& args, int64_t row, int64_t rows, int64_t panel, int64_t panel_stop,
+                            int64_t next_panel, uint32_t* space, float* c, Finish finish) {
+    const uint32_t* x = (const uint32_t*)args.packed_x + row * args.depth / 2;
+    with_fp8(args.packing, [&]<class Format>() {
+        const CodeFormat format = code_format<Format>(nullptr);
+        for (; panel < panel_stop; panel++) {
+            const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
+            if (args.packed && !args.unpacked && rows <= kRowsOfFp8) {
+                with_count<kRowsOfFp8>(int(rows), [&]<int MR>() {
+                    product_of_fp8<typename Format::Kind, MR>(format, block_panel(args, panel), block_panel(args, next),
+                                                              args.depth, x, c);
+                });
+                finish(panel);
+                continue;
+            }
+            memset(c, 0, rows * kPanel * sizeof *c);
+            for (int64_t at = 0; at < args.depth; at += kTaken) {
+                RunScales own;
+                const RunScales* scales = &own;
+                uint32_t* b = space;
+                if (args.unpacked) {
+                    b = (uint32_t*)((uint8_t*)args.w + panel * unpacked_panel_bytes(args, 2));
+                    scales = unpacked_scales(args, 2, b) + at / kTaken;
+                    b += at / 2 * kPanel;
+                } else {
+                    fp8_operand_of_panel<Format>(args, format, panel, next, at, b, own);
+                }
+                const int64_t here = smaller(kTaken, args.depth - at) / kFp8Run;
+                for (int64_t r = 0; r < rows; r += kRowTile) {
+                    const int64_t count = smaller(kRowTile, rows - r);
+                    const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
+                    // In two halves of about as many rows: one or two would wait for their own sums.
+                    const int64_t half = count > kRowsOfFp8Operand ? (count + 1) / 2 : count;
+                    for (int64_t i = 0; i < count; i += half)
+                        with_count<kRowsOfFp8Operand>(int(smaller(half, count - i)), [&]<int MR>() {
+                            product_of_fp8_operand<MR>(tile + i, count, b, here, *scales, c + (r + i) * kPanel);
+                        });
+                }
+            }
+            finish(panel);
+        }
+    });
+}
+#else  // named, but never called
+inline void unpack_fp8_panel(const Linear&, int64_t, int64_t, uint32_t*) {}
+template <class Finish>
+void products_of_fp8(const Linear&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*, float*, Finish) {}
+#endif
