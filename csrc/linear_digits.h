@@ -245,9 +245,7 @@ __attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const 
 template <class Format>
 __attribute__((noinline)) void digit_operand_of_rows(const Linear& args, int64_t panel, int64_t at, uint32_t* out,
                                                      RunScales& scales) {
-    using Kind = typename Format::Kind;
     using Block = typename Format::Block;
-    const CodeBytes<Kind> bytes(nullptr);
     const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
     TakenRows taken;
