@@ -177,19 +177,17 @@ def test_an_interrupt_leaves_out_what_has_not_begun(tmp_path, small_pieces, monk
     rows, _ = make(tmp_path / "model.gguf", "q4_1", (2000,), 256)
     packed, begun, real = [], threading.Event(), kernels.fill_panels
 
-    def fill(*given):
+    def fill(panels, first, data):
         begun.set()
-        packed.append(given[1])
-        real(*given)
+        packed.append(first)
+        real(panels, first, data)
 
     monkeypatch.setattr(kernels, "fill_panels", fill)
-    pieces = 0
+    monkeypatch.setattr(block_packer, "_MOST_THREADS", 1)
     with pytest.raises(KeyboardInterrupt), BlockPacker(torch.float32) as packer:
-        packer._threads = None
-        monkeypatch.setattr(block_packer, "_MOST_THREADS", 1)
         packer.pack(kernels.BlockWeight(rows, "q4_1"))
         pieces = len(packer._pending)
-        begun.wait(60)
+        assert begun.wait(60)
         raise KeyboardInterrupt
     assert packer._threads._shutdown and all(f.done() for f in packer._pending)
     assert 1 <= len(packed) <= pieces
