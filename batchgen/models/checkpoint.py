@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import INT8, KEPT_FORMATS, PACKED_FORMATS
+from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KEPT_FORMATS, PACKED_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models import fp8, fused_experts, gguf_tensors, group_codes, reading
 from batchgen.models.config import ModelConfig
@@ -35,6 +35,7 @@ from batchgen.models.layouts import (
 )
 from batchgen.models.quantization import FP8, GROUP_LAYOUTS, Scheme
 from batchgen.models.reading import CHUNK_VALUES, NUMBERS, check_stored, read_bytes, read_into, read_numbers
+from batchgen.models.rows_in_file import FilePart, RowsInFile
 from batchgen.models.shard import Cut, Shard
 from batchgen.models.store_format import StoreFile
 from batchgen.models.tensor_names import tensor_names
@@ -44,6 +45,7 @@ from batchgen.ops import int8
 # (part, layer) -> the name of its tensor, and where that lies
 _Find = Callable[[str, int], tuple[str, TensorInfo]]
 _Load = Callable[[str, int, torch.dtype], dict[str, Tensor]]  # as of `Checkpoint`
+_LoadUnread = Callable[[str, int, torch.dtype], dict[str, Tensor | RowsInFile]]
 
 _DUMMY_VALUES = (1 << 22) + 3  # odd, so that rows of a power-of-two width all differ
 
@@ -62,6 +64,8 @@ class Checkpoint:
     # Of one whose matrices are packed: the layers' format, and what `load` gives as it is stored.
     weight_format: str | None = None
     load_stored: _Load | None = None
+    # As `load_stored`, but that rows of blocks are not read; of one that can say where in its files they are.
+    load_unread: _LoadUnread | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What stands before the layers, by name.
@@ -192,7 +196,11 @@ def _gguf_checkpoint(
     def fill(part: str, layer: int, out: Tensor) -> None:
         gguf_tensors.fill(config, *gguf_tensors.find(config, get, part, layer), part, out)
 
-    made = _part_checkpoint(config, fill, stored_quantization(files), shard, by_expert=True)
+    def in_file(part: str, layer: int) -> FilePart:
+        return gguf_tensors.in_file(config, *gguf_tensors.find(config, get, part, layer), part)
+
+    stored_format = stored_quantization(files)
+    made = _part_checkpoint(config, fill, stored_format, shard, in_file=None if shard else in_file, by_expert=True)
 
     def ahead(load: _Load) -> _Load:
         def loading(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -313,6 +321,7 @@ def _part_checkpoint(
     shard: Shard | None = None,
     fill_cut: FillCut = lambda part, layer, out, cut: False,
     *,
+    in_file: Callable[[str, int], FilePart] | None = None,
     by_expert: bool = False,
 ) -> Checkpoint:
     """A checkpoint put together of its parts.
@@ -323,6 +332,7 @@ def _part_checkpoint(
         stored_format: It fills rows packed in this format too.
         shard: What is wanted of each layer.
         fill_cut: Fills what of a part is wanted without the rest of it, if it can; says whether it could.
+        in_file: Where a part in rows of blocks is, if they are as `fill` would take them.
         by_expert: As of `layouts.layer_layout`.
     """
     if shard is not None:
@@ -340,6 +350,18 @@ def _part_checkpoint(
         layout = packed_layout(config, which, layer, stored_format, by_expert=by_expert)
         return filled(layout, layer, {name: _space(stored[name]) for name in layout})
 
+    def load_unread(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor | RowsInFile]:
+        stored = stored_tensors(config, which, layer, str(dtype).removeprefix("torch."), stored_format)
+        layout = packed_layout(config, which, layer, stored_format, by_expert=by_expert)
+        read = {name: parts for name, parts in layout.items() if stored[name].dtype not in BLOCK_FORMATS}
+        tensors = filled(read, layer, {name: _space(stored[name]) for name in read})
+        unread = {
+            name: RowsInFile(tuple(in_file(part, layer) for part, _ in layout[name]), stored[name].stored_shape[1])
+            for name in layout
+            if name not in read
+        }
+        return {name: tensors[name] if name in read else unread[name] for name in layout}
+
     def filled(layout: Layout, layer: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parts in layout.items():
             pieces = tensors[name].split([shape[0] for _, shape in parts])
@@ -347,7 +369,9 @@ def _part_checkpoint(
                 fill(part, layer, piece)
         return tensors
 
-    return Checkpoint(config, load, stored_format, load_stored if stored_format else None)
+    if not stored_format:
+        return Checkpoint(config, load)
+    return Checkpoint(config, load, stored_format, load_stored, load_unread if in_file else None)
 
 
 def _space(stored: Stored) -> Tensor:

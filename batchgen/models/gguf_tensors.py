@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -15,6 +16,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.gguf_fields import gguf_name
 from batchgen.models.headers import TensorInfo
 from batchgen.models.reading import read_ahead, read_by_threads, read_into
+from batchgen.models.rows_in_file import FilePart
 from batchgen.ops import cpp as kernels
 
 Get = Callable[[str], TensorInfo]
@@ -62,9 +64,18 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fill(config: ModelConfig, name: str, info: TensorInfo, part: str, out: Tensor) -> None:
     """Dequantize whole rows, or where `out` has bytes take them as they are."""
-    # llama.cpp's converter reorders the rows of q and k within each head, of the llama architecture only.
+    _fill(name, info, _permuted_head_dim(config, part), out)
+
+
+def in_file(config: ModelConfig, name: str, info: TensorInfo, part: str) -> FilePart:
+    """Where the rows are that `fill` would take as they are."""
+    return FilePart(name, info, math.prod(info.shape[:-1]), _permuted_head_dim(config, part))
+
+
+def _permuted_head_dim(config: ModelConfig, part: str) -> int | None:
+    """llama.cpp's converter reorders the rows of q and k within each head, of the llama architecture only."""
     permuted = config.family in ("llama", "mixtral") and part.split(".")[0] in ("q", "k")
-    _fill(name, info, config.head_dim if permuted else None, out)
+    return config.head_dim if permuted else None
 
 
 def _fill(name: str, info: TensorInfo, permuted_head_dim: int | None, out: Tensor) -> None:

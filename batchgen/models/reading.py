@@ -55,10 +55,15 @@ def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
     starts = range(0, len(buffer), _PIECE_BYTES)
     if len(starts) < 2:
         return read_into(name, info, 0, buffer)
+    of_thread = OfThread()
+
+    def read(part: tuple[int, memoryview]) -> bool:
+        return file.read(info.offset + part[0], part[1], of_thread.buffer(_PIECE_BYTES))
+
     try:
-        with _Pieces(info) as pieces, ThreadPoolExecutor(_READERS) as readers:
+        with SharedFile(info.path) as file, ThreadPoolExecutor(_READERS) as readers:
             parts = [(start, buffer[start : start + _PIECE_BYTES]) for start in starts]
-            done = list(readers.map(lambda part: pieces.read(*part), parts))
+            done = list(readers.map(read, parts))
     except OSError as error:
         raise InputError(f"cannot read tensor {name} from {info.path}: {error.strerror}") from error
     for (start, part), was_read in zip(parts, done, strict=True):
@@ -66,55 +71,84 @@ def read_by_threads(name: str, info: TensorInfo, buffer: memoryview) -> None:
             read_into(name, info, start, part)
 
 
-class _OfThread(threading.local):
-    bounce_buffer: memoryview | None = None
+class OfThread(threading.local):
+    """Memory of each thread's own."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        """As `direct_buffer`; what it held before is lost."""
+        if len(self._memory) < num_bytes + ALIGNMENT:
+            self._memory = direct_buffer(num_bytes)
+        return self._memory
 
 
-class _Pieces:
-    """A tensor's file, opened once, for several threads."""
+def direct_buffer(num_bytes: int) -> memoryview:
+    """Memory in which `SharedFile.fetch` can put so many bytes, wherever in the file they begin."""
+    return memoryview(aligned_buffer(num_bytes + ALIGNMENT))
 
-    def __init__(self, info: TensorInfo) -> None:
+
+class SharedFile:
+    """A file, opened once, that several threads read: what is in the page cache from there, the rest around it by direct I/O."""
+
+    def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        self._first = info.offset
-        self._file = Path(info.path).open("rb", buffering=0)  # noqa: SIM115 - closed by `__exit__`
+        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by `close`
         try:
-            self._direct = DirectFile(info.path)
+            self._direct = DirectFile(path)
         except BaseException:
             self._file.close()
             raise
-        self._of_thread = _OfThread()
         # Being asked for pages that it does not have, the system begins to read them, and no more than these.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
-    def __enter__(self) -> _Pieces:
+    def __enter__(self) -> SharedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._direct.close()
         self._file.close()
 
-    def read(self, start: int, buffer: memoryview) -> bool:
-        """Fill the buffer from this byte of the tensor on. False where this file system does neither, or the file ends too soon."""
-        offset = self._first + start
+    def read(self, offset: int, buffer: memoryview, bounce: memoryview) -> bool:
+        """Fill the buffer from this byte of the file on. False: as where `fetch` gives None. bounce: as of `fetch`."""
         cached = self._read_cached(offset, buffer)
-        if cached is not False:
-            return bool(cached)
+        if cached is None:
+            return False
+        if not cached:
+            found = self._read_direct(offset, len(buffer), bounce)
+            if found is None:
+                return False
+            # Unlike a slice's, a copy without the GIL.
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(found, np.uint8))
+        return True
+
+    def fetch(self, offset: int, num_bytes: int, bounce: memoryview) -> memoryview | None:
+        """Bytes of the file, as a part of `bounce`. None where this file system does neither, or the file ends too soon.
+
+        bounce: of `direct_buffer`, for at least so many bytes. Raises OSError.
+        """
+        cached = self._read_cached(offset, bounce[:num_bytes])
+        if cached is None:
+            return None
+        return bounce[:num_bytes] if cached else self._read_direct(offset, num_bytes, bounce)
+
+    def _read_direct(self, offset: int, num_bytes: int, bounce: memoryview) -> memoryview | None:
         skipped = offset % ALIGNMENT
-        stop = skipped + len(buffer)
-        bounce = self._bounce_buffer()
+        stop = skipped + num_bytes
         try:
             if self._direct.read([(offset - skipped, bounce[: aligned(stop)])]) < stop:
-                return False
+                return None
         except OSError as error:
             if error.errno == errno.EINVAL:  # blocks larger than ours
-                return False
+                return None
             raise
-        np.copyto(
-            np.frombuffer(buffer, np.uint8), np.frombuffer(bounce, np.uint8)[skipped:stop]
-        )  # unlike a slice's, without the GIL
         # The pages that were asked for have come after all.
         os.posix_fadvise(self._file.fileno(), offset - skipped, aligned(stop), os.POSIX_FADV_DONTNEED)
-        return True
+        return bounce[skipped:stop]
 
     def _read_cached(self, offset: int, buffer: memoryview) -> bool | None:
         """Fill the buffer from the page cache: whether that has all of it. None where it cannot be asked."""
@@ -129,12 +163,6 @@ class _Pieces:
             return False
         except OSError:
             return None
-
-    def _bounce_buffer(self) -> memoryview:
-        """The thread's own memory that a disk can write to."""
-        if self._of_thread.bounce_buffer is None:
-            self._of_thread.bounce_buffer = memoryview(aligned_buffer(_PIECE_BYTES + ALIGNMENT))
-        return self._of_thread.bounce_buffer
 
 
 def read_ahead(path: Path, start: int, stop: int) -> None:

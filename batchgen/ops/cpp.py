@@ -250,15 +250,48 @@ def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False)
         dtype: Of what it is multiplied with.
         gated: For an activation that is.
     """
-    (columns, depth), isa = weight.shape, weight.isa or instruction_set()
-    row_bytes = weight.data.shape[1]
     assert weight.data.is_contiguous()
-    out = torch.empty(_kernels.arranged_bytes(row_bytes, columns, _gate(gated), isa), dtype=torch.uint8)
-    packing = BLOCK_TYPES[weight.weight_format.upper()]
+    memory = torch.empty(block_panels_bytes(weight, gated=gated), dtype=torch.uint8)
+    panels = block_panels(weight, dtype, memory, gated=gated)
+    fill_panels(panels, 0, weight.data.numpy())
+    return panels
+
+
+def block_panels_bytes(weight: BlockWeight, *, gated: bool = False) -> int:
+    """Size of `pack_blocks`'s result. The weight's data may lack all but a shape."""
+    columns, row_bytes = weight.data.shape
+    return _kernels.arranged_bytes(row_bytes, columns, _gate(gated), weight.isa or instruction_set())
+
+
+def block_panels(weight: BlockWeight, dtype: torch.dtype, memory: Tensor, *, gated: bool = False) -> PackedWeight:
+    """`pack_blocks`'s result in `memory` of `block_panels_bytes`, not filled yet. The weight's data may lack all but a shape."""
+    (columns, depth), isa = weight.shape, weight.isa or instruction_set()
+    return PackedWeight(memory, columns, depth, dtype, gated, isa, weight.weight_format)
+
+
+def rows_of_panel(isa: str) -> int:
+    """Rows of blocks that one panel has; of a gated weight half of them are the gate's."""
+    return _kernels.arranged_bytes(1, 1, _gate(False), isa)
+
+
+def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
+    """Fill panels of `block_panels` from the `first` on. Threads may each fill some.
+
+    rows: uint8, contiguous, those of whole panels or all that are left; of a gated weight the gate's before the others.
+    """
+    row_bytes = weight_row_bytes(panels.depth, panels.weight_format)
+    skipped = first * rows_of_panel(panels.isa) * row_bytes
     _kernels.arrange(
-        weight.data.data_ptr(), row_bytes, columns, depth, TYPES[dtype], packing, _gate(gated), out.data_ptr(), isa
+        rows.ctypes.data,
+        row_bytes,
+        rows.size // row_bytes,
+        panels.depth,
+        TYPES[panels.dtype],
+        BLOCK_TYPES[panels.weight_format.upper()],
+        _gate(panels.gated),
+        panels.data.data_ptr() + skipped,
+        panels.isa,
     )
-    return PackedWeight(out, columns, depth, dtype, gated, isa, weight.weight_format)
 
 
 def linear(

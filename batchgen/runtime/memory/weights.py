@@ -21,11 +21,13 @@ from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.models.as_weights import as_weights
+from batchgen.models.block_packer import BlockPacker
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
 from batchgen.models.layers import is_gated
 from batchgen.models.layouts import Stored, is_quantized, layer_layout, stored_tensors, tensor_shapes
+from batchgen.models.rows_in_file import RowsInFile
 from batchgen.models.store_format import layer_groups
 from batchgen.models.weight_store import StoreFile, WeightStore, read_extent, verify, views
 from batchgen.ops import dispatch as ops
@@ -92,15 +94,16 @@ class Weights:
             str, Tensor
         ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
         # Before the layers, while there is memory for an output matrix twice: as it is read, and as products read it.
-        self.embeddings, self.head = self._load_ends(tiers.device)
-        if self.residency.head == self._compute_tier:
-            self.head = self._packed(self.head)
-        self._resident: list[Tensors] = []
-        self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
-        for j in range(config.num_layers):
-            self._load_layer(j)
-            if on_layer:
-                on_layer(j + 1, config.num_layers)
+        with BlockPacker(dtype) as self._packer:
+            self.embeddings, self.head = self._load_ends(tiers.device)
+            if self.residency.head == self._compute_tier:
+                self.head = self._packed(self.head)
+            self._resident: list[Tensors] = []
+            self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
+            for j in range(config.num_layers):
+                self._load_layer(j)
+                if on_layer:
+                    on_layer(j + 1, config.num_layers)
         self._make_slots()
         self._make_disk_buffers()
         self._dequantized = [
@@ -206,6 +209,12 @@ class Weights:
 
     # Loading.
 
+    @property
+    def _packs_from_file(self) -> bool:
+        """Whether rows of blocks are packed while they are read."""
+        kept = self.residency.weight_format in KEPT_FORMATS
+        return kept and self._store is None and self._compute_tier == "cpu" and self._checkpoint.load_unread is not None
+
     def _load_layer(self, layer: int) -> None:
         tiers = self.residency.layers[layer]
         kept = {group: tier for group, tier in tiers.items() if tier != "disk"}
@@ -232,7 +241,9 @@ class Weights:
         if not groups:
             return {}
         stored_format = self.residency.weight_format
-        if stored_format in PACKED_FORMATS:
+        if self._packs_from_file:
+            tensors = self._checkpoint.load_unread("layer", of_model, self.dtype)
+        elif stored_format in PACKED_FORMATS:
             tensors = self._checkpoint.load_packed("layer", of_model, self.dtype, stored_format)
         else:
             tensors = self._checkpoint.load_layer(of_model, self.dtype)
@@ -309,7 +320,7 @@ class Weights:
         head = self._load_head() if config.has_head else self._load_sinks() if config.sinks else {}
         self._embeddings_tier = self.residency.tier_of_embeddings(config)
         embeddings = self.arenas[self._embeddings_tier].keep(embeddings, "the embeddings")
-        self.arenas[self.residency.head].take(_bytes_of(head), "the output matrix")
+        self.arenas[self.residency.head].take(sum(t.nbytes for t in head.values()), "the output matrix")
         if config.sinks:
             of_model = head[_SINKS].to(torch.float32, copy=True).view(-1, config.num_heads)
             sinks = of_model[config.first_layer :][: config.num_layers]
@@ -334,6 +345,8 @@ class Weights:
         return self._load_end("head") if self._store is None else _whole(self._store.head)
 
     def _load_end(self, which: str) -> Tensors:
+        if self._packs_from_file and which == "head" and self.residency.head == self._compute_tier:
+            return self._checkpoint.load_unread(which, 0, self.dtype)
         if self.residency.weight_format in KEPT_FORMATS:
             return self._checkpoint.load_packed(which, 0, self.dtype, self.residency.weight_format)
         return self._checkpoint.load(which, 0, self.dtype)
@@ -398,6 +411,8 @@ class Weights:
     def _packed_weight(self, name: str, weight: ops.Weight) -> ops.Weight:
         if isinstance(weight, ops.SplitWeight):  # of which none is gated by itself
             return ops.SplitWeight(tuple(self._packed_weight("", part) for part in weight.parts))
+        if isinstance(weight, ops.BlockWeight) and isinstance(weight.data, RowsInFile):
+            return self._packer.pack(self._bound(weight), gated=is_gated(name))
         if isinstance(weight, ops.BlockWeight):
             return ops.pack_blocks(self._bound(weight), self.dtype, gated=is_gated(name))
         if not _is_matrix(weight):

@@ -1,11 +1,13 @@
 """How much a layer's weights take while they are loaded."""
 
+import dataclasses
 import weakref
 
 import pytest
 import torch
-from tiny_models import MIXED_SIZES, make_tiny_model, write_tiny_gguf
+from tiny_models import MIXED_SIZES, make_tiny_model, mixed_types, write_tiny_gguf
 
+from batchgen.models import block_packer, gguf_tensors
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_quantization
 from batchgen.ops import dispatch as ops
@@ -13,13 +15,23 @@ from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_matrices_are_given_back_as_they_are_packed(tmp_path, monkeypatch, family):
-    """So that no more than one is in memory as it was read and as products read it."""
-    path = tmp_path / "model.gguf"
-    write_tiny_gguf(make_tiny_model(family, tmp_path, **MIXED_SIZES), path, tensor_type="Q4_0")
+def make(directory, family, kinds="Q4_0"):
+    """A GGUF's checkpoint, its config, and that all of it is in memory."""
+    path = directory / "model.gguf"
+    write_tiny_gguf(make_tiny_model(family, directory, **MIXED_SIZES), path, tensor_type=kinds)
     files = resolve_model(str(path))
     config = read_config(files)
+    return (
+        open_checkpoint(files, config),
+        config,
+        WeightResidency.in_memory(config, resolve_quantization(files, "none")),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_matrices_are_given_back_as_they_are_packed(tmp_path, monkeypatch, family):
+    """Where they are read whole, so that no more than one is in memory as it was read and as products read it."""
+    checkpoint, config, residency = make(tmp_path, family)
     packed: list[weakref.ref] = []
     real = ops.pack_blocks
 
@@ -30,7 +42,34 @@ def test_matrices_are_given_back_as_they_are_packed(tmp_path, monkeypatch, famil
         return real(weight, *rest, **options)
 
     monkeypatch.setattr(ops, "pack_blocks", pack)
-    residency = WeightResidency.in_memory(config, resolve_quantization(files, "none"))
-    weights = Weights(config, residency, torch.float32, checkpoint=open_checkpoint(files, config))
+    weights = Weights(config, residency, torch.float32, checkpoint=dataclasses.replace(checkpoint, load_unread=None))
     assert len(packed) == 1 + config.num_layers * (4 if family == "llama" else 2 + 2 * config.num_experts)
     weights.close()
+
+
+def tensors_of(weight):
+    parts = weight.parts if isinstance(weight, ops.SplitWeight) else [weight]
+    return [part if isinstance(part, torch.Tensor) else part.data for part in parts]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_what_is_packed_while_it_is_read_is_the_same(tmp_path, monkeypatch, family, mixed):
+    """And no matrix is read whole, but a table of embeddings."""
+    checkpoint, config, residency = make(tmp_path, family, mixed_types(family) if mixed else "Q4_0")
+    monkeypatch.setattr(block_packer, "_PIECE_BYTES", 1 << 14)
+    whole = Weights(config, residency, torch.bfloat16, checkpoint=dataclasses.replace(checkpoint, load_unread=None))
+    read, real = [], gguf_tensors.read_by_threads
+    monkeypatch.setattr(gguf_tensors, "read_by_threads", lambda name, *rest: (read.append(name), real(name, *rest)))
+    pieces = Weights(config, residency, torch.bfloat16, checkpoint=checkpoint)
+    assert set(read) <= {"token_embd.weight"}
+    assert pieces.num_bytes == whole.num_bytes
+    for found, expected in zip(
+        (pieces.head, *map(pieces.layer, range(config.num_layers))),
+        (whole.head, *map(whole.layer, range(config.num_layers))),
+        strict=True,
+    ):
+        assert found.keys() == expected.keys()
+        for name, weight in found.items():
+            pairs = zip(tensors_of(weight), tensors_of(expected[name]), strict=True)
+            assert all(torch.equal(first, second) for first, second in pairs), name
