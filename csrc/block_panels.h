@@ -246,6 +246,22 @@ inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
     return (first & 0xff) | (first & 0xff00) << 8 | (second & 0xff) << 8 | (second & 0xff00) << 16;
 }
 
+// What four depths of a panel have in both planes, of their codes in bytes.
+template <class M, class Kind>
+inline void planes_of(const Lanes (&codes)[2], Lanes (&planes)[2]) {
+    if constexpr (kInRuns<M> && Kind::kLow + Kind::kHigh == 8) {
+        planes[0] = byte_pairs(codes, 0), planes[1] = byte_pairs(codes, 1);
+    } else {
+        const auto plane = [&](int shift, int bits) {
+            const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
+            const Lanes columns[2] = {codes[0] >> shift & mask, codes[1] >> shift & mask};
+            return slots_of<M>(columns);
+        };
+        planes[0] = plane(0, Kind::kLow), planes[1] = Lanes{};
+        if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);
+    }
+}
+
 inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
     uint32_t* at = (uint32_t*)plane + group * bits / 4 * W;
     store_int(at, (vi)((Lanes)load_int(at) | slots << (group % (4 / bits) * bits)));
@@ -293,20 +309,11 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
             for (int i = 0; i < W && d + 4 * i < here; i++) {
                 const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
                 uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
-                if constexpr (kInRuns<M> && Kind::kLow + Kind::kHigh == 8) {
-                    const Lanes columns[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
-                    add_to_plane(low, 4, group, byte_pairs(columns, 0));
-                    add_to_plane(low + Format::kLowBytes, 4, group, byte_pairs(columns, 1));
-                    continue;
-                }
-                const auto plane = [&](int shift, int bits) {
-                    const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
-                    const Lanes columns[2] = {(Lanes)r[0][i] >> shift & mask, (Lanes)r[1][i] >> shift & mask};
-                    return slots_of<M>(columns);
-                };
-                add_to_plane(low, Kind::kLow, group, plane(0, Kind::kLow));
-                if constexpr (Kind::kHigh)
-                    add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, plane(Kind::kLow, Kind::kHigh));
+                const Lanes own[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
+                Lanes planes[2];
+                planes_of<M, Kind>(own, planes);
+                add_to_plane(low, Kind::kLow, group, planes[0]);
+                if constexpr (Kind::kHigh) add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, planes[1]);
             }
         }
     }

@@ -95,6 +95,7 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 #include "block_panels.h"
 #include "linear_panels.h"
 #include "linear_runs.h"
+#include "panel_rows.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
 // put in order, as rows of a GGUF are.
