@@ -266,6 +266,18 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(num_panels(kernels, args), depth * kernels.panel,
                   [&](int64_t panel, int64_t stop) { kernels.arrange_panels(args, panel, stop, at(out)); });
     });
+    m.def("packed_rows", [](Address w, int64_t row_bytes, int64_t columns, int64_t depth, int type, int packing, Address rows,
+                            int64_t count, Address out, const std::string& isa) {
+        Linear args{};
+        args.w = at(w), args.w_stride = row_bytes, args.columns = columns, args.depth = depth, args.type = Type(type);
+        args.packing = BlockType(packing), args.packed = true;
+        const auto* which = at<const int64_t>(rows);
+        for (int64_t i = 0; i < count; i++)
+            if (which[i] < 0 || which[i] >= columns) throw py::index_error("no such row: " + std::to_string(which[i]));
+        const Kernels& kernels = kernels_of(isa);
+        py::gil_scoped_release release;
+        over_rows(count, depth * 4, [&](int64_t i, int64_t stop) { kernels.rows_of_panels(args, which, i, stop, at(out)); });
+    });
     m.def("linear", [](Address x, int64_t x_stride, int64_t rows, Address w, int64_t w_stride, int64_t columns, int64_t depth,
                        int type, bool codes, bool packed, int packing, int activation, Address bias, Address residual,
                        int64_t residual_stride, Address out, int64_t out_stride, int out_type, const std::string& isa) {

@@ -252,6 +252,25 @@ inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
     return (first & 0xff) | (first & 0xff00) << 8 | (second & 0xff) << 8 | (second & 0xff00) << 16;
 }
 
+// What four depths of a panel have in both planes, of their codes in bytes.
+template <class M, class T, class Kind>
+inline void planes_of(const Lanes (&codes)[2], Lanes (&planes)[2]) {
+    constexpr bool kDigits = kHasDigits && __is_same(T, bf16) && !Kind::kFloat8;
+    if constexpr (kDigits && Kind::kLow + Kind::kHigh == 8) {
+        planes[0] = codes[0], planes[1] = codes[1];
+    } else if constexpr (kHasFp8<M> && Kind::kFloat8) {
+        planes[0] = byte_pairs(codes, 0), planes[1] = byte_pairs(codes, 1);
+    } else {
+        const auto plane = [&](int shift, int bits) {
+            const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
+            const Lanes columns[2] = {codes[0] >> shift & mask, codes[1] >> shift & mask};
+            return slots_of<M, kDigits>(columns);
+        };
+        planes[0] = plane(0, Kind::kLow), planes[1] = Lanes{};
+        if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);
+    }
+}
+
 inline void add_to_plane(uint8_t* plane, int bits, int64_t group, Lanes slots) {
     uint32_t* at = (uint32_t*)plane + group * bits / 4 * W;
     store_int(at, (vi)((Lanes)load_int(at) | slots << (group % (4 / bits) * bits)));
@@ -274,7 +293,6 @@ template <class M, class T, class Format>
 inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
     using Block = typename Format::Block;
     using Kind = typename Format::Kind;
-    constexpr bool kDigits = kHasDigits && __is_same(T, bf16) && !Kind::kFloat8;
     alignas(64) int8_t codes[kPanel][kTaken] = {};
     float scales[kTakenRuns], minimums[kTakenRuns];
     memset(out, 0, block_panel_bytes(args));
@@ -300,21 +318,11 @@ inline void arrange_panel(const Linear& args, int64_t panel, uint8_t* out) {
             for (int i = 0; i < W && d + 4 * i < here; i++) {
                 const int64_t depth = d + 4 * i, group = depth % Block::kValues / 4;
                 uint8_t* low = to + depth / Block::kValues * Format::kBlockBytes + Format::kScaleBytes;
-                if constexpr (Kind::kLow + Kind::kHigh == 8 && (kDigits || kHasFp8<M>)) {
-                    const Lanes columns[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
-                    for (int plane = 0; plane < 2; plane++)
-                        add_to_plane(low + plane * Format::kLowBytes, 4, group,
-                                     kDigits ? columns[plane] : byte_pairs(columns, plane));
-                    continue;
-                }
-                const auto plane = [&](int shift, int bits) {
-                    const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
-                    const Lanes columns[2] = {(Lanes)r[0][i] >> shift & mask, (Lanes)r[1][i] >> shift & mask};
-                    return slots_of<M, kDigits>(columns);
-                };
-                add_to_plane(low, Kind::kLow, group, plane(0, Kind::kLow));
-                if constexpr (Kind::kHigh)
-                    add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, plane(Kind::kLow, Kind::kHigh));
+                const Lanes own[2] = {(Lanes)r[0][i], (Lanes)r[1][i]};
+                Lanes planes[2];
+                planes_of<M, T, Kind>(own, planes);
+                add_to_plane(low, Kind::kLow, group, planes[0]);
+                if constexpr (Kind::kHigh) add_to_plane(low + Format::kLowBytes, Kind::kHigh, group, planes[1]);
             }
         }
     }

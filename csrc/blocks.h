@@ -306,6 +306,15 @@ struct IQ4_XS : PlainShape<256, 136, 32, 8, 16> {
     }
 };
 
+// Numbers of a run of codes.
+template <class Block, class T>
+inline void put_run(const int8_t* codes, vf scale, vf minimum, T* out) {
+    for (int i = 0; i < Block::kRun; i += W) {
+        const vf numbers = Block::kFloats ? from_e4m3(load_bytes((const uint8_t*)codes + i)) : load(codes + i);
+        store(out + i, fma(numbers, scale, minimum));
+    }
+}
+
 template <class Block, class T>
 inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
     constexpr int kRuns = Block::kValues / Block::kRun;
@@ -314,14 +323,8 @@ inline void unpack_row(const uint8_t* packed, int64_t n, T* out) {
     for (int64_t done = 0; done < n; done += Block::kValues, packed += Block::kBytes) {
         alignas(64) int8_t codes[Block::kValues];
         Block::take_apart(packed, codes, scales, minimums);
-        for (int run = 0; run < kRuns; run++) {
-            const vf scale = set1(scales[run]), minimum = set1(minimums[run]);
-            for (int i = 0; i < Block::kRun; i += W, out += W) {
-                const int8_t* some = codes + run * Block::kRun + i;
-                const vf numbers = Block::kFloats ? from_e4m3(load_bytes((const uint8_t*)some)) : load(some);
-                store(out, fma(numbers, scale, minimum));
-            }
-        }
+        for (int run = 0; run < kRuns; run++, out += Block::kRun)
+            put_run<Block>(codes + run * Block::kRun, set1(scales[run]), set1(minimums[run]), out);
     }
 }
 

@@ -225,6 +225,8 @@ struct Kernels {
     void (*pack_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
     // Panels of rows of a GGUF, `panel` times w_stride bytes each.
     void (*arrange_panels)(const Linear&, int64_t panel, int64_t panel_stop, void* out);
+    // Rows [first, stop) of those at `rows` of a packed w, as numbers: out [rows, depth].
+    void (*rows_of_panels)(const Linear&, const int64_t* rows, int64_t first, int64_t stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);

@@ -99,6 +99,7 @@ inline void gather_depths(const T* const* rows, int64_t d, int64_t values, vi* r
 #include "code_panels.h"
 #include "linear_digits.h"
 #include "linear_fp8.h"
+#include "panel_rows.h"
 
 // Depths [start, stop), in units of 32 bits, of a panel: out [stop - start, kPanel]. next: the panel after it, if it has been
 // put in order, as rows of a GGUF are.

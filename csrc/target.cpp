@@ -59,6 +59,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         linear,
         pack_panels,
         arrange_panels,
+        rows_of_panels,
         norm,
         rotary_store,
         quantize,

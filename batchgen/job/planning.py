@@ -47,7 +47,7 @@ from batchgen.job.pipeline import over_stages
 from batchgen.job.resolved import ResolvedJob
 from batchgen.job.routing import known_routing
 from batchgen.job.ways import with_ways
-from batchgen.job.weight_choice import expanded_fit, faster, quantizations_planned, without_room
+from batchgen.job.weight_choice import faster, quantizations_planned, without_room
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import cache_dir, stored_quantization
@@ -336,9 +336,6 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
-        in_rows += [output] if config.tied_embeddings and output in BLOCK_FORMATS else []
-        if as_found and config.tied_embeddings and expanded_fit(job, sum(job.budgets.values()) - job.budgets["disk"]):
-            in_rows += [job.dtype]  # of expanded weights, which these are compared with
     return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
 
 

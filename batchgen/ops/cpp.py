@@ -294,6 +294,39 @@ def fill_panels(panels: PackedWeight, first: int, rows: np.ndarray) -> None:
     )
 
 
+def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
+    """Some rows of a packed weight [columns, depth] as numbers again; of blocks what `unpack_blocks` makes of them, bit for bit.
+
+    Args:
+        weight: Not gated, and not of rows of 8 bits.
+        rows: int64 [count].
+
+    Returns:
+        [count, depth], of the weight's dtype.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    assert not weight.gated and weight.dtype != torch.int8 and rows.dtype == torch.int64
+    columns, depth = weight.shape
+    rows = rows.contiguous()
+    out = torch.empty(len(rows), depth, dtype=weight.dtype)
+    weight_format = weight.weight_format
+    _kernels.packed_rows(
+        weight.data.data_ptr(),
+        weight_row_bytes(depth, weight_format) if weight_format else 0,
+        columns,
+        depth,
+        TYPES[weight.dtype],
+        BLOCK_TYPES[weight_format.upper()] if weight_format else 0,
+        rows.data_ptr(),
+        len(rows),
+        out.data_ptr(),
+        weight.isa,
+    )
+    return out
+
+
 def linear(
     x: Tensor,
     weight: Tensor | PackedWeight | BoundWeight | BlockWeight,

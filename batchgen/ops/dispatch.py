@@ -143,10 +143,15 @@ def _split_linear(
     return reference.gate(made, activation, residual=residual, out=out, out_dtype=out_dtype or x.dtype)
 
 
-def embedding(token_ids: Tensor, rows: Tensor | BlockWeight, dtype: torch.dtype) -> Tensor:
-    """Rows [tokens, embed] of a table [vocab, embed]. dtype: of the result, where the table is in rows of blocks."""
+def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
+    """Rows [tokens, embed] of a table [vocab, embed], which may be packed for products.
+
+    dtype: of the result, where the table is in rows of blocks; of others it is the table's.
+    """
+    if isinstance(rows, PackedWeight):
+        return kernels.packed_rows(rows, token_ids)
     if not isinstance(rows, BlockWeight):
-        return F.embedding(token_ids, rows)
+        return F.embedding(token_ids, rows.data if isinstance(rows, BoundWeight) else rows)
     found = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
     if len(token_ids):
         kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), found)

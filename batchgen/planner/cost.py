@@ -590,9 +590,8 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
         for in_rows in (False, True)
     )
     sampling_s = phase.logits_rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
-    # Rows of an embedding are looked up too, so they stay as they are; and chunks that come over lie as they are stored.
-    compute: Linear = sampling_s + (in_rows_s if s.model.tied_embeddings else ordered_s)
-    if s.on_gpu and not s.model.tied_embeddings and in_rows_s > ordered_s:
+    compute: Linear = sampling_s + ordered_s
+    if s.on_gpu and in_rows_s > ordered_s:  # chunks that come over lie as they are stored
         compute = compute + at.head_cpu * (in_rows_s - ordered_s)
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:

@@ -57,7 +57,7 @@ class Wanted:
         model: rates of its layers alone, corrected by whole sweeps on a CPU; None: of models of any size.
         effort: how long to measure.
         kernels_of: the model whose shapes kernels are chosen for; None: `model`, or where that is None too, models of any size.
-        in_rows: formats of weights that are multiplied as they lie: those that stream, and output matrices that are the embedding too.
+        in_rows: formats of weights that are multiplied as they lie: those that stream.
     """
 
     device: str

@@ -195,13 +195,10 @@ def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
     gated = [shape for name, shape in model.product_shapes.items() if name.endswith("up") and model.gated_mlp]
     head = (model.vocab_size, model.embed_size)
     for shape in _matrices(model):
-        yield _linear_shape(
-            shape, getattr(torch, dtype), gated=shape in gated, head=shape == head, tied=model.tied_embeddings
-        )
+        yield _linear_shape(shape, getattr(torch, dtype), gated=shape in gated, head=shape == head)
 
 
-def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, head: bool, tied: bool) -> _Shape:
-    """tied: an output matrix that is the embeddings too is not packed."""
+def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, head: bool) -> _Shape:
     columns, depth = shape
     threads = cpp.num_threads()
 
@@ -214,12 +211,7 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
         x, weight = torch.randn(tokens, depth).to(dtype), torch.ones(depth, dtype=dtype)
 
         def trial(candidate: str) -> Trial:
-            bound = [
-                dispatch.bind_weight(w, candidate)
-                if head and tied
-                else dispatch.pack_weight(w, gated=gated, isa=candidate)
-                for w in weights
-            ]
+            bound = [dispatch.pack_weight(w, gated=gated, isa=candidate) for w in weights]
             options = {"activation": "silu_mul" if gated else None, "out_dtype": torch.float32 if head else None}
 
             def run(i: int) -> None:

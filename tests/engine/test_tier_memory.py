@@ -248,9 +248,10 @@ def test_buffers_that_serve_layers_of_two_kinds_are_planned(
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "opt"])
 def test_what_was_read_is_not_kept_beside_what_was_packed(family, weight_format, tiny_models, tmp_path):
-    """Norms and sinks lie in the same stretch of a store as matrices that products want in another order."""
+    """Norms and sinks lie in the same stretch of a store as matrices that products want in another order; OPT's positions beside
+    embeddings that are the output matrix too."""
     model = tiny_models(family)[0]
     store = find_or_convert(
         resolve_model(str(model)), tmp_path, "float32", "none" if weight_format == "float32" else weight_format

@@ -336,7 +336,10 @@ def test_each_copy_over_a_link_takes_longer_than_its_bytes(kv_class, sent, broug
 
 
 def test_products_with_streamed_weights_take_as_long_as_with_weights_as_they_are_stored():
-    """On a CPU those of the layers on disk; where the profile does not say how long, as long as all others."""
+    """On a CPU those of the layers on disk; where the profile does not say how long, as long as all others.
+
+    The output matrix is in memory, in the order of products, though it is the embeddings too.
+    """
     model, workload = opt(2048, 24, 32), Workload.uniform(64, 400, 64)
     plain = cpu_box()
     products = plain.cpu.gemm_flops_per_s
@@ -349,7 +352,9 @@ def test_products_with_streamed_weights_take_as_long_as_with_weights_as_they_are
         plan = plan_of(
             gpu_policy(weight_layers=weights, kv_seqs={"cpu": 32}, head_tier="cpu"), workload, budgets(plain)
         )
-        found[on_disk] = [spent(plan, model, box, batch)[0]["compute"] for box in (plain, told)]
+        (found[on_disk], head) = zip(*(spent(plan, model, box, batch)[:2] for box in (plain, told)), strict=True)
+        assert model.tied_embeddings and head[0] == head[1]
+    found = {on_disk: [layer["compute"] for layer in layers] for on_disk, layers in found.items()}
     inputs = StepCosts(plan, model, plain)._inputs
     assert found[0][0] == found[0][1] == pytest.approx(found[24][0])
     assert found[24][1] - found[24][0] == pytest.approx(linear_s(inputs, Phase(1, 0, 0, 32, 401)))

@@ -131,6 +131,15 @@ def test_rates_are_measured_for_what_is_compared(gguf_file):
     assert _formats_measured(expanded, may_stream=True) == ((), (FP32,))
 
 
+def test_an_output_matrix_that_is_the_embeddings_too_needs_no_rates_of_its_own(tmp_path):
+    model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(model, path, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    job = case_of(path, machine()).job
+    assert job.process_config.tied_embeddings
+    assert _formats_measured(job, may_stream=False) == (("q4_0",), ())
+
+
 def test_a_job_goes_on_with_the_other_format_and_the_same_tokens(gguf_file, tmp_path, monkeypatch):
     """Half of its rows with weights as found, and the rest expanded: all as if it had run in one piece."""
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))

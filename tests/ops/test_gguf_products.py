@@ -173,6 +173,42 @@ def test_products_in_parts_are_those_of_the_whole(activation, dtype):
             torch.testing.assert_close(added, wanted.to(dtype), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("isa", ALL_SETS)
+@pytest.mark.parametrize("weight_format", BLOCK_FORMATS)
+def test_rows_of_panels_are_those_that_were_packed(weight_format, isa):
+    """Bit for bit, signs of zeros too: of every column of a panel, of a last panel that is not full, of one block and of many."""
+    kind, (values, _) = weight_format.upper(), BLOCK_FORMATS[weight_format]
+    ids = torch.cat([torch.randperm(75, generator=torch.Generator().manual_seed(0)), torch.tensor([74, 0, 31, 32, 0])])
+    for dtype, depth in itertools.product(DTYPES, (values, 2112 if values == 32 else 2304)):
+        packed = torch.from_numpy(random_rows(kind, 75, depth, seed=depth))
+        table = kernels.unpack_blocks(kind, packed, torch.empty(75, depth, dtype=dtype))
+        panels = ops.pack_blocks(kernels.BlockWeight(packed, weight_format, isa), dtype)
+        found = ops.embedding(ids, panels, dtype)
+        assert found.dtype == dtype
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), table[ids].view(bits))
+
+
+@pytest.mark.parametrize("isa", ALL_SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_packed_numbers_are_those_that_were_packed(dtype, isa):
+    """Whatever the depth; in whatever form `pack_weight` leaves them."""
+    ids = torch.tensor([7, 0, 31, 32, 69, 7])
+    for depth in (1, 37, 576, 1030):
+        table = torch.randn(70, depth, generator=torch.Generator().manual_seed(depth)).to(dtype)
+        for weight in (kernels.pack(table, isa=isa), ops.pack_weight(table, isa=isa), ops.bind_weight(table, isa)):
+            assert torch.equal(ops.embedding(ids, weight, dtype), table[ids])
+            assert torch.equal(ops.embedding(ids[::2], weight, dtype), table[ids[::2]])
+
+
+def test_rows_that_a_packed_table_does_not_have_are_refused():
+    panels = kernels.pack(torch.ones(40, 16))
+    assert ops.embedding(torch.tensor([], dtype=torch.int64), panels, torch.float32).shape == (0, 16)
+    for wrong in (40, -1):
+        with pytest.raises(IndexError, match=f"no such row: {wrong}"):
+            ops.embedding(torch.tensor([3, wrong]), panels, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_table_in_blocks_are_looked_up(dtype):
     packed = torch.from_numpy(random_rows("Q6_K", 40, 256, seed=3))

@@ -40,6 +40,7 @@ from batchgen.runtime.steps.graph import HEAD_SLOTS, WEIGHT_SLOTS
 Tensors = dict[str, ops.Weight]
 
 OUTPUT_MATRIX = "lm_head.weight"
+_EMBEDDINGS = "embed.weight"
 _SINKS = "sinks.weight"
 
 
@@ -98,6 +99,8 @@ class Weights:
             self.embeddings, self.head = self._load_ends(tiers.device)
             if self.residency.head == self._compute_tier:
                 self.head = self._packed(self.head)
+                if config.tied_embeddings and config.has_head:
+                    self.embeddings = self._packed_table(self.embeddings)
             self._resident: list[Tensors] = []
             self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
             for j in range(config.num_layers):
@@ -331,7 +334,7 @@ class Weights:
         self._head_slots: list[Tensor] = []
         self._chunk_rows = -(-self.config.vocab_size // VOCABULARY_CHUNKS)
         if self._h2d is not None and self.residency.head != "gpu" and config.has_head:
-            matrix = embeddings["embed.weight"] if config.tied_embeddings else head[OUTPUT_MATRIX]
+            matrix = embeddings[_EMBEDDINGS] if config.tied_embeddings else head[OUTPUT_MATRIX]
             shape = (self._chunk_rows, matrix.shape[1])
             self._head_slots = [
                 self.arenas["gpu"].empty(shape, matrix.dtype, "the output matrix in transit") for _ in range(HEAD_SLOTS)
@@ -358,7 +361,7 @@ class Weights:
         return {_SINKS: self._checkpoint.load_sinks(self.dtype)}
 
     def _output_matrix(self) -> ops.Weight:
-        return self.embeddings["embed.weight"] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
+        return self.embeddings[_EMBEDDINGS] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
 
     # What has been brought over.
 
@@ -418,6 +421,15 @@ class Weights:
         if not _is_matrix(weight):
             return weight.clone() if weight.ndim == 1 else weight
         return ops.pack_weight(weight, gated=is_gated(name), isa=self._isa(weight.shape, weight.dtype))
+
+    def _packed_table(self, embeddings: Tensors) -> Tensors:
+        """With the embeddings, which are the output matrix, as products read them fastest: rows are looked up there too.
+
+        What is beside them is copied, as in `_packed`. Takes them out of `embeddings`.
+        """
+        table = self._packed_weight(_EMBEDDINGS, embeddings.pop(_EMBEDDINGS))
+        rest = {name: t.clone() if isinstance(table, ops.PackedWeight) else t for name, t in embeddings.items()}
+        return {_EMBEDDINGS: table, **rest}
 
     def _bound(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not packed, for what its shape runs on. shape: of the whole that it is a part of."""

@@ -1,4 +1,4 @@
-"""How much a layer's weights take while they are loaded."""
+"""How much weights take while they are loaded, and in what form they stay."""
 
 import dataclasses
 import weakref
@@ -73,3 +73,31 @@ def test_what_is_packed_while_it_is_read_is_the_same(tmp_path, monkeypatch, fami
         for name, weight in found.items():
             pairs = zip(tensors_of(weight), tensors_of(expected[name]), strict=True)
             assert all(torch.equal(first, second) for first, second in pairs), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tensor_type", ["Q8_0", "F32"])
+def test_embeddings_that_are_the_output_matrix_are_packed_and_in_memory_once(tmp_path, tensor_type, dtype):
+    path = tmp_path / "model.gguf"
+    model = make_tiny_model("llama", tmp_path, **MIXED_SIZES, tie_word_embeddings=True)
+    write_tiny_gguf(model, path, tensor_type=tensor_type)
+    files = resolve_model(str(path))
+    config = read_config(files)
+    assert config.tied_embeddings
+    name = str(dtype).removeprefix("torch.")
+    kept = resolve_quantization(files, "none") if tensor_type == "Q8_0" else name
+    checkpoint = open_checkpoint(files, config)
+    weights = Weights(config, WeightResidency.in_memory(config, kept), dtype, checkpoint=checkpoint)
+    first = config.stage(0, config.num_layers - 1)
+    rows = Weights(first, WeightResidency.in_memory(first, kept), dtype, checkpoint=checkpoint)
+    table, as_read = weights.embeddings["embed.weight"], rows.embeddings["embed.weight"]
+    assert not isinstance(as_read, ops.PackedWeight), "a stage without the output matrix only looks rows up"
+    start, multiplied = weights.vocabulary_chunk(0, None)
+    assert start == 0 and multiplied is table
+    grows = tensor_type == "F32" and ops.kernels.packed_grows(dtype)
+    assert isinstance(table, ops.PackedWeight) != grows and table.shape == as_read.shape
+    ids = torch.arange(config.vocab_size).flip(0)
+    assert torch.equal(ops.embedding(ids, table, dtype), ops.embedding(ids, as_read, dtype))
+    assert ops.weight_bytes(table) - ops.weight_bytes(as_read) < 32 * as_read.data[0].nbytes
+    weights.close()
+    rows.close()
