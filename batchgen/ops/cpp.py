@@ -372,7 +372,7 @@ def linear(
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
     says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight. Where x is bf16 and the CPU has
     products of bytes (or, of FP8, of bf16) their codes are multiplied and scales applied to sums in fp32: these are sums of weights
-    that are not rounded, by x within 2^-16 of the largest of 32 neighbours.
+    that are not rounded; x is rounded to 2^-15 of the largest number of its run of 16 or 32.
     """
     operand = weight.operand if isinstance(weight, PackedWeight) else _operand_as_it_lies(weight)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
