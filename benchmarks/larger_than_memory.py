@@ -25,6 +25,7 @@ from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
 
+from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.machine import available_cores, cpu_name
 from batchgen.core.units import format_bytes, parse_bytes
 from batchgen.job.report import versions
@@ -226,8 +227,11 @@ def sweep_tokens(job: Job, run: dict[str, Any]) -> set[int]:
 
 def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float, counts: set[int]) -> dict[str, Any]:
     """The least time for batchgen's run: its reads at the disk's rate or the job's FLOPs at the rate of matrix products,
-    the best of these numbers of rows."""
+    the best of these numbers of rows, of torch's in bfloat16 and of those that the run had weights for."""
     rates = gemm_rates(job.config, sorted(counts))
+    if (stored := run["report"]["policy"]["weight_format"]) in BLOCK_FORMATS:
+        packed = gemm_rates(job.config, sorted(counts), stored)
+        rates = {count: max(rates[count], packed[count]) for count in rates}
     disk_s = run["report"]["bytes_moved"]["disk_read"] / disk_bytes_per_s
     compute_s = job.flops / max(rates.values())
     return {

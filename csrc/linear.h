@@ -108,9 +108,11 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     if constexpr (kCoded<M>) {
         return pack_codes(args, panel, start, stop, out);
     } else {
-        if (!kHasFp8<M> && args.packing != BlockType::F32) {
-            if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
-            return unpack_panel<M, T>(args, panel, start, stop, out);
+        if constexpr (!kHasFp8<M>) {  // where blocks are multiplied as codes
+            if (args.packing != BlockType::F32) {
+                if (args.packed) return numbers_of_panel<M, T>(args, panel, next, start, stop, out);
+                return unpack_panel<M, T>(args, panel, start, stop, out);
+            }
         }
         for (int c = 0; c < kPanel; c += W) {
             const T* rows[W];
@@ -159,8 +161,10 @@ inline void pack_panels(const Linear& args, int64_t panel, int64_t stop, void* o
             auto* to = (typename M::Operand*)((uint8_t*)out + panel * panel_bytes_of<M>(args));
             const int64_t next = panel + 1 < stop ? panel + 1 : panel;
             if (in_digits(args) || in_fp8<M>(args)) {
-                in_digits(args) ? unpack_digit_panel(args, panel, next, (uint32_t*)to)
-                                : unpack_fp8_panel(args, panel, next, (uint32_t*)to);
+                const auto unpack = [&](const auto& products) {
+                    unpack_panel_of_codes(args, products, panel, next, (uint32_t*)to);
+                };
+                in_digits(args) ? with_digits(args, 0, unpack) : with_fp8(args, 0, unpack);
                 continue;
             }
             pack_panel<M, T>(args, panel, next, 0, depth, to);
@@ -290,10 +294,12 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
     Carve carve{(uint8_t*)scratch};
     LinearScratch<M> s(depth, rows, carve);
     if constexpr (__is_same(T, bf16) && !kCoded<M>) {
-        const auto finish_panel = [&](int64_t p) { finish<M, T, O>(args, row, p, rows, s.c); };
-        uint32_t* space = (uint32_t*)s.b;
-        if (in_digits(args)) return products_in_digits(args, row, rows, panel, panel_stop, next_panel, space, s.c, finish_panel);
-        if (in_fp8<M>(args)) return products_of_fp8(args, row, rows, panel, panel_stop, next_panel, space, s.c, finish_panel);
+        const auto multiply = [&](const auto& products) {
+            products_of_panels(args, products, rows, panel, panel_stop, next_panel, (uint32_t*)s.b, s.c,
+                               [&](int64_t p) { finish<M, T, O>(args, row, p, rows, s.c); });
+        };
+        if (in_digits(args)) return with_digits(args, row, multiply);
+        if (in_fp8<M>(args)) return with_fp8(args, row, multiply);
     }
     const Rows a = rows_as_operand<M, T>(args, row, rows, s.a);
     if constexpr (direct<M, T>() && !kCoded<M> && !kHasFp8<M>) {
@@ -350,8 +356,8 @@ inline LinearCut linear_cut(const Linear& args) {
         if (kCoded<M>) packed = CodedRows::bytes_beside(args) + tiled;
         else if (in_digits(args)) packed = args.rows * args.depth * 2 + 4 * digit_factors(args);
         else if (in_fp8<M>(args)) packed = tiled;
-        return LinearCut{kRowTile,        rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed, kRowTile,
-                         in_digits(args) || in_fp8<M>(args)};
+        return LinearCut{kRowTile, rows > 480 ? 480 : rows < 192 ? 192 : rows, 1, INT32_MAX, packed,
+                         kRowTile, in_digits(args) || in_fp8<M>(args)};
     });
 }
 

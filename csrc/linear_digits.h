@@ -3,15 +3,15 @@
 // The numbers that a row of x has in a run are integers of 16 bits times a power of two, so that a code times such a number is
 // two products of bytes: of its upper and of its lower digit.
 //     sum += scale * 2^e * (256 (codes . upper) + (codes . lower)) + minimum * 2^e * (1 . x)
-// Sums of a run are exact. Of a number of x at most 2^-16 of the run's largest is lost: bf16 has 8 bits, so all that are more
-// than 2^-7 of that one are as they were. No weight is rounded, and no code becomes a float.
+// Sums of a run are exact. A number of x is rounded to a multiple of 2^-14 to 2^-15 of the run's largest: bf16 has 8 bits, so
+// all that are more than 2^-7 of that one stay as they are. No weight is rounded, and no code becomes a float.
 // Each element is summed up in the order of runs, wherever codes come from and however many rows there are.
 
 #ifdef BATCHGEN_DIGITS
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef int8_t SmallInts __attribute__((vector_size(W)));
 
-// What is multiplied are codes without a sign: so much larger than what they stand for, if there is no minimum.
+// Codes are multiplied without a sign. Where there is no minimum, each is larger by this than what it stands for.
 template <class Format>
 constexpr int kCodesAbove = Format::Kind::kInTable ? 128 : Format::kOffset;
 
@@ -25,33 +25,22 @@ struct DigitRuns {
 };
 inline DigitRuns digit_runs(BlockType type) {
     DigitRuns runs{};
-    with_panels(type, [&]<class Format>(const int8_t*) {
-        runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>};
-    });
+    with_panels(type,
+                [&]<class Format>(const int8_t*) { runs = {Format::Block::kRun, Format::kMinimums, kCodesAbove<Format>}; });
     return runs;
 }
 
 // Tiles of x are [depth / 4, rows of the tile, 2], words of the upper digits of four depths and of the lower ones, and take
-// depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a run, and the sum of
-// its numbers; or where there is no minimum what the sum of products is too large by, as an integer.
+// depth / 2 words a row. Behind all of them are, of each tile, [runs, 2, rows of the tile]: the power of two of a run, and the
+// sum of its numbers; or where there is no minimum what the sum of products is too large by, as an integer.
 inline int64_t digit_factors(const Linear& args) { return 2 * args.rows * (args.depth / digit_runs(args.packing).depths); }
 inline uint32_t* factors_of_tile(const Linear& args, const void* packed_x, int64_t row) {
     return (uint32_t*)packed_x + args.rows * args.depth / 2 + 2 * row * (args.depth / digit_runs(args.packing).depths);
 }
 
-inline uint32_t bits_of(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
-inline float float_of(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-// A row among `count` ones of a tile. A row with a number that is none, or is infinite, has no numbers as results.
-inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, int64_t count, uint32_t* words, uint32_t* factors) {
+// One of the tile's `count` rows. If it has a NaN or an infinity, all its results are NaN.
+inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, int64_t count, uint32_t* words,
+                          uint32_t* factors) {
     constexpr uint32_t kBias = 127, kBits = 15, kLeast = 28;  // of what is below 2^-98 digits are of 2^-113
     constexpr float kMagic = 12582912;                        // added to a small number, its integer is in the lowest bits
     const int vectors = runs.depths / W;
@@ -66,28 +55,31 @@ inline void row_in_digits(const bf16* x, int64_t depth, const DigitRuns& runs, i
         }
         largest_of_all = most > largest_of_all ? most : largest_of_all;
         // All are below 2^(exponent - 126), and by more than a bit of bf16: digits have a sign, so the upper one ends at 127.
-        uint32_t exponent = (bits_of(largest(as_float((vi)most))) + 0x10000) >> 23;
+        uint32_t exponent = (float_bits(largest(as_float((vi)most))) + 0x10000) >> 23;
         if (exponent < kLeast) exponent = kLeast;
-        const vf factor = set1(float_of((2 * kBias - 1 + kBits - exponent) << 23));
+        const vf factor = set1(float_with((2 * kBias - 1 + kBits - exponent) << 23));
         Ints sums = {};
         alignas(32) int8_t upper[32], lower[32];
         for (int v = 0; v < vectors; v++) {
             const Ints whole = (Ints)as_int(add(mul(values[v], factor), set1(kMagic))) - int32_t(0x4b400000);
             const Ints high = (whole + 128) >> 8, low = whole - (high << 8);
-            const SmallInts high_bytes = __builtin_convertvector(high, SmallInts), low_bytes = __builtin_convertvector(low, SmallInts);
+            const SmallInts high_bytes = __builtin_convertvector(high, SmallInts);
+            const SmallInts low_bytes = __builtin_convertvector(low, SmallInts);
             memcpy(upper + v * W, &high_bytes, W), memcpy(lower + v * W, &low_bytes, W);
             sums += whole;
         }
-        const float sum_of_all = sum(to_float((vi)sums)), power = float_of((exponent + 1 - kBits) << 23);
-        factors[2 * run * count] = bits_of(power);
-        factors[(2 * run + 1) * count] = runs.minimums ? bits_of(sum_of_all * power) : uint32_t(-runs.above * int32_t(sum_of_all));
-        for (int i = 0; i < runs.depths; i += 4, words += 2 * count) memcpy(words, upper + i, 4), memcpy(words + 1, lower + i, 4);
+        const float sum_of_all = sum(to_float((vi)sums)), power = float_with((exponent + 1 - kBits) << 23);
+        factors[2 * run * count] = float_bits(power);
+        const uint32_t too_large = uint32_t(-runs.above) * uint32_t(int64_t(sum_of_all));
+        factors[(2 * run + 1) * count] = runs.minimums ? float_bits(sum_of_all * power) : too_large;
+        for (int i = 0; i < runs.depths; i += 4, words += 2 * count)
+            memcpy(words, upper + i, 4), memcpy(words + 1, lower + i, 4);
     }
     const vf in_order = as_float((vi)largest_of_all);
     float each[W];
     store(each, in_order);
     for (float number : each)
-        if (bits_of(number) >= 0x7f800000) factors[0] = 0x7fc00000;
+        if (float_bits(number) >= 0x7f800000) factors[0] = 0x7fc00000;
 }
 
 inline void pack_digits(const Linear& args, int64_t tile, int64_t stop, void* out) {
@@ -126,8 +118,7 @@ __attribute__((always_inline)) inline void group_codes(const uint8_t* low, const
         if constexpr (Kind::kHigh > 0) upper = slots_at<Kind::kHigh>(high, group);
         if constexpr (Kind::kHigh > 0 && kInSlots<Kind>) slots |= upper << Kind::kLow;
         Lanes even = slots & 0x0f0f0f0fu, odd = slots >> 4 & 0x0f0f0f0fu;
-        if constexpr (Kind::kHigh > 0 && !kInSlots<Kind>)
-            even |= (upper & 0x0f0f0f0fu) << 4, odd |= upper & 0xf0f0f0f0u;
+        if constexpr (Kind::kHigh > 0 && !kInSlots<Kind>) even |= (upper & 0x0f0f0f0fu) << 4, odd |= upper & 0xf0f0f0f0u;
         first = bytes(even), second = bytes(odd);
     }
 }
@@ -243,11 +234,30 @@ __attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const 
 
 // As `operand_of_codes`, of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void digit_operand_of_rows(const Linear& args, int64_t panel, int64_t at, uint32_t* out,
-                                                     RunScales& scales) {
+__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t at,
+                                               uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
     const int64_t here_bytes = blocks * Block::kBytes;
+#ifdef BATCHGEN_QUARTERS
+    if constexpr (Block::kCodesAt > 0) {
+        using Kind = typename Format::Kind;
+        const CodeBytes<Kind> bytes(table);
+        uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
+        for (int part = 0; part < 2; part++)
+            words_of_rows<Format>(args, panel, part * W, at, heads, [&](int64_t depth, Lanes words) {
+                uint32_t* to = out + depth / 4 * kPanel + part * W;
+                if constexpr (Block::kNibbles == 0) {
+                    store_int(to, (vi)(words ^ 0x80808080u));
+                } else {
+                    store_int(to, bytes(words & 0x0f0f0f0fu));
+                    store_int(to + Block::kNibbles / 4 * kPanel, bytes(words >> 4 & 0x0f0f0f0fu));
+                }
+            });
+        return scales_of_runs<Format>(heads, Format::kScaleBytes, blocks, scales);
+    }
+#endif
+    (void)table;
     TakenRows taken;
     for (int part = 0; part < 2; part++) {
         for (int i = 0; i < W; i++) {
@@ -280,85 +290,44 @@ __attribute__((noinline)) void digit_operand_of_rows(const Linear& args, int64_t
     }
 }
 
-// A stretch of a panel in either form.
 template <class Format>
-inline void digit_operand_of_panel(const Linear& args, const CodeFormat& format, int64_t panel, int64_t next, int64_t at,
-                                   uint32_t* out, RunScales& scales) {
-    if (!args.packed) return digit_operand_of_rows<Format>(args, panel, at, out, scales);
-    operand_of_codes<typename Format::Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out,
-                                            scales);
-}
+struct DigitProducts {
+    using Kind = typename Format::Kind;
+    static constexpr int kDepths = 4, kFewRows = kCodeRows, kRun = Format::Block::kRun;
+    const Linear& args;
+    CodeFormat format;
+    const uint32_t *x, *factors;
 
-inline void unpack_digit_panel(const Linear& args, int64_t panel, int64_t next, uint32_t* out) {
+    DigitProducts(const Linear& args, const int8_t* table, int64_t row) : args(args), format(code_format<Format>(table)) {
+        x = (const uint32_t*)args.packed_x + row * args.depth / 2, factors = factors_of_tile(args, args.packed_x, row);
+    }
+    void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
+        if (!args.packed) return operand_of_rows<Format>(args, format.table, panel, at, out, scales);
+        operand_of_codes<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+    }
+    template <int MR>
+    void few(int64_t panel, int64_t next, float* c) const {
+        digits_of_codes<Kind, kRun, Format::kMinimums, MR>(format, block_panel(args, panel), block_panel(args, next),
+                                                           args.depth, x, factors, MR, c);
+    }
+    template <int MR>
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b, const RunScales& scales,
+              float* c) const {
+        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
+        const uint32_t* of_tile = factors + 2 * (r * (args.depth / kRun) + at / kRun * count);
+        digits_of_operand<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, depths / kRun, scales, of_tile + i, c);
+    }
+};
+
+template <class F>
+inline void with_digits(const Linear& args, int64_t row, F f) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        if constexpr (!Format::Kind::kFloat8) {
-            const CodeFormat format = code_format<Format>(table);
-            RunScales* scales = unpacked_scales(args, 4, out);
-            for (int64_t at = 0; at < args.depth; at += kTaken)
-                digit_operand_of_panel<Format>(args, format, panel, next, at, out + at / 4 * kPanel, scales[at / kTaken]);
-        }
-    });
-}
-
-// Rows that are multiplied at once: their sums are in registers.
-constexpr int kRowsOfDigits = kRowTile / 2;
-
-// Rows [row, row + rows) times some panels: finish(panel) takes the sums in c [rows, kPanel] of each.
-template <class Finish>
-inline void products_in_digits(const Linear& args, int64_t row, int64_t rows, int64_t panel, int64_t panel_stop,
-                               int64_t next_panel, uint32_t* space, float* c, Finish finish) {
-    with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        if constexpr (!Format::Kind::kFloat8) {
-            constexpr int kRun = Format::Block::kRun;
-            const CodeFormat format = code_format<Format>(table);
-            const int64_t runs = args.depth / kRun;
-            const uint32_t* x = (const uint32_t*)args.packed_x + row * args.depth / 2;
-            const uint32_t* factors = factors_of_tile(args, args.packed_x, row);
-            for (; panel < panel_stop; panel++) {
-                const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
-                if (args.packed && !args.unpacked && rows <= kRowsOfDigits) {
-                    with_count<kRowsOfDigits>(int(rows), [&]<int MR>() {
-                        digits_of_codes<typename Format::Kind, kRun, Format::kMinimums, MR>(
-                            format, block_panel(args, panel), block_panel(args, next), args.depth, x, factors, rows, c);
-                    });
-                    finish(panel);
-                    continue;
-                }
-                memset(c, 0, rows * kPanel * sizeof *c);
-                for (int64_t at = 0; at < args.depth; at += kTaken) {
-                    RunScales own;
-                    const RunScales* scales = &own;
-                    uint32_t* b = space;
-                    if (args.unpacked) {
-                        b = (uint32_t*)((uint8_t*)args.w + panel * unpacked_panel_bytes(args, 4));
-                        scales = unpacked_scales(args, 4, b) + at / kTaken;
-                        b += at / 4 * kPanel;
-                    } else {
-                        digit_operand_of_panel<Format>(args, format, panel, next, at, b, own);
-                    }
-                    const int64_t here = smaller(kTaken, args.depth - at) / kRun;
-                    for (int64_t r = 0; r < rows; r += kRowTile) {
-                        const int64_t count = smaller(kRowTile, rows - r);
-                        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
-                        const uint32_t* of_tile = factors + 2 * (r * runs + at / kRun * count);
-                        // In two halves of about as many rows: one or two would wait for their own sums.
-                        const int64_t half = count > kRowsOfDigits ? (count + 1) / 2 : count;
-                        for (int64_t i = 0; i < count; i += half)
-                            with_count<kRowsOfDigits>(int(smaller(half, count - i)), [&]<int MR>() {
-                                digits_of_operand<kRun, Format::kMinimums, MR>(tile + 2 * i, count, b, here, *scales,
-                                                                               of_tile + i, c + (r + i) * kPanel);
-                            });
-                    }
-                }
-                finish(panel);
-            }
-        }
+        if constexpr (!Format::Kind::kFloat8) f(DigitProducts<Format>(args, table, row));
     });
 }
 #else  // named, but never called
 inline int64_t digit_factors(const Linear&) { return 0; }
 inline void pack_digits(const Linear&, int64_t, int64_t, void*) {}
-inline void unpack_digit_panel(const Linear&, int64_t, int64_t, uint32_t*) {}
-template <class Finish>
-void products_in_digits(const Linear&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*, float*, Finish) {}
+template <class F>
+void with_digits(const Linear&, int64_t, F) {}
 #endif

@@ -1,8 +1,10 @@
 // Products of bf16 with rows of FP8, where there are instructions for pairs of bf16.
 //
-// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its sum, in fp32:
+// A number of FP8 is one of bf16 too. So a run of 32 depths is multiplied as it is, and its scale is applied to its sum, in
+// fp32:
 //     sum += scale * (numbers . x)
-// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many rows there are.
+// No weight is rounded. Each element is summed up in the order of runs, wherever numbers come from, and however many rows
+// there are.
 
 #ifdef BATCHGEN_FAST_BF16
 typedef uint16_t Halves __attribute__((vector_size(4 * W)));
@@ -10,13 +12,8 @@ constexpr int kFp8Run = 32, kRunWords = 8;  // words of x at 16 depths
 
 // The numbers that have no leading one, as bf16.
 inline PairTable small_fp8() {
-    alignas(64) bf16 numbers[64];
-    for (int i = 0; i < 64; i++) {
-        const float number = float(i % 8) * 0x1p-9f;
-        uint32_t bits;
-        memcpy(&bits, &number, 4);
-        numbers[i].bits = uint16_t(bits >> 16);
-    }
+    alignas(64) bf16 numbers[32];
+    for (int i = 0; i < 32; i++) numbers[i].bits = uint16_t(float_bits(float(i % 8) * 0x1p-9f) >> 16);
     return PairTable(numbers);
 }
 
@@ -42,8 +39,8 @@ __attribute__((always_inline)) inline void quad_of_fp8(CodeStretch::Planes plane
 
 // c [MR, kPanel] = a tile of rows times a panel, each code used as soon as it is there. next: the panel after it.
 template <class Kind, int MR>
-__attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next, int64_t depth,
-                                              const uint32_t* x, float* c) {
+__attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                              int64_t depth, const uint32_t* x, float* c) {
     const PairTable small = small_fp8();
     RunScales scales;
     memset(c, 0, MR * kPanel * sizeof *c);
@@ -75,14 +72,14 @@ __attribute__((noinline)) void product_of_fp8(const CodeFormat& format, const ui
 
 // Depths [at, at + kTaken) of a panel, or those that are left: out [depths / 2, kPanel], and their scales.
 template <class Kind>
-__attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next, int64_t depth,
-                                              int64_t at, uint32_t* out, RunScales& scales) {
+__attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const uint8_t* panel, const uint8_t* next,
+                                              int64_t depth, int64_t at, uint32_t* out, RunScales& scales) {
     const PairTable small = small_fp8();
     const CodeStretch stretch(format, panel, depth, at, next, scales);
     for (int64_t i = 0; i < stretch.depths / kQuad; i++, out += kRunWords * kPanel)
-        quad_of_fp8(stretch.template quad<Kind>(format, i), small, [&](int word, int part, vi operand) __attribute__((always_inline)) {
-            store_int(out + word * kPanel + part * W, operand);
-        });
+        quad_of_fp8(stretch.template quad<Kind>(format, i), small,
+                    [&](int word, int part, vi operand)
+                        __attribute__((always_inline)) { store_int(out + word * kPanel + part * W, operand); });
 }
 
 // The same of rows as they lie.
@@ -90,40 +87,16 @@ template <class Format>
 __attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t at, uint32_t* out,
                                                    RunScales& scales) {
     using Block = typename Format::Block;
-    static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
     const PairTable small = small_fp8();
-    const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues;
     uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
-    for (int part = 0; part < 2; part++) {
-        const uint8_t* rows[W];
-        for (int i = 0; i < W; i++) {
-            rows[i] = row_at(args, panel, part * W + i, at, blocks * Block::kBytes);
-            if (!rows[i]) rows[i] = nothing;
-            else
-                for (int64_t b = 0; b < blocks; b++)
-                    Format::Scales::put(rows[i] + b * Block::kBytes, part * W + i, heads + b * Format::kScaleBytes);
-        }
-        for (int64_t d = 0; d < here; d += 16) {
-            const int64_t place = d / Block::kValues * Block::kBytes + Block::kCodesAt + d % Block::kValues;
-            vi r[4];
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++)
-                r[i] = load_quarters(rows[i] + place, rows[i + 4] + place, rows[i + 8] + place, rows[i + 12] + place);
-            transpose_quarters(r);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {  // four depths, two pairs of them
-                const Lanes codes = (Lanes)r[i];
-                uint32_t* to = out + (d + 4 * i) / 2 * kPanel + part * W;
-                store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
-                store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
-            }
-        }
-    }
-    scales_of_runs<Format>(heads, Format::kScaleBytes, blocks, scales);
+    for (int part = 0; part < 2; part++)
+        words_of_rows<Format>(args, panel, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
+            uint32_t* to = out + depth / 2 * kPanel + part * W;
+            store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
+            store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
+        });
+    scales_of_runs<Format>(heads, Format::kScaleBytes, smaller(kTaken, args.depth - at) / Block::kValues, scales);
 }
-
-constexpr int kRowsOfFp8 = 8;             // that are multiplied with codes in registers, more with an operand in the nearest cache
-constexpr int kRowsOfFp8Operand = kRowTile / 2;  // so that their sums stay in registers beside those of a run
 
 // c [MR, kPanel] += rows of a tile of `count` times some runs of an operand.
 template <int MR>
@@ -155,77 +128,40 @@ __attribute__((noinline)) void product_of_fp8_operand(const uint32_t* x, int64_t
     for (int r = 0; r < MR; r++) store(c + r * kPanel, sum[r][0]), store(c + r * kPanel + W, sum[r][1]);
 }
 
-// A stretch of a panel in either form.
 template <class Format>
-inline void fp8_operand_of_panel(const Linear& args, const CodeFormat& format, int64_t panel, int64_t next, int64_t at,
-                                 uint32_t* out, RunScales& scales) {
-    if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, at, out, scales);
-    operand_of_fp8<typename Format::Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
-}
+struct Fp8Products {
+    using Kind = typename Format::Kind;
+    static constexpr int kDepths = 2, kFewRows = 8;
+    const Linear& args;
+    CodeFormat format;
+    const uint32_t* x;
+
+    Fp8Products(const Linear& args, int64_t row) : args(args), format(code_format<Format>(nullptr)) {
+        x = (const uint32_t*)args.packed_x + row * args.depth / 2;
+    }
+    void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
+        if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, at, out, scales);
+        operand_of_fp8<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
+    }
+    template <int MR>
+    void few(int64_t panel, int64_t next, float* c) const {
+        product_of_fp8<Kind, MR>(format, block_panel(args, panel), block_panel(args, next), args.depth, x, c);
+    }
+    template <int MR>
+    void some(int64_t r, int64_t i, int64_t count, int64_t at, int64_t depths, const uint32_t* b, const RunScales& scales,
+              float* c) const {
+        const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
+        product_of_fp8_operand<MR>(tile + i, count, b, depths / kFp8Run, scales, c);
+    }
+};
 
 template <class F>
-inline void with_fp8(BlockType type, F f) {
-    with_panels(type, [&]<class Format>(const int8_t*) {
-        if constexpr (Format::Kind::kFloat8) f.template operator()<Format>();
-    });
-}
-
-inline void unpack_fp8_panel(const Linear& args, int64_t panel, int64_t next, uint32_t* out) {
-    with_fp8(args.packing, [&]<class Format>() {
-        RunScales* scales = unpacked_scales(args, 2, out);
-        for (int64_t at = 0; at < args.depth; at += kTaken)
-            fp8_operand_of_panel<Format>(args, code_format<Format>(nullptr), panel, next, at, out + at / 2 * kPanel,
-                                         scales[at / kTaken]);
-    });
-}
-
-// Rows [row, row + rows) times some panels: finish(panel) takes the sums in c [rows, kPanel] of each.
-template <class Finish>
-inline void products_of_fp8(const Linear& args, int64_t row, int64_t rows, int64_t panel, int64_t panel_stop,
-                            int64_t next_panel, uint32_t* space, float* c, Finish finish) {
-    const uint32_t* x = (const uint32_t*)args.packed_x + row * args.depth / 2;
-    with_fp8(args.packing, [&]<class Format>() {
-        const CodeFormat format = code_format<Format>(nullptr);
-        for (; panel < panel_stop; panel++) {
-            const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
-            if (args.packed && !args.unpacked && rows <= kRowsOfFp8) {
-                with_count<kRowsOfFp8>(int(rows), [&]<int MR>() {
-                    product_of_fp8<typename Format::Kind, MR>(format, block_panel(args, panel), block_panel(args, next),
-                                                              args.depth, x, c);
-                });
-                finish(panel);
-                continue;
-            }
-            memset(c, 0, rows * kPanel * sizeof *c);
-            for (int64_t at = 0; at < args.depth; at += kTaken) {
-                RunScales own;
-                const RunScales* scales = &own;
-                uint32_t* b = space;
-                if (args.unpacked) {
-                    b = (uint32_t*)((uint8_t*)args.w + panel * unpacked_panel_bytes(args, 2));
-                    scales = unpacked_scales(args, 2, b) + at / kTaken;
-                    b += at / 2 * kPanel;
-                } else {
-                    fp8_operand_of_panel<Format>(args, format, panel, next, at, b, own);
-                }
-                const int64_t here = smaller(kTaken, args.depth - at) / kFp8Run;
-                for (int64_t r = 0; r < rows; r += kRowTile) {
-                    const int64_t count = smaller(kRowTile, rows - r);
-                    const uint32_t* tile = x + r * args.depth / 2 + at / 2 * count;
-                    // In two halves of about as many rows: one or two would wait for their own sums.
-                    const int64_t half = count > kRowsOfFp8Operand ? (count + 1) / 2 : count;
-                    for (int64_t i = 0; i < count; i += half)
-                        with_count<kRowsOfFp8Operand>(int(smaller(half, count - i)), [&]<int MR>() {
-                            product_of_fp8_operand<MR>(tile + i, count, b, here, *scales, c + (r + i) * kPanel);
-                        });
-                }
-            }
-            finish(panel);
-        }
+inline void with_fp8(const Linear& args, int64_t row, F f) {
+    with_panels(args.packing, [&]<class Format>(const int8_t*) {
+        if constexpr (Format::Kind::kFloat8) f(Fp8Products<Format>(args, row));
     });
 }
 #else  // named, but never called
-inline void unpack_fp8_panel(const Linear&, int64_t, int64_t, uint32_t*) {}
-template <class Finish>
-void products_of_fp8(const Linear&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*, float*, Finish) {}
+template <class F>
+void with_fp8(const Linear&, int64_t, F) {}
 #endif

@@ -1,5 +1,16 @@
 // Numbers: rows of any type as vectors, and the functions that activations and softmax need.
 
+inline uint32_t float_bits(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+inline float float_with(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
 template <class T>
 inline vf load_part(const T* p, int n) {
     if (n >= W) return load(p);

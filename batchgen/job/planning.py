@@ -336,6 +336,8 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
     if job.device.kind != "cuda":  # whose memory holds all weights as they are stored
         streams = may_stream or job.device.accelerated
         in_rows += [layers if layers in (INT8, *BLOCK_FORMATS) else job.dtype] if streams and layers != INT4 else []
+        # Chunks of an output matrix that come over lie as they are stored.
+        in_rows += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
     return tuple(name for name in (*KV_CODE_BITS, *BLOCK_FORMATS) if name in named), tuple(dict.fromkeys(in_rows))
 
 

@@ -48,10 +48,12 @@ class BlockPacker:
         try:
             self._wait(0 if failed is None else len(self._pending))
         finally:
-            if self._threads is not None:
-                self._threads.shutdown(cancel_futures=True)
-            for file in self._files.values():
-                file.close()
+            try:
+                if self._threads is not None:
+                    self._threads.shutdown(cancel_futures=True)
+            finally:
+                for file in self._files.values():
+                    file.close()
 
     def pack(self, weight: kernels.BlockWeight, *, gated: bool = False) -> kernels.PackedWeight:
         """As `ops.pack_blocks` of a weight whose data are `RowsInFile`. Raises InputError, perhaps for one that was given before."""

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -159,6 +161,16 @@ def attention(
 # Linear layers.
 
 
+class _Operand(NamedTuple):
+    """What the kernel is told of a weight, but where it is."""
+
+    stride: int  # between rows: numbers, or bytes
+    coded: bool
+    packed: bool
+    block_type: int
+    isa: str
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A linear layer's weight [columns, depth] in the order in which the kernels of one instruction set read it."""
@@ -174,6 +186,12 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.columns, self.depth
+
+    @cached_property
+    def operand(self) -> _Operand:
+        stride = weight_row_bytes(self.depth, self.weight_format) if self.weight_format else self.depth
+        block_type = BLOCK_TYPES[self.weight_format.upper()] if self.weight_format else 0
+        return _Operand(stride, self.dtype == torch.int8, True, block_type, self.isa)
 
 
 @dataclass(frozen=True)
@@ -327,6 +345,17 @@ def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
     return out
 
 
+def _operand_as_it_lies(weight: Tensor | BoundWeight | BlockWeight) -> _Operand:
+    if isinstance(weight, Tensor):
+        return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
+    data, isa = weight.data, weight.isa
+    assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
+    if isinstance(weight, BlockWeight):
+        assert data.is_contiguous()
+        return _Operand(data.shape[1], False, False, BLOCK_TYPES[weight.weight_format.upper()], isa)
+    return _Operand(data.stride(0), data.dtype == torch.int8, False, 0, isa)
+
+
 def linear(
     x: Tensor,
     weight: Tensor | PackedWeight | BoundWeight | BlockWeight,
@@ -343,50 +372,41 @@ def linear(
     Sums are made in fp32, each in the same order whatever the number of tokens; of a weight in rows of 8 bits as `int8.linear`
     says. Rows of a GGUF are unpacked into x's dtype first: the sums are those of the unpacked weight. Where x is bf16 and the CPU has
     products of bytes (or, of FP8, of bf16) their codes are multiplied and scales applied to sums in fp32: these are sums of weights
-    that are not rounded, by x within 2^-16 of the largest of 32 neighbours.
+    that are not rounded; x is rounded to 2^-15 of the largest number of its run of 16 or 32.
     """
-    packed, coded, in_gguf = (
-        isinstance(weight, PackedWeight),
-        weight.dtype == torch.int8,
-        isinstance(weight, BlockWeight),
-    )
-    plain = isinstance(weight, Tensor)
-    weight_format = weight.weight_format if packed or in_gguf else ""
-    stored, isa = (weight, "") if plain else (weight.data, weight.isa)
+    operand = weight.operand if isinstance(weight, PackedWeight) else _operand_as_it_lies(weight)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
-    columns = weight.shape[0]
+    columns, weight_depth = weight.shape
     gated = activation in GATED
     if out is None:
         out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
     out_stride, out_unit = out.stride()
-    assert x_unit == 1 and out_unit == 1 and (coded or in_gguf or weight.dtype == dtype)
-    assert _depth(weight) == (-(-depth // 4) * 4 if coded else depth)
-    assert not in_gguf or stored.is_contiguous()
-    assert not packed or weight.gated == gated
-    assert isa != TORCH, "torch's own linear is not here: dispatch.linear"
-    stride = depth if packed else stored.stride()[0]
-    if weight_format:
-        stride = weight_row_bytes(depth, weight_format)
+    assert x_unit == 1 and out_unit == 1
+    if operand.coded:
+        assert (weight_depth if operand.packed else _depth(weight)) == -(-depth // 4) * 4
+    else:
+        assert weight_depth == depth and (operand.block_type and not operand.packed or weight.dtype == dtype)
+    assert not operand.packed or weight.gated == gated
     _kernels.linear(
         x.data_ptr(),
         x_stride,
         rows,
-        stored.data_ptr(),
-        stride,
+        (weight if isinstance(weight, Tensor) else weight.data).data_ptr(),
+        operand.stride,
         columns,
         depth,
         TYPES[dtype],
-        coded,
-        packed,
-        BLOCK_TYPES[weight_format.upper()] if weight_format else 0,
+        operand.coded,
+        operand.packed,
+        operand.block_type,
         ACTIVATIONS[activation],
         0 if bias is None else bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
-        0 if residual is None else residual.stride()[0],
+        0 if residual is None else residual.stride(0),
         out.data_ptr(),
         out_stride,
         TYPES[out.dtype],
-        isa,
+        operand.isa,
     )
     return out
 

@@ -424,9 +424,12 @@ class Executor:
         return contextlib.nullcontext() if own_core is None else own_core.computing()
 
     def _perform(self, step: Step) -> None:
-        work, own_core = getattr(self, f"_{step.kind}"), self._tiers.own_core
-        with contextlib.nullcontext() if own_core is None else own_core.pace(step):
-            work(step, self._batch_of.pop(step.id))
+        work, own_core, batch = getattr(self, f"_{step.kind}"), self._tiers.own_core, self._batch_of.pop(step.id)
+        if own_core is None:
+            work(step, batch)
+            return
+        with own_core.pace(step):
+            work(step, batch)
 
     # Each kind of Step by its name. Weights.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.models.config import ModelConfig
@@ -29,14 +30,29 @@ def disk_read_rate(files: list[Path]) -> float:
     return statistics.median(rates)
 
 
-def gemm_rates(config: ModelConfig, token_counts: list[int]) -> dict[int, float]:
-    """FLOP/s of a layer's matrix products in bfloat16, for each number of tokens, weights coming from memory."""
+def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str = "") -> dict[int, float]:
+    """FLOP/s of a layer's matrix products in bfloat16, for each number of tokens, weights coming from memory.
+
+    They are torch's, or of weights in a format of blocks batchgen's.
+    """
     import torch
     import torch.nn.functional as F
 
+    from batchgen.core.dtypes import weight_row_bytes
+    from batchgen.ops import cpp
+
+    def weight(columns: int, depth: int) -> Any:
+        if not weight_format:
+            return torch.randn(columns, depth).bfloat16()
+        # Of these bytes a scale is a number that is neither tiny nor infinite.
+        rows = torch.full((columns, weight_row_bytes(depth, weight_format)), 0x60, dtype=torch.uint8)
+        return cpp.pack_blocks(cpp.BlockWeight(rows, weight_format), torch.bfloat16)
+
+    product = cpp.linear if weight_format else F.linear
+
     hidden, inner, attention = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     shapes = [(config.qkv_size, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
-    layers = [[torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2)]
+    layers = [[weight(*shape) for shape in shapes] for _ in range(2)]
     rates = {}
     with torch.inference_mode():
         for tokens in token_counts:
@@ -45,8 +61,8 @@ def gemm_rates(config: ModelConfig, token_counts: list[int]) -> dict[int, float]
             deadline = time.perf_counter() + _GEMM_SECONDS
             while len(seconds) < 4 or time.perf_counter() < deadline:
                 started = time.perf_counter()
-                for weight in layers[len(seconds) % 2]:
-                    F.linear(inputs[weight.shape[1]], weight)
+                for own in layers[len(seconds) % 2]:
+                    product(inputs[own.shape[1]], own)
                 seconds.append(time.perf_counter() - started)
             work = sum(2 * tokens * rows * columns for rows, columns in shapes)
             rates[tokens] = work / statistics.median(seconds[1:])  # the first one warms up

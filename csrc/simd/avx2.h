@@ -82,7 +82,8 @@ struct Table {
 struct ByteTable {
     vi numbers;
     ByteTable(const int8_t* values, int above)
-        : numbers(_mm256_add_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), _mm256_set1_epi8(char(above)))) {}
+        : numbers(_mm256_add_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)),
+                                  _mm256_set1_epi8(char(above)))) {}
     vi operator()(vi index) const { return _mm256_shuffle_epi8(numbers, index); }
 };
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.

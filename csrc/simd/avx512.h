@@ -79,7 +79,8 @@ struct Table {
 struct ByteTable {
     vi numbers;
     ByteTable(const int8_t* values, int above)
-        : numbers(_mm512_add_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), _mm512_set1_epi8(char(above)))) {}
+        : numbers(_mm512_add_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)),
+                                  _mm512_set1_epi8(char(above)))) {}
     vi operator()(vi index) const { return _mm512_shuffle_epi8(numbers, index); }
 };
 // out[i] = table[index[i]] of 16 numbers, by 16 indexes below 16.
@@ -175,16 +176,7 @@ inline vi dot_bytes(vi a, vi b, vi c) {
 }
 #endif
 
-#ifdef BATCHGEN_FAST_BF16
-inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-// Of each half of a lane, which of some numbers of bf16 its lowest bits stand for.
-struct PairTable {
-    vi first, second;
-    explicit PairTable(const bf16* numbers)
-        : first(load_int((const uint32_t*)numbers)), second(load_int((const uint32_t*)(numbers + 32))) {}
-    vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, first); }
-    vi of_64(vi index) const { return _mm512_permutex2var_epi16(first, index, second); }
-};
+#define BATCHGEN_QUARTERS
 // 16 bytes of each place beside each other.
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const auto at = [](const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); };
@@ -198,6 +190,15 @@ __attribute__((always_inline)) inline void transpose_quarters(vi* r) {
     r[0] = _mm512_unpacklo_epi64(a, c), r[1] = _mm512_unpackhi_epi64(a, c);
     r[2] = _mm512_unpacklo_epi64(b, d), r[3] = _mm512_unpackhi_epi64(b, d);
 }
+
+#ifdef BATCHGEN_FAST_BF16
+inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+// Of each half of a lane, which of some numbers of bf16 its lowest bits stand for.
+struct PairTable {
+    vi numbers;
+    explicit PairTable(const bf16* from) : numbers(load_int((const uint32_t*)from)) {}
+    vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, numbers); }
+};
 // Numbers as bf16: pairs of neighbours of the first, then of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: the first half of them, and the second.

@@ -244,18 +244,17 @@ inline vf dot_pairs(vi a, vi b, vf c) {
     return fma(as_float(a << 16), as_float(b << 16), c);
 }
 struct PairTable {
-    bf16 numbers[4 * W];
+    bf16 numbers[2 * W];
     explicit PairTable(const bf16* from) { memcpy(numbers, from, sizeof numbers); }
-    vi of(vi index, int mask) const {
+    vi of_32(vi index) const {
         uint16_t halves[2 * W];
         memcpy(halves, &index, sizeof halves);
-        for (uint16_t& half : halves) half = numbers[half & mask].bits;
+        for (uint16_t& half : halves) half = numbers[half % (2 * W)].bits;
         memcpy(&index, halves, sizeof halves);
         return index;
     }
-    vi of_32(vi index) const { return of(index, 2 * W - 1); }
-    vi of_64(vi index) const { return of(index, 4 * W - 1); }
 };
+#define BATCHGEN_QUARTERS
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const uint8_t* const from[] = {a, b, c, d};
     vi all;

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = ("avx512_bf16", "avx512_bf16_plain")  # sets that multiply codes of FP8 with bf16
 DIGITS = (*PAIRS, "avx512_vnni", "avx_vnni")  # those that multiply codes that are integers
 RUNS_OF_16 = ("q2_k", "q3_k", "q6_k")
-_LOST = 2.0**-16  # of a number of x, at most, by the largest of its run
+_LOST = 2.0**-15  # of a number of x, at most, by the largest of its run
 _FEW_ROUNDINGS = 2.0**-18  # of the sum of all terms' sizes; a minimum and its codes' part may cancel
 ALL_SETS = [*kernels.instruction_sets(), *kernels.plain_twins()]
 
@@ -101,6 +101,28 @@ def test_products_of_codes_are_those_of_the_weights_in_fp32(weight_format, isa):
             assert ((whole - expected).abs() <= allowed @ numbers[:columns].abs().T).all()
             rounded = x.double() @ numbers[:columns].bfloat16().double().T
             assert (whole - expected).abs().sum() <= (rounded - expected).abs().sum() or torch.equal(rounded, expected)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ALL_SETS if isa in DIGITS])
+@pytest.mark.parametrize("weight_format", ["q4_0", "q4_1", "q6_k"])
+def test_products_of_unusual_rows(weight_format, isa):
+    """Zeros, the least and the largest numbers, one beside which others are small; what is no finite number makes its row NaN."""
+    depth = 512
+    packed = torch.from_numpy(random_rows(weight_format.upper(), 40, depth, seed=7))
+    numbers = kernels.unpack_blocks(weight_format.upper(), packed, torch.empty(40, depth, dtype=torch.float32)).double()
+    x = torch.randn(8, depth, generator=torch.Generator().manual_seed(7))
+    x[0], x[1], x[2] = 0, x[1] * 2.0**-120, x[2].sign() * torch.finfo(torch.bfloat16).max * 2.0**-60
+    x[3], x[3, ::32] = 31 * 2.0**-15, 1  # halves of a unit, all rounded the same way
+    x[4, ::16] = 255 / 128  # all bits of a mantissa
+    x[5, 100], x[6, 3], x[7, 500] = torch.inf, torch.nan, -torch.inf
+    x = x.bfloat16()
+    for weight in both_ways(kernels.BlockWeight(packed, weight_format, isa), torch.bfloat16, False):
+        made = kernels.linear(x, weight, out_dtype=torch.float32).double()
+        assert made[5:].isnan().all()
+        sizes, run = x[:5].double().abs(), 16 if weight_format in RUNS_OF_16 else 32
+        lost = _LOST * sizes.view(5, -1, run).amax(2).repeat_interleave(run, 1) + 2.0**-113
+        allowed = (_FEW_ROUNDINGS * sizes + lost) @ numbers.abs().T
+        assert ((made[:5] - x[:5].double() @ numbers.T).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
