@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=8, help="of the models of 3B's shape")
-    parser.add_argument("--only", help="one model, such as 3B-Q4_K")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="some models, such as demo-Q4_1,3B-Q4_K")
     parser.add_argument(
         "--peers", type=Path, help="where peers' environments are, or will be: llama.cpp is measured too"
     )
@@ -223,7 +223,7 @@ def main() -> None:
 
     found: dict[str, dict] = {}
     for case in ("demo-Q4_1", "demo-Q4_0", "demo-Q8_0", "3B-Q4_1", "3B-Q4_K"):
-        if args.only not in (None, case):
+        if args.only and case not in args.only:
             continue
         path, kept = file_of(case), case.split("-")[1].lower()
         sides: dict[str, list[dict[str, float]]] = {kept: [], "bf16": []} | ({"llama.cpp": []} if args.peers else {})

@@ -385,7 +385,7 @@ def linear(
     if operand.coded:
         assert (weight_depth if operand.packed else _depth(weight)) == -(-depth // 4) * 4
     else:
-        assert weight_depth == depth and (operand.block_type and not operand.packed or weight.dtype == dtype)
+        assert weight_depth == depth and ((operand.block_type and not operand.packed) or weight.dtype == dtype)
     assert not operand.packed or weight.gated == gated
     _kernels.linear(
         x.data_ptr(),
