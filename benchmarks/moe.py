@@ -90,11 +90,6 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--peer-limit", type=float, default=600, help="seconds after which llama.cpp's run is projected"
     )
     parser.add_argument("--batchgen-option", action="append", default=[], help="more for `batchgen run`")
-    parser.add_argument(
-        "--bound-again",
-        action="store_true",
-        help="only find the bound of the run in the file once more, by rates of now",
-    )
     parser.add_argument("--no-first-run", action="store_true", help="the machine has been measured already")
     parser.add_argument("--work-dir", type=Path, required=True, help="for the model and llama.cpp's environment")
     parser.add_argument("--output", type=Path, help="[default: results/moe-SHAPE-CPU.json]")
@@ -109,15 +104,6 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = _parse()
-    if args.bound_again:
-        args.engines = []
-        job, runs = Job(args), _kept(args)
-        args.engines = [run["engine"] for run in runs]
-        for run in runs:
-            if "bound" in run:
-                run["bound"] = bound(job, run, disk_read_rate(sorted(job.model.glob("layer-*.safetensors"))))
-        print(json.dumps(_write(runs, job, args), indent=2))
-        return
     if "llama.cpp" in args.engines:
         python_of("llama.cpp", args.work_dir)
     job = Job(args)

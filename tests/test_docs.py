@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import statistics
@@ -292,12 +293,12 @@ def figures():  # a line or two for each of the files
         "as_found-amd-epyc-26-2-avx512-bf16",
         f"{rates[0]}, {rates[1]} and {rates[2]} times as fast; {found['model_bytes']:.2f} of the memory; {found['load_s']:.2f} times",
     )
-    packed = read("as_found-amd-epyc-25-17-avx512-bf16")["models"]
-    for case in ("demo-Q4_1", "3B-Q4_1", "3B-Q4_K"):
-        for side in ("expanded", "llama.cpp"):
+    for file in ("as_found-amd-epyc-25-17-avx512-bf16", "as_found-intel-xeon-processor-6-207-avx512-bf16"):
+        packed = read(file)["models"]
+        for case, side in itertools.product(("demo-Q4_1", "3B-Q4_1", "3B-Q4_K"), ("expanded", "llama.cpp")):
             ratios = packed[case][f"as_found_over_{side}"]
             of_one, of_four, of_many = (ratios[f"decoded_tokens_per_s_of_{n}"] for n in (1, 4, 16))
-            yield "as_found-amd-epyc-25-17-avx512-bf16", f"{of_one:.2f}, {of_four:.2f} and {of_many:.2f} times as fast"
+            yield file, f"{of_one:.2f}, {of_four:.2f} and {of_many:.2f} times as fast"
     load = read("loading-amd-epyc-25-17-avx512-bf16")["file_load"]
     shares = [100 * load[name]["of_disk_rate"] for name in ("not cached", "cached")]
     yield (
