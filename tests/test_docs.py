@@ -303,7 +303,7 @@ def figures():  # a line or two for each of the files
     shares = [100 * load[name]["of_disk_rate"] for name in ("not cached", "cached")]
     yield (
         "loading-amd-epyc-25-17-avx512-bf16",
-        f"{shares[0]:.0f} % with nothing of the file in the page cache, {shares[1]:.0f} %",
+        f"{shares[0]:.0f} and {shares[1]:.0f} % where it is read around the page cache",
     )
     yield "loading-amd-epyc-25-17-avx512-bf16", f"at {load['memory']['bytes_per_s'] / 1e9:.1f} GB/s"
     for name in ("loading-amd-epyc-26-2-avx512-bf16", "loading-amd-epyc-25-17-avx512-bf16"):
