@@ -312,8 +312,6 @@ def figures():  # a line or two for each of the files
             starts[f"{dtype}, {how}"]["ready_s"] for how in ("kernels", "numpy") for dtype in ("float32", "bfloat16")
         ]
         yield name, "{:.2f} and {:.2f} s ({:.2f} and {:.2f} s".format(*ready)
-    rates = [f"{100 * read(name)['file_load'][how]['of_disk_rate']:.0f}" for how in ("not cached", "cached")]
-    yield name, f"{rates[0]}% with nothing of the file in the page cache, {rates[1]} % with all of it"
     never, before = (read("first_minutes")[name] for name in ("never_measured", "measured_before"))
     waits = [max(run[name] for run in never) for name in ("first_line_s", "measuring_s", "first_row_s")]
     again = max(run["first_row_s"] for run in before)
