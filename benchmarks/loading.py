@@ -163,7 +163,10 @@ def file_load(path: Path) -> dict[str, dict[str, float]]:
     fresh = subprocess.run([sys.executable, "-c", FRESH, str(size)], capture_output=True, check=True, text=True)
     figures["memory"] = {"bytes_per_s": float(fresh.stdout)}
     for name in ("not cached", "cached"):
-        forget() if name == "not cached" else read_into_cache()
+        if name == "not cached":
+            forget()
+        else:
+            read_into_cache()
         done = subprocess.run([sys.executable, "-c", FILE, path], capture_output=True, check=True)
         found = json.loads(done.stdout)
         rate = size / found["load_s"]

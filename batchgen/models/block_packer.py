@@ -1,8 +1,8 @@
 """Rows of blocks from their files into panels, a piece at a time, so that what is read takes no memory of its own.
 
 Each thread reads a piece into memory that it uses again, and puts it in order from there, while it is in the core's cache: the only
-memory that is used for the first time is the result's. There are more threads than cores, so that some wait for the disk while others
-pack.
+memory that is used for the first time is the result's. There are more threads than those that compute, up to a limit, so that some wait
+for the disk while others pack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batchgen.ops import cpp as kernels
 
 _PIECE_BYTES = 2 << 20  # packed at once by a thread
 _PENDING = 64  # pieces: an error is told, and progress, before much more has been asked for
-_WAITING, _MOST_THREADS = 2, 16  # threads beyond those that compute
+_WAITING, _MOST_THREADS = 2, 16  # threads beyond those that compute, and of all
 _MEMORY_BYTES = 64 << 20  # asked for at once: small matrices are in huge pages too
 _ALIGNMENT = 64
 

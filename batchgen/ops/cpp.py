@@ -214,7 +214,7 @@ class BoundWeight:
 class BlockWeight:
     """A linear layer's weight [columns, depth] as rows of blocks, those of a GGUF or others, which products unpack as they need them."""
 
-    data: Tensor  # uint8 [columns, bytes of a row], contiguous
+    data: Tensor  # uint8 [columns, bytes of a row], contiguous; while a model loads perhaps `RowsInFile`, which has a shape alone
     weight_format: str  # of BLOCK_FORMATS
     isa: str = ""  # what multiplies it; "": the process's set
 

@@ -49,7 +49,6 @@ def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str 
         return cpp.pack_blocks(cpp.BlockWeight(rows, weight_format), torch.bfloat16)
 
     product = cpp.linear if weight_format else F.linear
-
     hidden, inner, attention = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     shapes = [(config.qkv_size, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
     layers = [[weight(*shape) for shape in shapes] for _ in range(2)]

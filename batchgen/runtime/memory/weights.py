@@ -94,7 +94,7 @@ class Weights:
         self._sinks: dict[
             str, Tensor
         ] = {}  # of all layers, fp32 [layers, heads], by type of device: the host attends, too
-        # Before the layers, while there is memory for an output matrix twice: as it is read, and as products read it.
+        # Before the layers, while there is memory for an output matrix, or embeddings that are one, twice: as read, and as products read it.
         with BlockPacker(dtype) as self._packer:
             self.embeddings, self.head = self._load_ends(tiers.device)
             if self.residency.head == self._compute_tier:
