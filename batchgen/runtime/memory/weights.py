@@ -97,10 +97,10 @@ class Weights:
         # Before the layers, while there is memory for an output matrix, or embeddings that are one, twice: as read, and as products read it.
         with BlockPacker(dtype) as self._packer:
             self.embeddings, self.head = self._load_ends(tiers.device)
-            if self.residency.head == self._compute_tier:
+            if self._is_packed_end("head"):
                 self.head = self._packed(self.head)
-                if config.tied_embeddings and config.has_head:
-                    self.embeddings = self._packed_table(self.embeddings)
+            if self._is_packed_end("embeddings"):
+                self.embeddings = self._packed_table(self.embeddings)
             self._resident: list[Tensors] = []
             self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
             for j in range(config.num_layers):
@@ -348,11 +348,16 @@ class Weights:
         return self._load_end("head") if self._store is None else _whole(self._store.head)
 
     def _load_end(self, which: str) -> Tensors:
-        if self._packs_from_file and which == "head" and self.residency.head == self._compute_tier:
+        if self._packs_from_file and self._is_packed_end(which):
             return self._checkpoint.load_unread(which, 0, self.dtype)
         if self.residency.weight_format in KEPT_FORMATS:
             return self._checkpoint.load_packed(which, 0, self.dtype, self.residency.weight_format)
         return self._checkpoint.load(which, 0, self.dtype)
+
+    def _is_packed_end(self, which: str) -> bool:
+        """Whether what stands before or after the layers has the matrix that makes logits, packed for products."""
+        packed = self.config.has_head and self.residency.head == self._compute_tier
+        return packed and (which == "head" or self.config.tied_embeddings)
 
     def _load_sinks(self) -> Tensors:
         """Of a stage of a pipeline that does not make logits."""

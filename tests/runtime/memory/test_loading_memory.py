@@ -15,10 +15,11 @@ from batchgen.runtime.memory.residency import WeightResidency
 from batchgen.runtime.memory.weights import Weights
 
 
-def make(directory, family, kinds="Q4_0"):
+def make(directory, family, kinds="Q4_0", *, tied=False):
     """A GGUF's checkpoint, its config, and that all of it is in memory."""
     path = directory / "model.gguf"
-    write_tiny_gguf(make_tiny_model(family, directory, **MIXED_SIZES), path, tensor_type=kinds)
+    model = make_tiny_model(family, directory, **MIXED_SIZES, tie_word_embeddings=tied)
+    write_tiny_gguf(model, path, tensor_type=kinds)
     files = resolve_model(str(path))
     config = read_config(files)
     return (
@@ -52,21 +53,23 @@ def tensors_of(weight):
     return [part if isinstance(part, torch.Tensor) else part.data for part in parts]
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
-def test_what_is_packed_while_it_is_read_is_the_same(tmp_path, monkeypatch, family, mixed):
-    """And no matrix is read whole, but a table of embeddings."""
-    checkpoint, config, residency = make(tmp_path, family, mixed_types(family) if mixed else "Q4_0")
+def test_what_is_packed_while_it_is_read_is_the_same(tmp_path, monkeypatch, family, mixed, tied):
+    """And no matrix is read whole, but a table of embeddings that makes no logits."""
+    checkpoint, config, residency = make(tmp_path, family, mixed_types(family) if mixed else "Q4_0", tied=tied)
+    assert config.tied_embeddings == tied
     monkeypatch.setattr(block_packer, "_PIECE_BYTES", 1 << 14)
     whole = Weights(config, residency, torch.bfloat16, checkpoint=dataclasses.replace(checkpoint, load_unread=None))
     read, real = [], gguf_tensors.read_by_threads
     monkeypatch.setattr(gguf_tensors, "read_by_threads", lambda name, *rest: (read.append(name), real(name, *rest)))
     pieces = Weights(config, residency, torch.bfloat16, checkpoint=checkpoint)
-    assert set(read) <= {"token_embd.weight"}
+    assert set(read) <= (set() if tied else {"token_embd.weight"})
     assert pieces.num_bytes == whole.num_bytes
     for found, expected in zip(
-        (pieces.head, *map(pieces.layer, range(config.num_layers))),
-        (whole.head, *map(whole.layer, range(config.num_layers))),
+        (pieces.embeddings, pieces.head, *map(pieces.layer, range(config.num_layers))),
+        (whole.embeddings, whole.head, *map(whole.layer, range(config.num_layers))),
         strict=True,
     ):
         assert found.keys() == expected.keys()
