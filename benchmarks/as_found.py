@@ -44,7 +44,13 @@ SHAPE_3B = {
     "attention.value_length": 128,
     "rope.dimension_count": 128,
 }
-_HALVES = {"Q4_1": (0, 2), "Q4_K": (0, 2)}  # where the fp16 numbers of a block are
+# The fp16 numbers of a block, by where they are: so that weights are of about the size that a model's are.
+_HALVES = {
+    "Q4_1": {0: 1e-3, 2: -7e-3},
+    "Q4_K": {0: 1e-5, 2: 7e-5},
+    "Q6_K": {208: 1.5e-5},
+}
+_TABLE_FORMAT = "Q6_K"  # which llama.cpp's quantizer gives an output matrix, so also embeddings that are one
 _PATTERN_BLOCKS = 1 << 12
 
 
@@ -74,13 +80,14 @@ def requantized(source: Path, target: Path, name: str) -> Path:
 
 
 def shaped(source: Path, target: Path, name: str, layers: int) -> Path:
-    """A GGUF of so many layers of SHAPE_3B in one format, with random blocks; tokenizer and all else are the source's."""
+    """A GGUF of so many layers of SHAPE_3B in one format, with random blocks; tokenizer and all else are the source's.
+
+    Its table of embeddings is the output matrix.
+    """
     import gguf
 
     if target.exists():
         return target
-    kind = gguf.GGMLQuantizationType[name]
-    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     reader = gguf.GGUFReader(str(source))
     arch = reader.get_field("general.architecture").contents()
     writer = gguf.GGUFWriter(str(target), arch)
@@ -92,15 +99,14 @@ def shaped(source: Path, target: Path, name: str, layers: int) -> Path:
     for key, value in changed.items():
         writer.add_uint32(key, value)
     draw = np.random.default_rng(0)
-    pattern = draw.integers(0, 256, (_PATTERN_BLOCKS, num_bytes), dtype=np.uint8)
-    for i, at in enumerate(_HALVES[name]):
-        size = 1e-3 if name == "Q4_1" else 1e-5
-        half = np.float16(size if i == 0 else size * (-7 if name == "Q4_1" else 7))
-        pattern[:, at : at + 2] = np.frombuffer(half.tobytes(), np.uint8)
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        blocks = rows * columns // values
-        return np.resize(pattern, (blocks, num_bytes)).reshape(rows, -1)
+    def add_matrix(tensor: str, rows: int, columns: int, kind: str) -> None:
+        values, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        pattern = draw.integers(0, 256, (_PATTERN_BLOCKS, num_bytes), dtype=np.uint8)
+        for at, half in _HALVES[kind].items():
+            pattern[:, at : at + 2] = np.frombuffer(np.float16(half).tobytes(), np.uint8)
+        blocks = np.resize(pattern, (rows * columns // values, num_bytes)).reshape(rows, -1)
+        writer.add_tensor(tensor, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
 
     width, inner, head = (
         SHAPE_3B["embedding_length"],
@@ -110,7 +116,7 @@ def shaped(source: Path, target: Path, name: str, layers: int) -> Path:
     queries, keys = SHAPE_3B["attention.head_count"] * head, SHAPE_3B["attention.head_count_kv"] * head
     vocab = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
     ones = np.ones(width, np.float32)
-    writer.add_tensor("token_embd.weight", (draw.standard_normal((vocab, width), np.float32) * 0.02).astype(np.float16))
+    add_matrix("token_embd.weight", vocab, width, _TABLE_FORMAT)
     writer.add_tensor("output_norm.weight", ones)
     shapes = {
         "attn_q": (queries, width),
@@ -125,7 +131,7 @@ def shaped(source: Path, target: Path, name: str, layers: int) -> Path:
         writer.add_tensor(f"blk.{layer}.attn_norm.weight", ones)
         writer.add_tensor(f"blk.{layer}.ffn_norm.weight", ones)
         for part, shape in shapes.items():
-            writer.add_tensor(f"blk.{layer}.{part}.weight", matrix(*shape), raw_dtype=kind)
+            add_matrix(f"blk.{layer}.{part}.weight", *shape, name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -71,6 +71,13 @@ inline const uint8_t* row_at(const Linear& args, int64_t panel, int c, int64_t a
 }
 
 #ifdef BATCHGEN_QUARTERS
+// Where in a row the code of a byte is, in its lower nibble where there are two.
+template <class Block>
+constexpr int64_t depth_of_byte(int64_t byte) {
+    if constexpr (Block::kNibbles == 0) return byte;
+    else return byte / Block::kNibbles * 2 * Block::kNibbles + byte % Block::kNibbles;
+}
+
 // Rows of W columns from `c` on whose codes are bytes or nibbles where they lie, kTaken depths of them or those that are left:
 // sink(depth, words) takes 4 bytes of codes of each column, four times in a row. What a panel has before its codes goes to
 // `heads` [blocks, Format::kScaleBytes]; it is zeros where no row is.
@@ -79,7 +86,7 @@ __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int
                                                          Sink sink) {
     using Block = typename Format::Block;
     static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
-    constexpr int kNibbles = Block::kNibbles, kPiece = 16, kCodeBytes = Block::kValues / (kNibbles ? 2 : 1);
+    constexpr int kPiece = 16, kCodeBytes = Block::kValues / (Block::kNibbles ? 2 : 1);
     const int64_t blocks = smaller(kTaken, args.depth - at) / Block::kValues;
     const uint8_t* rows[W];
     for (int i = 0; i < W; i++) {
@@ -91,7 +98,7 @@ __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int
     }
     for (int64_t byte = 0; byte < blocks * kCodeBytes; byte += kPiece) {
         const int64_t place = byte / kCodeBytes * Block::kBytes + Block::kCodesAt + byte % kCodeBytes;
-        const int64_t depth = kNibbles ? byte / (kNibbles + !kNibbles) * 2 * kNibbles + byte % (kNibbles + !kNibbles) : byte;
+        const int64_t depth = depth_of_byte<Block>(byte);
         vi r[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)

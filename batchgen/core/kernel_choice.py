@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from batchgen.core.dtypes import BLOCK_FORMATS, product_key
 from batchgen.core.errors import InputError
 from batchgen.core.typed_json import read_typed
 
@@ -33,12 +34,12 @@ class KernelChoice:
     """What each shape runs on: one candidate for any number of tokens, so that a row never rounds as its batch has it.
 
     Attributes:
-        linear: by `linear_key`.
+        linear: by `linear_key`; of weights in rows of blocks by their format alone, as `product_key` names it.
         attention: by `attention_key`; prefill and decode alike.
         default: the instruction set of shapes that are not named; "": the process's (BATCHGEN_ISA, or the machine's first).
 
     Raises:
-        ValueError: TORCH is to attend, or is the default. It has linear layers alone.
+        ValueError: TORCH is to attend, to read rows of blocks, or is the default. It has linear layers of numbers alone.
     """
 
     linear: Mapping[str, Measured] = field(default_factory=dict)
@@ -46,21 +47,27 @@ class KernelChoice:
     default: str = ""
 
     def __post_init__(self) -> None:
-        on_torch = [key for key, measured in self.attention.items() if measured.isa == TORCH]
+        of_blocks = {key: measured for key, measured in self.linear.items() if key.split()[0] in BLOCK_FORMATS}
+        on_torch = [k for table in (self.attention, of_blocks) for k, m in table.items() if m.isa == TORCH]
         if self.default == TORCH:
             on_torch.append("default")
         if on_torch:
-            raise ValueError(f"{on_torch[0]!r} must name an instruction set: {TORCH!r} is for linear layers alone")
+            raise ValueError(
+                f"{on_torch[0]!r} must name an instruction set: {TORCH!r} is for linear layers of numbers alone"
+            )
 
     def linear_isa(self, columns: int, depth: int, dtype: str) -> str:
         """What multiplies weights [columns, depth] of this dtype; "": the process's instruction set."""
         found = self.linear.get(linear_key(columns, depth, dtype))
         return found.isa if found else self.default
 
-    def blocks_isa(self, columns: int, depth: int, dtype: str) -> str:
-        """What multiplies a weight that is rows of a GGUF: what the unpacked one runs on, but not TORCH, which cannot read it."""
-        found = self.linear_isa(columns, depth, dtype)
-        return self.default if found == TORCH else found
+    def blocks_isa(self, weight_format: str, dtype: str) -> str:
+        """What multiplies weights that are rows of blocks, of any shape, and never TORCH; "": the process's instruction set.
+
+        weight_format: of `BLOCK_FORMATS`. Apart from what runs weights of numbers: sets may multiply codes in another way.
+        """
+        found = self.linear.get(product_key(weight_format, dtype))
+        return found.isa if found else self.default
 
     def attention_isa(self, heads: int, kv_heads: int, head_dim: int, dtype: str) -> str:
         """What attends with queries of this dtype, and never TORCH; "": the process's instruction set."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from batchgen.core.dtypes import BLOCK_FORMATS, product_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.plan import KV_TIERS, Plan, Policy, Prediction, Stage
@@ -94,8 +95,14 @@ def make_plan(
             _predict(candidate, at, startup_s, output_len_known, simulated_s or candidate.seconds),
             disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
         ),
-        kernels=s.hardware.kernels.of(s.model.kernel_keys(s.compute_format)),
+        kernels=s.hardware.kernels.of(_kernel_keys(s)),
     )
+
+
+def _kernel_keys(s: CostInputs) -> list[str]:
+    """What the plan's products and attention are named in a `KernelChoice`."""
+    formats = {s.main_format, s.output_format} & BLOCK_FORMATS.keys()
+    return [*s.model.kernel_keys(s.compute_format), *(product_key(name, s.compute_format) for name in sorted(formats))]
 
 
 def _batch_order(s: CostInputs, counts: Counts) -> str:

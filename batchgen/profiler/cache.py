@@ -74,6 +74,11 @@ class Wanted:
         return tuple(name for name in self.formats if name in KV_CODE_BITS)
 
     @property
+    def block_formats(self) -> tuple[str, ...]:
+        """Those that weights are multiplied in as rows of blocks."""
+        return tuple(dict.fromkeys(name for name in (*self.formats, *self.in_rows) if name in BLOCK_FORMATS))
+
+    @property
     def products(self) -> dict[str, tuple[str, bool]]:
         """Names of the rates of products beside those of the dtypes: the weights' format, and whether they lie in rows."""
         multiplied = [(name, False) for name in self.formats if name in (INT8, *BLOCK_FORMATS)]
@@ -257,7 +262,9 @@ def _shapes(wanted: Wanted, model: ModelConfig | None) -> Shapes:
     from batchgen.profiler.kernel_choice import Shapes
 
     subjects = subjects_of(wanted.device, wanted.effort, model)
-    return Shapes(subjects.products if wanted.device == "cpu" else (), subjects.attention)
+    if wanted.device != "cpu":
+        return Shapes((), subjects.attention)
+    return Shapes(subjects.products, subjects.attention, wanted.block_formats)
 
 
 def profile_path(

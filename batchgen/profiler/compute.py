@@ -240,7 +240,7 @@ def _weight(
         data = torch.full(
             (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
         )  # scales are numbers
-        found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(rows, columns, _name(numbers.dtype)))
+        found = ops.BlockWeight(data, weight_format, kernels.blocks_isa(weight_format, _name(numbers.dtype)))
         return found if in_rows else ops.pack_blocks(found, numbers.dtype, gated=gated)
     stored = numbers
     if weight_format == INT8:

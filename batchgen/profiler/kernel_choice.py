@@ -1,7 +1,7 @@
 """Chooses what each shape of a model runs on: every instruction set that the CPU has, and torch's own linear, timed.
 
-One choice for each shape and dtype, whatever the number of tokens: sets sum up in different orders, so that a row whose set went by
-the size of its batch would round as its batch has it. Of candidates that differ by less than noise the first by name is taken.
+One choice for each shape and dtype, and for each format of weights in rows of blocks, whatever the number of tokens: sets sum up in
+different orders, so that a row whose set went by the size of its batch would round as its batch has it. Of candidates that differ by less than noise the first by name is taken.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.core.dtypes import FORMAT_BYTES
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, product_key
 from batchgen.core.kernel_choice import PROCESS_SET, TORCH, KernelChoice, Measured, attention_key, linear_key
 from batchgen.core.machine import available_memory_bytes, keep_freed_memory
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -75,14 +76,22 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Whose shapes are chosen for: models whose linear layers run on the CPU, and models whose attention does."""
+    """Whose shapes are chosen for.
+
+    Attributes:
+        products: models whose linear layers run on the CPU.
+        attention: models whose attention does.
+        formats: of `BLOCK_FORMATS`, that the first models' weights may be in.
+    """
 
     products: tuple[ModelConfig, ...]
     attention: tuple[ModelConfig, ...]
+    formats: tuple[str, ...] = ()
 
     def keys(self, dtype: str) -> list[str]:
         """What `measure_kernels` names."""
         keys = [linear_key(*shape, dtype) for model in self.products for shape in _matrices(model)]
+        keys += [product_key(name, dtype) for name in self.formats if self.products]
         heads = [(m.num_heads, m.num_kv_heads, m.head_dim) for m in self.attention if _has_attention(m)]
         return list(dict.fromkeys(keys + [attention_key(*shape, dtype) for shape in heads]))
 
@@ -107,6 +116,10 @@ def measure_kernels(shapes: Shapes, dtype: str, kernels: Kernels, known: KernelC
             for shape in _linear_shapes(model, dtype):
                 if shape.key not in linear:
                     linear[shape.key] = _measured(shape, kernels.candidates, kernels.timer)
+        for weight_format in shapes.formats if shapes.products else ():
+            shape = _blocks_shape(shapes.products[0], weight_format, dtype)
+            if shape.key not in linear:
+                linear[shape.key] = _measured(shape, sets, kernels.timer)
         for model in filter(_has_attention, shapes.attention):
             shape = _attention_shape(model, dtype)
             if shape.key not in attention:
@@ -200,28 +213,10 @@ def _linear_shapes(model: ModelConfig, dtype: str) -> Iterator[_Shape]:
 
 def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, head: bool) -> _Shape:
     columns, depth = shape
-    threads = cpp.num_threads()
 
-    def prepare(tokens: int) -> Callable[[str], Trial]:
-        affordable = int(threads * _CALL_FLOPS_PER_THREAD / (2 * tokens * depth))
-        most_bytes = min(_CALL_WEIGHT_BYTES, available_memory_bytes() // _MEMORY_PARTS)
-        affordable = min(affordable, most_bytes // (depth * dtype.itemsize))
-        some = min(columns, max(threads * _COLUMNS_PER_THREAD, affordable // 2 * 2))
-        weights = _spread((some, depth), dtype)
-        x, weight = torch.randn(tokens, depth).to(dtype), torch.ones(depth, dtype=dtype)
-
-        def trial(candidate: str) -> Trial:
-            bound = [dispatch.pack_weight(w, gated=gated, isa=candidate) for w in weights]
-            options = {"activation": "silu_mul" if gated else None, "out_dtype": torch.float32 if head else None}
-
-            def run(i: int) -> None:
-                # As in a sweep, where kernels of the process's set come before and after: a team of torch's threads may still
-                # be looking for work.
-                dispatch.linear(dispatch.norm(x, weight, None, 1e-5), bound[i % len(bound)], **options)
-
-            return Trial(2 * tokens * some * depth, run)
-
-        return trial
+    def weights(some: int) -> Callable[[str], Sequence[dispatch.Weight]]:
+        spread = _spread((some, depth), dtype)
+        return lambda candidate: [dispatch.pack_weight(w, gated=gated, isa=candidate) for w in spread]
 
     def refuse(candidate: str) -> str | None:
         if candidate != TORCH:
@@ -232,8 +227,69 @@ def _linear_shape(shape: tuple[int, int], dtype: torch.dtype, *, gated: bool, he
             return NOT_CHECKED
         return DEPENDS_ON_ROWS if rows_depend(torch.randn(columns, depth).to(dtype)) else None
 
-    points = {f"{tokens} tokens": lambda tokens=tokens: prepare(tokens) for tokens in _TOKENS}
+    options = {"activation": "silu_mul" if gated else None, "out_dtype": torch.float32 if head else None}
+    points = _points(shape, dtype, depth * dtype.itemsize, weights, options)
     return _Shape(linear_key(columns, depth, _name(dtype)), points, refuse)
+
+
+def _blocks_shape(model: ModelConfig, weight_format: str, dtype_name: str) -> _Shape:
+    """Products of the widest MLP's first matrix, as if it were in this format."""
+    columns, width = max(model.product_shapes.values())
+    values, block_bytes = BLOCK_FORMATS[weight_format]
+    dtype, depth = getattr(torch, dtype_name), -(-width // values) * values
+    row_bytes = depth // values * block_bytes
+
+    def weights(some: int) -> Callable[[str], Sequence[dispatch.Weight]]:
+        count = max(1, _SPREAD_BYTES // (some * row_bytes))
+        spread = torch.full((count, some, row_bytes), 0x2A, dtype=torch.uint8)  # scales are numbers
+        return lambda candidate: [
+            dispatch.pack_blocks(dispatch.BlockWeight(data, weight_format, candidate), dtype) for data in spread
+        ]
+
+    points = _points((columns, depth), dtype, row_bytes, weights, {})
+    return _Shape(product_key(weight_format, dtype_name), points, lambda candidate: None)
+
+
+def _points(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    row_bytes: int,
+    weights: Callable[[int], Callable[[str], Sequence[dispatch.Weight]]],
+    options: Mapping[str, Any],
+) -> dict[str, Callable[[], Callable[[str], Trial]]]:
+    """The `_Shape.points` of products.
+
+    Args:
+        shape: (columns, depth) of the weight.
+        dtype: Of the tokens.
+        row_bytes: Of one of the weight's columns.
+        weights: Gives so many columns of some weights, and for a candidate these as it reads them.
+        options: Of `dispatch.linear`.
+    """
+    columns, depth = shape
+    threads = cpp.num_threads()
+
+    def prepare(tokens: int) -> Callable[[str], Trial]:
+        affordable = int(threads * _CALL_FLOPS_PER_THREAD / (2 * tokens * depth))
+        most_bytes = min(_CALL_WEIGHT_BYTES, available_memory_bytes() // _MEMORY_PARTS)
+        affordable = min(affordable, most_bytes // row_bytes)
+        some = min(columns, max(threads * _COLUMNS_PER_THREAD, affordable // 2 * 2))
+        weights_for = weights(some)
+        x, weight = torch.randn(tokens, depth).to(dtype), torch.ones(depth, dtype=dtype)
+
+        def trial(candidate: str) -> Trial:
+            bound = weights_for(candidate)
+
+            def run(i: int) -> None:
+                # As in a sweep, where kernels of the process's set come before and after: a team of torch's threads may still
+                # be looking for work.
+                dispatch.linear(dispatch.norm(x, weight, None, 1e-5), bound[i % len(bound)], **options)
+
+            return Trial(2 * tokens * some * depth, run)
+
+        return trial
+
+    return {f"{tokens} tokens": lambda tokens=tokens: prepare(tokens) for tokens in _TOKENS}
 
 
 def rows_depend(weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.kernel_choice import TORCH, KernelChoice, Measured
 from batchgen.ops import cpp, dispatch, reference
 from batchgen.profiler import kernel_choice
@@ -67,6 +68,20 @@ def test_each_candidate_is_chosen_where_it_is_the_fastest(fastest):
     work = 2 * 128 * 64 * 64
     assert choice.linear["64x64 bfloat16"].rates[fastest]["128 tokens"] == pytest.approx(2 * work, rel=1e-3)
     assert ONE.keys("bfloat16") == list(choice.names())
+
+
+PACKED = dataclasses.replace(ONE, formats=tuple(BLOCK_FORMATS))
+
+
+def test_rows_of_blocks_run_on_what_is_fastest_at_them_whatever_numbers_run_on():
+    """Sets multiply codes in other ways than numbers: one that is fast at these may be slow at those."""
+    numbers = measured(lambda candidate, point: 0.5 if candidate == SETS[-1] else 1.0)
+    timer = told(lambda candidate, point: 0.5 if candidate == SETS[0] else 1.0)
+    choice = measure_kernels(PACKED, "bfloat16", Kernels((*SETS, TORCH), timer), numbers)
+    assert set(PACKED.keys("bfloat16")) == set(choice.names())
+    assert {choice.linear_isa(64, 64, "bfloat16"), choice.linear_isa(192, 64, "bfloat16")} == {SETS[-1]}
+    assert {choice.blocks_isa(name, "bfloat16") for name in BLOCK_FORMATS} == {SETS[0]}
+    assert {choice.blocks_isa(name, "float32") for name in BLOCK_FORMATS} == {choice.default}, "not measured"
 
 
 def test_a_moment_in_which_the_first_is_slow_does_not_decide():
@@ -165,15 +180,22 @@ class TestTorch:
         assert max(counts) == rows
 
 
-def test_by_the_clock():
+@pytest.mark.parametrize("shapes", [ONE, PACKED])
+def test_by_the_clock(shapes):
     """The work that is timed is that of jobs, and takes time."""
-    choice = measure_kernels(ONE, "bfloat16", Kernels((*cpp.instruction_sets(), TORCH), best_seconds))
-    assert list(choice.names()) == [*KEYS, HEADS] and choice.default == cpp.instruction_sets()[0]
+    choice = measure_kernels(shapes, "bfloat16", Kernels((*cpp.instruction_sets(), TORCH), best_seconds))
+    assert list(choice.names()) == shapes.keys("bfloat16") and choice.default == cpp.instruction_sets()[0]
     for own in (*choice.linear.values(), *choice.attention.values()):
         assert own.isa in own.rates
         assert all(1e5 < rate < 1e15 and math.isfinite(rate) for rates in own.rates.values() for rate in rates.values())
 
 
+@pytest.mark.parametrize("key", ["q4_0 bfloat16", "fp8_g32 float32"])
+def test_torch_does_not_read_rows_of_blocks(key):
+    with pytest.raises(ValueError, match=f"'{key}' must name an instruction set"):
+        KernelChoice({key: Measured(TORCH)})
+
+
 def test_a_choice_is_the_same_after_json():
-    choice = measured(lambda candidate, point: None)
+    choice = measure_kernels(PACKED, "bfloat16", Kernels((*SETS, TORCH), told(lambda candidate, point: None)))
     assert KernelChoice.from_json(choice.to_json()) == choice

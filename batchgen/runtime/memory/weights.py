@@ -442,7 +442,7 @@ class Weights:
             return ops.SplitWeight(tuple(map(self._bound, weight.parts)))
         if isinstance(weight, ops.BlockWeight):
             dtype = str(self.dtype).removeprefix("torch.")
-            return replace(weight, isa=self._kernels.blocks_isa(*(shape or weight.shape), dtype))
+            return replace(weight, isa=self._kernels.blocks_isa(weight.weight_format, dtype))
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
 
     def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
