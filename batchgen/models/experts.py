@@ -100,11 +100,8 @@ def experts(
         on_counts(counts)
     rows = x.index_select(0, order // k)
     inner, made = x.new_empty(len(order), config.intermediate_size), torch.empty_like(rows)
-    start = 0
-    for e, count in enumerate(counts):
-        if count:
-            _expert(config, weights, e, rows[start : start + count], made[start : start + count], inner[start:][:count])
-        start += count
+    _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
+    _grouped(weights, "down", inner, counts, made)
     if on_input:
         on_input("gate_up.weight", rows)
         on_input("down.weight", inner)
@@ -113,6 +110,14 @@ def experts(
     for j in range(1, k):
         total += by_choice[:, j] * shares[:, j : j + 1]
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
+
+
+def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out: Tensor, **options) -> None:
+    """Products of each expert's rows of x with its own matrix. Of experts without rows there may be none."""
+    chosen = [e for e, count in enumerate(counts) if count]
+    matrices = [weights[f"{name}.{e}.weight"] for e in chosen]
+    biases = [weights.get(f"{name}.{e}.bias") for e in chosen]
+    ops.grouped_linear(x, matrices, [counts[e] for e in chosen], biases, out=out, **options)
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:

@@ -8,7 +8,7 @@ BATCHGEN_ISA names, or the machine's first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -345,6 +345,23 @@ def packed_rows(weight: PackedWeight, rows: Tensor) -> Tensor:
     return out
 
 
+KernelWeight = Tensor | PackedWeight | BoundWeight | BlockWeight
+
+
+def _operand_of(weight: KernelWeight) -> _Operand:
+    return weight.operand if isinstance(weight, PackedWeight) else _operand_as_it_lies(weight)
+
+
+def _check_operand(weight: KernelWeight, operand: _Operand, depth: int, dtype: torch.dtype, gated: bool) -> None:
+    """Whether x [tokens, depth] of this dtype can be multiplied with it, with an activation that is gated or not."""
+    if operand.coded:
+        assert (weight.shape[1] if operand.packed else _depth(weight)) == -(-depth // 4) * 4
+    else:
+        assert weight.shape[1] == depth
+        assert (operand.block_type and not operand.packed) or weight.dtype == dtype
+    assert not operand.packed or weight.gated == gated
+
+
 def _operand_as_it_lies(weight: Tensor | BoundWeight | BlockWeight) -> _Operand:
     if isinstance(weight, Tensor):
         return _Operand(weight.stride(0), weight.dtype == torch.int8, False, 0, "")
@@ -358,7 +375,7 @@ def _operand_as_it_lies(weight: Tensor | BoundWeight | BlockWeight) -> _Operand:
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight | BoundWeight | BlockWeight,
+    weight: KernelWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
@@ -374,19 +391,14 @@ def linear(
     products of bytes (or, of FP8, of bf16) their codes are multiplied and scales applied to sums in fp32: these are sums of weights
     that are not rounded; x is rounded to 2^-15 of the largest number of its run of 16 or 32.
     """
-    operand = weight.operand if isinstance(weight, PackedWeight) else _operand_as_it_lies(weight)
+    operand = _operand_of(weight)
     (rows, depth), (x_stride, x_unit), dtype = x.shape, x.stride(), x.dtype
-    columns, weight_depth = weight.shape
-    gated = activation in GATED
+    columns, gated = weight.shape[0], activation in GATED
     if out is None:
         out = x.new_empty(rows, columns // 2 if gated else columns, dtype=out_dtype)
     out_stride, out_unit = out.stride()
     assert x_unit == 1 and out_unit == 1
-    if operand.coded:
-        assert (weight_depth if operand.packed else _depth(weight)) == -(-depth // 4) * 4
-    else:
-        assert weight_depth == depth and ((operand.block_type and not operand.packed) or weight.dtype == dtype)
-    assert not operand.packed or weight.gated == gated
+    _check_operand(weight, operand, depth, dtype, gated)
     _kernels.linear(
         x.data_ptr(),
         x_stride,
@@ -409,6 +421,53 @@ def linear(
         operand.isa,
     )
     return out
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[KernelWeight],
+    counts: Sequence[int],
+    biases: Sequence[Tensor | None],
+    *,
+    activation: str | None = None,
+    out: Tensor,
+) -> Tensor:
+    """As `linear` of `counts[i]` rows of x with weight i and bias i, those of one weight after those of another, in one loop.
+
+    weights: one or more, which `lie_alike`.
+    """
+    operand, (columns, _) = _operand_of(weights[0]), weights[0].shape
+    (rows, depth), (x_stride, x_unit), (out_stride, out_unit) = x.shape, x.stride(), out.stride()
+    gated = activation in GATED
+    assert x_unit == 1 and out_unit == 1 and out.shape == (rows, columns // 2 if gated else columns)
+    assert len(weights) == len(counts) == len(biases) and sum(counts) == rows
+    _check_operand(weights[0], operand, depth, x.dtype, gated)
+    _kernels.grouped_linear(
+        x.data_ptr(),
+        x_stride,
+        np.array(counts, dtype=np.int64),
+        np.array([(w if isinstance(w, Tensor) else w.data).data_ptr() for w in weights], dtype=np.int64),
+        operand.stride,
+        columns,
+        depth,
+        TYPES[x.dtype],
+        operand.coded,
+        operand.packed,
+        operand.block_type,
+        ACTIVATIONS[activation],
+        np.array([_address(bias) for bias in biases], dtype=np.int64),
+        out.data_ptr(),
+        out_stride,
+        TYPES[out.dtype],
+        operand.isa,
+    )
+    return out
+
+
+def lie_alike(weights: Sequence[KernelWeight]) -> bool:
+    """Whether `grouped_linear` takes them: of one kind, shape and dtype, for one instruction set."""
+    kinds = {(weight.shape, weight.dtype, getattr(weight, "gated", None), _operand_of(weight)) for weight in weights}
+    return len(kinds) == 1
 
 
 # Around them.

@@ -8,6 +8,7 @@ or, with packed KV, the bytes of a packed row (`quant`). Keys of int4 KV are kep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -109,6 +110,39 @@ def linear(
     else:
         compute = _device_kernels(x.device) or reference
     return compute.linear(x, weight, bias, **options)
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Weight],
+    counts: Sequence[int],
+    biases: Sequence[Tensor | None],
+    *,
+    activation: str | None = None,
+    out: Tensor,
+) -> Tensor:
+    """As `linear` of some rows with each weight, bit for bit; on the CPU all rows and columns of all weights in one loop.
+
+    Args:
+        x: [tokens, depth], those of one weight after those of another.
+        weights: [columns, depth] each.
+        counts: Rows of each.
+        biases: [columns] or None, of each.
+        activation: As of `linear`.
+        out: Where the result goes, [tokens, columns], or half the columns with a gated activation.
+    """
+    if not weights:
+        return out
+    first = weights[0]
+    by_kernels = x.is_cpu and not isinstance(first, SplitWeight) and getattr(first, "isa", "") != TORCH
+    if by_kernels and kernels.lie_alike(weights):
+        return kernels.grouped_linear(x, weights, counts, biases, activation=activation, out=out)
+    start = 0
+    for weight, count, bias in zip(weights, counts, biases, strict=True):
+        stop = start + count
+        linear(x[start:stop], weight, bias, activation=activation, out=out[start:stop])
+        start = stop
+    return out
 
 
 def _split_linear(
