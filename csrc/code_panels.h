@@ -59,15 +59,18 @@ struct CodeStretch {
     }
 };
 
-// Where the row of column c is from depth `at` on; null: there is none. What is taken after it is fetched.
-inline const uint8_t* row_at(const Linear& args, int64_t panel, int c, int64_t at, int64_t here_bytes) {
-    const int64_t row = weight_row(args, panel, c);
+// Bytes [start, start + count) of the row of column c; null: there is none. The same of panel `next` are fetched into the
+// second cache: as many rows as a panel has are too many for the hardware to follow.
+inline const uint8_t* row_at(const Linear& args, int64_t panel, int64_t next, int c, int64_t start, int64_t count) {
+    const auto* w = (const uint8_t*)args.w;
+    const int64_t row = weight_row(args, panel, c), ahead = weight_row(args, next, c);
     if (row >= args.columns) return nullptr;
-    const uint8_t* packed = (const uint8_t*)args.w + row * args.w_stride + at * args.w_stride / args.depth;
-    // More of the row, or the beginning of one of the next panel.
-    const int64_t ahead = at + kTaken < args.depth ? here_bytes : (is_gated(args.activation) ? W : kPanel) * args.w_stride;
-    for (int64_t line = 0; line < here_bytes; line += 64) __builtin_prefetch(packed + ahead + line);
-    return packed;
+    if (ahead < args.columns) {
+        const uint8_t* first = w + ahead * args.w_stride + start;
+        for (const uint8_t* line = first - uintptr_t(first) % 64; line < first + count; line += 64)
+            __builtin_prefetch(line, 0, 2);
+    }
+    return w + row * args.w_stride + start;
 }
 
 #ifdef BATCHGEN_QUARTERS
@@ -82,15 +85,15 @@ constexpr int64_t depth_of_byte(int64_t byte) {
 // sink(depth, words) takes 4 bytes of codes of each column, four times in a row. What a panel has before its codes goes to
 // `heads` [blocks, Format::kScaleBytes]; it is zeros where no row is.
 template <class Format, class Sink>
-__attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int c, int64_t at, uint8_t* heads,
-                                                         Sink sink) {
+__attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int64_t next, int c, int64_t at,
+                                                         uint8_t* heads, Sink sink) {
     using Block = typename Format::Block;
     static const uint8_t nothing[kTaken / Block::kValues * Block::kBytes] = {};
     constexpr int kPiece = 16, kCodeBytes = Block::kValues / (Block::kNibbles ? 2 : 1);
     const int64_t blocks = smaller(kTaken, args.depth - at) / Block::kValues;
     const uint8_t* rows[W];
     for (int i = 0; i < W; i++) {
-        rows[i] = row_at(args, panel, c + i, at, blocks * Block::kBytes);
+        rows[i] = row_at(args, panel, next, c + i, at / Block::kValues * Block::kBytes, blocks * Block::kBytes);
         if (!rows[i]) rows[i] = nothing;
         else
             for (int64_t b = 0; b < blocks; b++)

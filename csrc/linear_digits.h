@@ -142,9 +142,14 @@ __attribute__((always_inline)) inline void quad_of_codes(const CodeFormat& forma
 template <int MR>
 struct DigitSums {
     vi of[MR][2][2];  // upper and lower digits, of each vector of columns
-    __attribute__((always_inline)) void clear() {
+    // factors: [2, count]. Where there is no minimum, what the sum will be too large by is taken off before anything is added.
+    template <bool Minimums>
+    __attribute__((always_inline)) void begin(const uint32_t* factors, int64_t count) {
 #pragma GCC unroll 6
-        for (int r = 0; r < MR; r++) of[r][0][0] = of[r][0][1] = of[r][1][0] = of[r][1][1] = set1_int(0);
+        for (int r = 0; r < MR; r++) {
+            of[r][0][0] = of[r][0][1] = set1_int(0);
+            of[r][1][0] = of[r][1][1] = set1_int(Minimums ? 0 : factors[count + r]);
+        }
     }
     // Four depths. x: [rows of the tile, 2].
     __attribute__((always_inline)) void add_products(const uint32_t* x, vi first, vi second) {
@@ -164,8 +169,7 @@ struct DigitSums {
             const vf power = as_float(set1_int(factors[r]));
 #pragma GCC unroll 2
             for (int part = 0; part < 2; part++) {
-                Lanes whole = ((Lanes)of[r][0][part] << 8) + (Lanes)of[r][1][part];
-                if constexpr (!Minimums) whole += (Lanes)set1_int(factors[count + r]);
+                const Lanes whole = ((Lanes)of[r][0][part] << 8) + (Lanes)of[r][1][part];
                 float* at = c + (2 * r + part) * W;
                 vf sum = fma(mul(to_float((vi)whole), power), scale[part], load(at));
                 if constexpr (Minimums) sum = fma(as_float(set1_int(factors[count + r])), minimum[part], sum);
@@ -187,7 +191,7 @@ __attribute__((noinline)) void digits_of_codes(const CodeFormat& format, const u
         const CodeStretch stretch(format, panel, depth, at, next, scales);
         for (int64_t run = 0; run < stretch.depths / Run; run++) {
             DigitSums<MR> sums;
-            sums.clear();
+            sums.template begin<Minimums>(factors, count);
 #pragma GCC unroll 2
             for (int quad = 0; quad < Run / kQuad; quad++)
                 quad_of_codes<Kind>(format, stretch, run * (Run / kQuad) + quad, bytes,
@@ -207,7 +211,7 @@ __attribute__((noinline)) void digits_of_operand(const uint32_t* x, int64_t coun
                                                  const RunScales& scales, const uint32_t* factors, float* c) {
     for (int64_t run = 0; run < runs; run++) {
         DigitSums<MR> sums;
-        sums.clear();
+        sums.template begin<Minimums>(factors, count);
 #pragma GCC unroll 4
         for (int group = 0; group < Run / 4; group++) {
             sums.add_products(x, load_int(b), load_int(b + W));
@@ -234,7 +238,7 @@ __attribute__((noinline)) void operand_of_codes(const CodeFormat& format, const 
 
 // As `operand_of_codes`, of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t at,
+__attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t* table, int64_t panel, int64_t next, int64_t at,
                                                uint32_t* out, RunScales& scales) {
     using Block = typename Format::Block;
     const int64_t here = smaller(kTaken, args.depth - at), blocks = here / Block::kValues, runs = here / Block::kRun;
@@ -245,7 +249,7 @@ __attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t*
         const CodeBytes<Kind> bytes(table);
         uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
         for (int part = 0; part < 2; part++)
-            words_of_rows<Format>(args, panel, part * W, at, heads, [&](int64_t depth, Lanes words) {
+            words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes words) {
                 uint32_t* to = out + depth / 4 * kPanel + part * W;
                 if constexpr (Block::kNibbles == 0) {
                     store_int(to, (vi)(words ^ 0x80808080u));
@@ -261,7 +265,7 @@ __attribute__((noinline)) void operand_of_rows(const Linear& args, const int8_t*
     TakenRows taken;
     for (int part = 0; part < 2; part++) {
         for (int i = 0; i < W; i++) {
-            const uint8_t* row = row_at(args, panel, part * W + i, at, here_bytes);
+            const uint8_t* row = row_at(args, panel, next, part * W + i, at / Block::kValues * Block::kBytes, here_bytes);
             if (!row) {
                 memset(taken.codes[i], -kCodesAbove<Format>, kTaken);
                 memset(taken.scales[i], 0, sizeof taken.scales[i]), memset(taken.minimums[i], 0, sizeof taken.minimums[i]);
@@ -302,7 +306,7 @@ struct DigitProducts {
         x = (const uint32_t*)args.packed_x + row * args.depth / 2, factors = factors_of_tile(args, args.packed_x, row);
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return operand_of_rows<Format>(args, format.table, panel, at, out, scales);
+        if (!args.packed) return operand_of_rows<Format>(args, format.table, panel, next, at, out, scales);
         operand_of_codes<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
     }
     template <int MR>

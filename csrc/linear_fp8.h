@@ -84,13 +84,13 @@ __attribute__((noinline)) void operand_of_fp8(const CodeFormat& format, const ui
 
 // The same of rows as they lie.
 template <class Format>
-__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t at, uint32_t* out,
+__attribute__((noinline)) void operand_of_fp8_rows(const Linear& args, int64_t panel, int64_t next, int64_t at, uint32_t* out,
                                                    RunScales& scales) {
     using Block = typename Format::Block;
     const PairTable small = small_fp8();
     uint8_t heads[kTaken / Block::kValues * Format::kScaleBytes] = {};
     for (int part = 0; part < 2; part++)
-        words_of_rows<Format>(args, panel, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
+        words_of_rows<Format>(args, panel, next, part * W, at, heads, [&](int64_t depth, Lanes codes) {  // two pairs of depths
             uint32_t* to = out + depth / 2 * kPanel + part * W;
             store_int(to, pairs_of_fp8((codes & 0xff) | (codes << 8 & 0x00ff0000), small));
             store_int(to + kPanel, pairs_of_fp8((codes >> 16 & 0xff) | (codes >> 8 & 0x00ff0000), small));
@@ -140,7 +140,7 @@ struct Fp8Products {
         x = (const uint32_t*)args.packed_x + row * args.depth / 2;
     }
     void operand(int64_t panel, int64_t next, int64_t at, uint32_t* out, RunScales& scales) const {
-        if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, at, out, scales);
+        if (!args.packed) return operand_of_fp8_rows<Format>(args, panel, next, at, out, scales);
         operand_of_fp8<Kind>(format, block_panel(args, panel), block_panel(args, next), args.depth, at, out, scales);
     }
     template <int MR>
