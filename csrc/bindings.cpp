@@ -405,6 +405,38 @@ PYBIND11_MODULE(_kernels, m) {
         over_rows(rows, columns, [&](int64_t row, int64_t stop) { kernels.norm(args, row, stop); });
     });
 
+    // Rows by expert, those of one in the order of tokens (counting sort). Returns how many rows each expert has.
+    m.def("sort_by_expert",
+          [](Address chosen, int64_t tokens, int64_t choices, int64_t experts, Address token_of_row, Address row_of_choice) {
+              const auto* expert = at<const int64_t>(chosen);
+              std::vector<int64_t> counts(experts), next(experts);
+              for (int64_t i = 0; i < tokens * choices; i++) {
+                  if (expert[i] < 0 || expert[i] >= experts)
+                      throw py::index_error("no such expert: " + std::to_string(expert[i]));
+                  counts[expert[i]]++;
+              }
+              for (int64_t e = 1; e < experts; e++) next[e] = next[e - 1] + counts[e - 1];
+              for (int64_t i = 0; i < tokens * choices; i++) {
+                  const int64_t row = at<int64_t>(row_of_choice)[i] = next[expert[i]]++;
+                  at<int64_t>(token_of_row)[row] = i / choices;
+              }
+              return counts;
+          });
+    m.def("gather_rows", [](Address x, int64_t stride_bytes, int64_t row_bytes, Address rows, int64_t count, Address out) {
+        py::gil_scoped_release release;
+        over_rows(count, row_bytes / 4, [&](int64_t i, int64_t stop) {
+            for (; i < stop; i++)
+                memcpy(at<uint8_t>(out) + i * row_bytes, at<uint8_t>(x) + at<int64_t>(rows)[i] * stride_bytes, row_bytes);
+        });
+    });
+    m.def("weighted_sums", [](Address made, Address rows, Address shares, int64_t tokens, int choices, int64_t columns,
+                              int type, Address out, bool in_fp32) {
+        const WeightedSums args{at(made), at<int64_t>(rows), at<float>(shares), at(out), columns, choices, Type(type), in_fp32};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(tokens, columns * choices, [&](int64_t token, int64_t stop) { kernels.weighted_sums(args, token, stop); });
+    });
+
     m.def("rotary_store",
           [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, int heads, int kv_heads, int head_dim, Address cos,
              Address sin, Address positions, float scale, Address q_norm, Address k_norm, float eps, Address rotation,

@@ -178,6 +178,18 @@ struct RotaryStore {
     void* v_out;
 };
 
+// out[t] = the sum of shares[t][j] made[rows[t][j]], in the order of j.
+struct WeightedSums {
+    const void* made;     // [rows, columns]
+    const int64_t* rows;  // [tokens, choices]
+    const float* shares;  // [tokens, choices]
+    void* out;            // [tokens, columns], of made's type or in fp32
+    int64_t columns;
+    int choices;
+    Type type;
+    bool in_fp32;
+};
+
 struct Quant {
     const void* x;    // [rows, columns]
     uint8_t* packed;  // [rows, row_bytes]
@@ -228,6 +240,7 @@ struct Kernels {
     // Rows [first, stop) of those at `rows` of a packed w, as numbers: out [rows, depth].
     void (*rows_of_panels)(const Linear&, const int64_t* rows, int64_t first, int64_t stop, void* out);
     void (*norm)(const Norm&, int64_t row, int64_t stop);
+    void (*weighted_sums)(const WeightedSums&, int64_t token, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);

@@ -29,6 +29,7 @@ namespace {
 #include "blocks.h"
 #include "linear.h"
 #include "norm.h"
+#include "experts.h"
 #include "quant.h"
 #include "attention_tiles.h"
 #include "attention_few.h"
@@ -61,6 +62,7 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         arrange_panels,
         rows_of_panels,
         norm,
+        weighted_sums,
         rotary_store,
         quantize,
         dequantize,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
+from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 
 Weights = Mapping[str, ops.Weight]
@@ -93,22 +94,17 @@ def experts(
     if not by_expert:
         total = _all_experts(config, weights, x, shares, chosen)
         return _with_shared(config, weights, x, total, on_input).to(x.dtype)
-    tokens, k = chosen.shape
-    order = chosen.view(-1).argsort(stable=True)  # of (token, choice), by expert
-    counts = chosen.view(-1).bincount(minlength=config.num_experts).tolist()
+    token_of_row, row_of_choice, counts = kernels.sort_by_expert(chosen, config.num_experts)
     if on_counts:
         on_counts(counts)
-    rows = x.index_select(0, order // k)
-    inner, made = x.new_empty(len(order), config.intermediate_size), torch.empty_like(rows)
+    rows = kernels.gather_rows(x, token_of_row)
+    inner, made = x.new_empty(len(rows), config.intermediate_size), torch.empty_like(rows)
     _grouped(weights, "gate_up", rows, counts, inner, activation=config.mlp_activation)
     _grouped(weights, "down", inner, counts, made)
     if on_input:
         on_input("gate_up.weight", rows)
         on_input("down.weight", inner)
-    by_choice = torch.empty_like(made).index_copy_(0, order, made).view(tokens, k, x.shape[1])
-    total = by_choice[:, 0] * shares[:, :1]
-    for j in range(1, k):
-        total += by_choice[:, j] * shares[:, j : j + 1]
+    total = kernels.weighted_sums(made, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype)
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
 

@@ -495,6 +495,69 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
     return out
 
 
+def sort_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Sort tokens by the experts that they go through, those of one expert in their own order.
+
+    Args:
+        chosen: The experts of each token, int64 [tokens, choices].
+        num_experts: Of the layer.
+
+    Returns:
+        The token of each row, int64 [tokens * choices]; of each token and choice its row, int64 [tokens, choices]; and how many rows
+        each expert has.
+
+    Raises:
+        IndexError: There is no such expert.
+    """
+    assert chosen.dtype == torch.int64 and chosen.is_contiguous()
+    token_of_row, row_of_choice = torch.empty(chosen.numel(), dtype=torch.int64), torch.empty_like(chosen)
+    counts = _kernels.sort_by_expert(
+        chosen.data_ptr(), *chosen.shape, num_experts, token_of_row.data_ptr(), row_of_choice.data_ptr()
+    )
+    return token_of_row, row_of_choice, counts
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of x [count, columns], by their numbers, int64: as `x[rows]`, by all threads. There must be such rows."""
+    assert rows.dtype == torch.int64 and rows.is_contiguous() and x.stride(1) == 1
+    out = x.new_empty(len(rows), x.shape[1])
+    size = x.element_size()
+    _kernels.gather_rows(
+        x.data_ptr(), x.stride(0) * size, x.shape[1] * size, rows.data_ptr(), len(rows), out.data_ptr()
+    )
+    return out
+
+
+def weighted_sums(made: Tensor, rows: Tensor, shares: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """For each token the sum of some rows of `made`, weighted, in their order, in fp32.
+
+    Args:
+        made: [rows, columns].
+        rows: Which, int64 [tokens, choices]. There must be such rows.
+        shares: Their weights, fp32 [tokens, choices].
+        out_dtype: `made`'s or fp32.
+
+    Returns:
+        [tokens, columns].
+    """
+    assert made.is_contiguous() and rows.is_contiguous() and shares.is_contiguous() and rows.shape == shares.shape
+    assert rows.dtype == torch.int64 and shares.dtype == torch.float32 and out_dtype in (made.dtype, torch.float32)
+    tokens, choices = rows.shape
+    out = made.new_empty(tokens, made.shape[1], dtype=out_dtype)
+    _kernels.weighted_sums(
+        made.data_ptr(),
+        rows.data_ptr(),
+        shares.data_ptr(),
+        tokens,
+        choices,
+        made.shape[1],
+        TYPES[made.dtype],
+        out.data_ptr(),
+        out_dtype == torch.float32,
+    )
+    return out
+
+
 def rotary_store(  # the operands of one kernel
     qkv: Tensor,
     heads: int,

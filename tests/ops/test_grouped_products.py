@@ -98,3 +98,50 @@ def test_what_does_not_lie_alike_goes_one_by_one():
 def test_no_weights_at_all():
     out = torch.empty(0, COLUMNS)
     assert ops.grouped_linear(torch.empty(0, DEPTH), [], [], [], out=out) is out
+
+
+def test_tokens_are_sorted_by_expert():
+    """Of one expert in their own order; with experts that have none, and no tokens at all."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, choices, experts in ((50, 3, 7), (1, 8, 128), (9, 1, 1), (0, 2, 4)):
+        chosen = torch.rand(tokens, experts, generator=generator).topk(choices).indices
+        token_of_row, row_of_choice, counts = kernels.sort_by_expert(chosen, experts)
+        order = chosen.view(-1).argsort(stable=True)
+        assert torch.equal(token_of_row, order // choices)
+        assert torch.equal(row_of_choice.view(-1)[order], torch.arange(len(order)))
+        assert counts == chosen.view(-1).bincount(minlength=experts).tolist()
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_an_expert_that_is_not_there_is_refused(wrong):
+    with pytest.raises(IndexError, match=f"no such expert: {wrong}"):
+        kernels.sort_by_expert(torch.tensor([[0, 3], [1, wrong]]), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_gathered(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 70, generator=generator).to(dtype)
+    rows = torch.randint(30, (200,), generator=generator)
+    for some in (x, x[:, :33]):
+        assert torch.equal(kernels.gather_rows(some, rows), some[rows])
+    assert kernels.gather_rows(x, rows[:0]).shape == (0, 70)
+
+
+@pytest.mark.parametrize("isa", ALL_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_of_experts_are_weighted_and_added(dtype, isa):
+    """As in fp64 but for rounding; a token has the same bits alone."""
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(60, 45, generator=generator).to(dtype)
+    rows = torch.randint(60, (20, 3), generator=generator)
+    shares = torch.rand(20, 3, generator=generator)
+    terms = made.double()[rows] * shares.double()[..., None]
+    rounding = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+    with kernels.using(isa):
+        for out_dtype in {dtype, torch.float32}:
+            found = kernels.weighted_sums(made, rows, shares, out_dtype)
+            assert found.dtype == out_dtype
+            most = 3 * 2**-23 * terms.abs().sum(1) + rounding[out_dtype] * terms.sum(1).abs()
+            assert ((found.double() - terms.sum(1)).abs() <= most).all()
+            assert torch.equal(kernels.weighted_sums(made, rows[7:8], shares[7:8], out_dtype), found[7:8])
