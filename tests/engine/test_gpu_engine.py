@@ -1,5 +1,6 @@
 """Whole engines on a CUDA card, where there is one: tokens are those of the CPU, memory is no more than asked for."""
 
+import itertools
 import random
 from dataclasses import replace
 from importlib.util import find_spec
@@ -34,8 +35,14 @@ def token_ids(done):
 
 @pytest.mark.gpu
 @on_card
-@pytest.mark.parametrize("admission", ["continuous", "static"])
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "admission"),
+    [
+        *itertools.product(["llama", "opt", "qwen3"], ["continuous", "static"]),
+        ("qwen3_moe", "static"),
+        ("gpt_oss", "continuous"),
+    ],
+)
 def test_greedy_tokens_are_those_of_the_cpu(tiny_models, family, admission):
     path = str(tiny_models(family)[0])
     prompts = rows(64, 400)

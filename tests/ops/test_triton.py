@@ -87,3 +87,4 @@ def test_all_kernels_compile_and_fit(capability, tmp_path):
     assert all(name in told for name in ("_quantize", "_copy_rows", "_draw")) and "TOO LARGE" not in told
     products = told.count("_attend")
     assert products == 0 if capability == "75" else products >= 8 * len(head_dims)
+    assert told.count("_multiply") == (0 if capability == "75" else 12)

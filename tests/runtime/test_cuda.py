@@ -95,8 +95,11 @@ def test_every_operation_finds_its_tensors_on_one_device(
         kinds = set()
         before_each_step(engine.parts, lambda step: kinds.add(step.kind))
         run(engine)
+        has_experts = engine.parts.config.num_experts > 0
     assert kinds == STEPS[kind]
-    assert {"_attend", "_norm", "_rotary_store"} <= {name for name, *_ in card.launched}
+    launched = {name for name, *_ in card.launched}
+    assert {"_attend", "_norm", "_rotary_store"} <= launched
+    assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
 
 
 @pytest.mark.parametrize("closed", [True, False])
