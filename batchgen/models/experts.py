@@ -94,7 +94,7 @@ def experts(
     """
     shares, chosen = route(config, weights, x) if routes is None else routes
     if "down.weight" in weights:
-        total = _together(config, weights, x, shares, chosen)
+        total = together(config, weights, x, shares, chosen)
         return _with_shared(config, weights, x, total, on_input).to(x.dtype)
     tokens, k = chosen.shape
     order = chosen.view(-1).argsort(stable=True)  # of (token, choice), by expert
@@ -138,17 +138,18 @@ def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tenso
     ops.linear(inner, down, last_bias, out=out)
 
 
-def _together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
     """The weighted sum, fp32, of experts whose matrices are not split."""
     gate_up, down = (weights[name] for name in MATRICES)
     if not ops.groups_experts(x, gate_up, down):
-        return _all_experts(config, _split(config, weights), x, shares, chosen)
+        return all_experts(config, weights, x, shares, chosen)
     biases = weights.get("gate_up.bias"), weights.get("down.bias")
     return ops.grouped_experts(x, shares, chosen, gate_up, biases[0], down, biases[1], config.mlp_activation)
 
 
-def _all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """As `_together`, where there are no kernels: every expert multiplies all tokens, experts / experts_per_token times the work."""
+def all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    """As `together`, where there are no kernels: every expert multiplies all tokens, experts / experts_per_token times the work."""
+    weights = _split(config, weights)
     of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)
     total = torch.zeros_like(x, dtype=torch.float32)
     inner, made = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)

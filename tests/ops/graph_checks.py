@@ -20,7 +20,7 @@ from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
 from batchgen.runtime.in_memory import in_memory
-from batchgen.runtime.memory import weights as stored
+from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
@@ -51,7 +51,7 @@ def engine(config, monkeypatch, *, captured):
     if DEVICE.type == "cpu":  # weights as on a card
         monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
-        monkeypatch.setattr(stored, "split_experts", lambda config, tensors, layer: dict(tensors))
+        monkeypatch.setattr(Weights, "_splits_experts", False)
     executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
     if DEVICE.type == "cpu":  # the same paths as on a card
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)

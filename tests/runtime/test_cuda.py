@@ -176,9 +176,10 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
     assert max(size for size, _ in card.copies) <= 1000
 
 
-def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
     """Every kind of Step has been run and every variant of a kernel launched, and nothing has waited for the host meanwhile."""
-    path = tiny_models("llama", **LAYERS)[0]
+    path = tiny_models(family, **LAYERS)[0]
     steps, seen, waited = [], set(), []
     real = cuda.CudaDriver.wait_for_host
     monkeypatch.setattr(cuda.CudaDriver, "wait_for_host", lambda *args: waited.append(args) or real(*args))

@@ -87,9 +87,7 @@ class Weights:
         tiers = tiers or Tiers()
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._h2d = tiers.links and tiers.links[0]
-        self._splits_experts = (
-            tiers.device.type == "cpu"
-        )  # elsewhere kernels take the matrices of all experts as they lie
+        self._device = tiers.device
         # Of each tensor of a layer with experts, and of one without.
         kinds = {config.has_experts(j): j for j in range(config.num_layers)}
         self._shapes = {kind: tensor_shapes(layer_layout(config, j)) for kind, j in kinds.items()}
@@ -214,6 +212,11 @@ class Weights:
             file.close()
 
     # Loading.
+
+    @property
+    def _splits_experts(self) -> bool:
+        """Whether products are made expert by expert; elsewhere kernels take the matrices of all experts as they lie."""
+        return self._device.type == "cpu"
 
     @property
     def _packs_from_file(self) -> bool:
