@@ -102,6 +102,16 @@ def test_every_operation_finds_its_tensors_on_one_device(
     assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
 
 
+def test_experts_in_8_bits_multiply_all_tokens(tiny_models, tmp_path, card, cold):
+    """For which there are no kernels: torch does it."""
+    path = tiny_models("qwen3_moe", **LAYERS)[0]
+    policy = make_policy(path, CUDA, weight_format="int8", embedding_tier="gpu")
+    with Engine.from_parts(make_parts(path, CUDA, policy, tmp_path, longest_tokens=64)) as engine:
+        run(engine)
+    launched = {name for name, *_ in card.launched}
+    assert "_norm" in launched and "_multiply" not in launched
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_engines_one_after_the_other(tiny_models, tmp_path, card, cold, closed):
     """One that is not closed is given up with its pinned memory, before another is mapped there."""
