@@ -42,7 +42,7 @@ _LEAST_S = 5.0  # a part with less time than this is not begun
 _TOLD = 20_000  # characters of what a test has to say that are kept
 _TEST_LOG = "BATCHGEN_GPU_CHECK_TESTS"  # names the file that `pytest_runtest_logreport` adds to
 
-RATES, PROFILE = BUILD / "rates.json", BUILD / "profile.json"
+RATES, PROFILE, EXPERTS = BUILD / "rates.json", BUILD / "profile.json", BUILD / "experts.json"
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,12 @@ def _opt(policy: str, *rest: str) -> Part:
 PARTS: dict[str, Part] = {
     "machine": Part((str(HERE / "gpu_rates.py"), "--output", str(RATES)), 40, RATES),
     "build": Part((), 90),
-    "tests-kernels": _tests(390, "tests/ops/test_triton.py"),
-    "tests-engine": _tests(120, "tests/engine/test_gpu_engine.py"),
+    "tests-kernels": _tests(390, "tests/ops/test_triton.py", "-k", "not experts"),
+    "tests-engine": _tests(120, "tests/engine/test_gpu_engine.py", "-k", "not experts"),
     "tests-policies": _tests(280, "tests/engine/test_tiers.py"),
     "tests-ranks": _tests(180, "tests/engine/test_gpu_ranks.py"),
+    "tests-experts": _tests(160, "tests/ops/test_triton.py", "tests/engine/test_gpu_engine.py", "-k", "experts"),
+    "experts": Part((str(HERE / "gpu_experts.py"), "--output", str(EXPERTS)), 50, EXPERTS),
     "tests-scores": _tests(180, "tests/engine/test_scoring_tiers.py"),
     "profile": Part((str(HERE / "gpu_profile.py"), "--output", str(PROFILE)), 80, PROFILE),
     # Everything on the GPU: decode sweeps are captured graphs.
@@ -111,7 +113,7 @@ PARTS: dict[str, Part] = {
 CALLS: tuple[tuple[str, ...], ...] = (
     ("machine", "build", "tests-kernels"),
     ("machine", "tests-engine", "tests-policies"),
-    ("machine", "tests-ranks"),
+    ("machine", "tests-ranks", "tests-experts", "experts"),
     ("machine", "tests-scores", "profile", "llama-8b, all on the GPU", "llama-8b, KV with CPU attention"),
     ("machine", "profile", "llama-8b, KV streamed", "llama-8b, planned", "opt-30b, KV with CPU attention"),
     ("machine", "profile", "opt-30b, KV streamed", "opt-30b, planned"),
@@ -326,6 +328,12 @@ def _take(check: Check, name: str, values: dict) -> None:
     elif name == "profile":
         check.result["profile"] = values
         part["rates"] = f"launching a layer {values['gpu']['launch_overhead_s'] * 1e6:.0f} us"
+    elif name == "experts":
+        check.result["experts"] = values
+        part["rates"] = ", ".join(
+            f"{case['tokens']:,} tokens in {case['grouped_s'] * 1e3:.2f} ms ({case['all_experts_s'] * 1e3:.2f} by all experts)"
+            for case in values
+        )
     else:
         part["case"] = values
 

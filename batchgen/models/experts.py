@@ -1,7 +1,9 @@
 """A mixture of experts: which MLPs each token goes through, and their products.
 
 Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A token's
-results are added in the order in which its experts were chosen, so a row's result does not depend on those beside it.
+results are added in the order in which its experts were chosen, so a row's result does not depend on those beside it. On the CPU
+matrices are split into those of each expert (`split_experts`), and products are made expert by expert. On a device the host must not
+wait for what the router chooses: matrices of all experts stay together, for kernels that find each token's on the device.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ Routes = tuple[Tensor, Tensor]
 
 def split_experts(config: ModelConfig, tensors: Weights, layer: int) -> dict[str, ops.Weight]:
     """A layer's tensors, with one for each expert of what stands one after the other in the rows: "down.3.weight"."""
-    if not config.has_experts(layer):
-        return dict(tensors)
+    return _split(config, tensors) if config.has_experts(layer) else dict(tensors)
+
+
+def _split(config: ModelConfig, tensors: Weights) -> dict[str, ops.Weight]:
     split: dict[str, ops.Weight] = {}
     for name, tensor in tensors.items():
         if name in STACKED:
@@ -80,19 +84,18 @@ def experts(
     x: Tensor,
     on_input: OnInput | None = None,
     *,
-    by_expert: bool = True,
     routes: Routes | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
     """What the chosen experts make of x [tokens, hidden], weighted and added, and the one that all tokens share: [tokens, hidden].
 
-    weights: as `split_experts` has them. by_expert: False: every expert multiplies all tokens. That takes experts /
-    experts_per_token times the work, but nothing depends on what the router chooses: for devices that the host must not wait for.
-    routes: what `route` makes of x, where that is known. on_counts: called with how many tokens each expert has, with `by_expert`.
+    weights: as `split_experts` has them; or as they are stored, all experts together: then nothing depends on what the router
+    chooses, so that the host need not wait for it, and nothing is shown of inputs and counts of tokens. routes: what `route` makes
+    of x, where that is known. on_counts: called with how many tokens each expert has.
     """
     shares, chosen = route(config, weights, x) if routes is None else routes
-    if not by_expert:
-        total = _all_experts(config, weights, x, shares, chosen)
+    if "down.weight" in weights:
+        total = together(config, weights, x, shares, chosen)
         return _with_shared(config, weights, x, total, on_input).to(x.dtype)
     token_of_row, row_of_choice, counts = kernels.sort_by_expert(chosen, config.num_experts)
     if on_counts:
@@ -136,7 +139,18 @@ def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tenso
     ops.linear(inner, down, last_bias, out=out)
 
 
-def _all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    """The weighted sum, fp32, of experts whose matrices are not split."""
+    gate_up, down = (weights[name] for name in MATRICES)
+    if not ops.groups_experts(x, gate_up, down):
+        return all_experts(config, weights, x, shares, chosen)
+    biases = weights.get("gate_up.bias"), weights.get("down.bias")
+    return ops.grouped_experts(x, shares, chosen, gate_up, biases[0], down, biases[1], config.mlp_activation)
+
+
+def all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    """As `together`, where there are no kernels: every expert multiplies all tokens, experts / experts_per_token times the work."""
+    weights = _split(config, weights)
     of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)
     total = torch.zeros_like(x, dtype=torch.float32)
     inner, made = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)

@@ -93,19 +93,18 @@ def post_attention(
     out: Tensor | None = None,
     on_input: OnInput | None = None,
     *,
-    by_expert: bool = True,
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
     """The layer's output [tokens, hidden] from its input and the attention result [tokens, heads * head_dim].
 
-    out: where it goes, `hidden` perhaps. by_expert, on_counts: as of `experts`. reduce: where the weights are a rank's part of the layer; called
+    out: where it goes, `hidden` perhaps. on_counts: as of `experts`. reduce: where the weights are a rank's part of the layer; called
     twice, of attention's result and of the MLP's.
     """
     hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
     x = _mlp_input(config, weights, hidden)
     if "router.weight" in weights:
-        y = experts(config, weights, x, on_input, by_expert=by_expert, on_counts=on_counts)
+        y = experts(config, weights, x, on_input, on_counts=on_counts)
         if reduce:
             reduce(y)
         return torch.add(hidden, y, out=out)

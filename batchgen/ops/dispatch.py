@@ -257,6 +257,46 @@ def weight_bytes(weight: Weight) -> int:
     return (weight if isinstance(weight, Tensor) else weight.data).nbytes
 
 
+# Mixtures of experts.
+
+
+def groups_experts(x: Tensor, *weights: Weight) -> bool:
+    """Whether `grouped_experts` has kernels for x and matrices of all experts: numbers of x's dtype, on a card with products."""
+    made = _device_kernels(x.device)
+    known = all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights)
+    return bool(made and known and made.supports_grouped(x.device))
+
+
+def grouped_experts(  # the operands of two products
+    x: Tensor,
+    shares: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """Multiply each token with its experts and add their results, weighted, in the order of `chosen`; where `groups_experts`.
+
+    The host waits for nothing, and launches are the same for any routes. A row's result does not depend on its batch.
+
+    Args:
+        x: [tokens, hidden].
+        shares: Weights of the results, fp32 [tokens, experts of a token].
+        chosen: Numbers of the experts, int64 [tokens, experts of a token].
+        gate_up: [experts * 2 * intermediate, hidden], one expert after the other, of each the gate first.
+        gate_up_bias: [experts * 2 * intermediate].
+        down: [experts * hidden, intermediate].
+        down_bias: [experts * hidden].
+        activation: A gated one of `linear`.
+
+    Returns:
+        fp32 [tokens, hidden].
+    """
+    return _triton().grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
+
+
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """Normalise the last dimension: x / rms(x) * weight (RMSNorm), or with a bias LayerNorm. Sums in fp32.
 

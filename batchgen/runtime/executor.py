@@ -653,8 +653,7 @@ class Executor:
         hidden, attention = going_on
         is_last, num_own = step.layer == self.config.num_layers - 1, len(hidden) - sum(len(c.rows) for c in b.joined)
         tensors = self.weights.layer(step.layer, step.weight_slot)
-        by_expert = self._device == CPU  # elsewhere the host would wait for what the router chooses
-        options = {"by_expert": by_expert, "reduce": self._options.reduce, "on_counts": self.routing.add}
+        options = {"reduce": self._options.reduce, "on_counts": self.routing.add}
         for part, attended in self._chunks(hidden, attention):
             layers.post_attention(self.config, tensors, part, attended, part, **options)
         if b.joined and not is_last:

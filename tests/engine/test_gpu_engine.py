@@ -32,16 +32,26 @@ def token_ids(done):
     return [c.samples[0].token_ids for c in done]
 
 
+def check_greedy_tokens(path, admission):
+    prompts = rows(64, 400)
+    options = {"dtype": "float32", "admission": admission}
+    expected = token_ids(completions(path, prompts, device="cpu", **options))
+    assert token_ids(completions(path, prompts, device="cuda", gpu_memory="3GiB", **options)) == expected
+
+
 @pytest.mark.gpu
 @on_card
 @pytest.mark.parametrize("admission", ["continuous", "static"])
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
 def test_greedy_tokens_are_those_of_the_cpu(tiny_models, family, admission):
-    path = str(tiny_models(family)[0])
-    prompts = rows(64, 400)
-    options = {"dtype": "float32", "admission": admission}
-    expected = token_ids(completions(path, prompts, device="cpu", **options))
-    assert token_ids(completions(path, prompts, device="cuda", gpu_memory="3GiB", **options)) == expected
+    check_greedy_tokens(str(tiny_models(family)[0]), admission)
+
+
+@pytest.mark.gpu
+@on_card
+@pytest.mark.parametrize(("family", "admission"), [("qwen3_moe", "static"), ("gpt_oss", "continuous")])
+def test_greedy_tokens_of_experts_are_those_of_the_cpu(tiny_models, family, admission):
+    check_greedy_tokens(str(tiny_models(family)[0]), admission)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_device import ORDERS, FakeDevice, run_on
+from fake_device import ORDERS, FakeDevice, as_on_a_device, run_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scoring import CLOSE, check, tokens
@@ -16,7 +16,6 @@ from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, mak
 from batchgen.core.device import Device
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
-from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduling.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +87,7 @@ def accelerated_case(seed):
 
 @pytest.mark.parametrize("seed", range(quick_or(2, 3)))
 def test_any_policy_on_a_device_with_streams(seed, tiny_models, stores, monkeypatch):
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
+    as_on_a_device(monkeypatch)
     device = FakeDevice(*ORDERS[seed])
     case = accelerated_case((SEED, seed))
     run_case(case, tiny_models, stores, monkeypatch, prepare=lambda parts: run_on(parts, device, monkeypatch))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
+from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from thorough import quick_or, some_of
@@ -29,7 +29,6 @@ from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
-from batchgen.ops import dispatch as ops
 from batchgen.runtime.scheduling.micro_batches import ORDERS as BATCH_ORDERS
 from batchgen.runtime.scheduling.sequence import CLASSES
 from batchgen.runtime.steps.graph import KINDS
@@ -219,7 +218,7 @@ def random_accelerated_case(rng, variants):
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, VARIANTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
+        as_on_a_device(patch)
         device = FakeDevice(*ORDERS[case.seed % len(ORDERS)], warm=FIRST_USES)
 
         def prepare(parts):
@@ -239,7 +238,7 @@ def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_s
     found = []
     for warm in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "pack_weight", lambda weight, **_: weight)
+            as_on_a_device(patch)
             parts = make_parts(path, EMULATED, policy, stores, longest_tokens=CONTEXT)
             if on_streams:
                 run_on(parts, FakeDevice(*ORDERS[0]), patch)

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
+from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
 from thorough import quick_or, rotating, some_of
@@ -401,7 +401,7 @@ _ON_STREAMS = [(model, tier) for model in MODELS for tier, (device, _) in TIERS.
 def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypatch):
     """On a device with streams: no operation and no memory while one of them waits for the host."""
     path, prompts, wanted = expected(model)
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
+    as_on_a_device(monkeypatch)
     turn = list(MODELS).index(model)
     admission, num_batches = schedules(model, tier)[0]
     policy = policy_of(path, tier, DTYPE, admission, num_batches)

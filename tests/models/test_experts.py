@@ -63,22 +63,22 @@ def shared_expert(config, tensors, token):
 
 
 @pytest.mark.parametrize(("num_experts", "k"), [(4, 1), (4, 4), (8, 2), (64, 8), (128, 8)])
-@pytest.mark.parametrize("by_expert", [True, False])
-def test_tokens_go_through_their_experts(num_experts, k, by_expert):
+@pytest.mark.parametrize("split", [True, False])
+def test_tokens_go_through_their_experts(num_experts, k, split):
     config, tensors = mixture(num_experts, k, norm_topk=k != 4)
-    weights = split_experts(config, tensors, 0)
+    weights = split_experts(config, tensors, 0) if split else tensors
     for tokens in (1, 3, 64):
         x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
-        got = experts(config, weights, x, by_expert=by_expert)
+        got = experts(config, weights, x)
         torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("by_expert", [True, False])
-def test_all_tokens_go_through_the_shared_expert(by_expert):
+@pytest.mark.parametrize("split", [True, False])
+def test_all_tokens_go_through_the_shared_expert(split):
     fields = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 56}
     config, tensors = mixture(8, 3, **fields)
     x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(3))
-    got = experts(config, split_experts(config, tensors, 0), x, by_expert=by_expert)
+    got = experts(config, split_experts(config, tensors, 0) if split else tensors, x)
     torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
 
 

@@ -20,6 +20,7 @@ from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.batch import pack
 from batchgen.runtime.in_memory import in_memory
+from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
@@ -41,9 +42,16 @@ OPT = {
     "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "dtype": "float32",
     "do_layer_norm_before": True,
 }  # fmt: skip
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+}  # fmt: skip
 
 
 def engine(config, monkeypatch, *, captured):
+    if DEVICE.type == "cpu":  # weights as on a card
+        monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
+        monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
+        monkeypatch.setattr(Weights, "_splits_experts", False)
     executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
     if DEVICE.type == "cpu":  # the same paths as on a card
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
@@ -89,7 +97,10 @@ def tokens(engine):
     return [c.samples[0].token_ids for c in done]
 
 
-@pytest.mark.parametrize("config", [LLAMA, LLAMA | WINDOWS, OPT], ids=["llama", "windows", "opt"])
+CONFIGS = {"llama": LLAMA, "windows": LLAMA | WINDOWS, "opt": OPT, "experts": LLAMA | QWEN_MOE}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
     config = ModelConfig.from_hf(config)

@@ -40,19 +40,21 @@ def check(which, device, tmp_path, checks="triton_checks.py"):
 
 
 ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
+EXPERTS = "expert or mixture"
+CHECKS = {"attention": ATTENTION, "experts": EXPERTS, "the rest": f"not ({ATTENTION} or {EXPERTS})"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [ATTENTION, f"not ({ATTENTION})"], ids=["attention", "the rest"])
+@pytest.mark.parametrize("which", CHECKS)
 def test_under_the_interpreter(which, tmp_path):
-    check(which, "cpu", tmp_path)
+    check(CHECKS[which], "cpu", tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("which", [ATTENTION, f"not ({ATTENTION})"], ids=["attention", "the rest"])
+@pytest.mark.parametrize("which", CHECKS)
 def test_on_a_card(which, tmp_path):
-    check(which, "cuda", tmp_path)
+    check(CHECKS[which], "cuda", tmp_path)
 
 
 @pytest.mark.slow
@@ -87,3 +89,4 @@ def test_all_kernels_compile_and_fit(capability, tmp_path):
     assert all(name in told for name in ("_quantize", "_copy_rows", "_draw")) and "TOO LARGE" not in told
     products = told.count("_attend")
     assert products == 0 if capability == "75" else products >= 8 * len(head_dims)
+    assert told.count("_multiply") == (0 if capability == "75" else 12)

@@ -17,6 +17,8 @@ from thorough import quick_or, some_of
 from triton_device import DEVICE
 
 from batchgen.core.dtypes import KV_CODE_BITS, code_bytes, kv_row_bytes
+from batchgen.models.config import ModelConfig
+from batchgen.models.experts import experts, split_experts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference
 from batchgen.ops import triton as triton_kernels
@@ -28,7 +30,7 @@ from batchgen.ops.attention_plan import (
     SharedItem,
     plan_attention,
 )
-from batchgen.ops.triton import attention, rotary
+from batchgen.ops.triton import attention, grouped, rotary
 from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton import rows as row_copies
@@ -483,6 +485,176 @@ def test_linear(rows, columns, dtype, activation, with_bias, with_residual, wher
     torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
 
 
+# Mixtures of experts.
+
+
+def mixture(seed, num_experts, hidden, inner, dtype=torch.float32, biased=False):
+    """(gate_up, gate_up_bias, down, down_bias)"""
+    shapes = (num_experts * 2 * inner, hidden), (num_experts * hidden, inner)
+    made = [random(seed + i, *shape, dtype=dtype, scale=shape[1] ** -0.5) for i, shape in enumerate(shapes)]
+    biases = [random(seed + 2 + i, len(w), dtype=dtype) if biased else None for i, w in enumerate(made)]
+    return made[0], biases[0], made[1], biases[1]
+
+
+def routed(seed, tokens, num_experts, k):
+    """Weights of results, and experts, of a router whose favourites are those with high numbers."""
+    favourites = torch.arange(num_experts) * (4 / num_experts)
+    return (random(seed, tokens, num_experts) + favourites).softmax(-1).topk(k)
+
+
+def multiplied(x, shares, chosen, weights, activation):
+    """On the device. x's rows have gaps between them; what is there is no number."""
+    wide = torch.full((len(x), x.shape[1] + 16), float("nan"), dtype=x.dtype, device=DEVICE)
+    wide[:, 8:-8] = x.to(DEVICE)
+    operands = [None if w is None else w.to(DEVICE) for w in (shares, chosen, *weights)]
+    return triton_kernels.grouped_experts(wide[:, 8:-8], *operands, activation).cpu()
+
+
+def wide_experts(x, shares, chosen, weights, activation):
+    """In float64, one expert after the other; one that no token is routed to is not looked at."""
+    gate_up, gate_up_bias, down, down_bias = (None if w is None else w.double() for w in weights)
+    num_experts = len(down) // x.shape[1]
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for e in chosen.unique().tolist():
+        (token, choice), (first, last) = (
+            (chosen == e).nonzero(as_tuple=True),
+            (w.chunk(num_experts)[e] for w in (gate_up, down)),
+        )
+        made = x[token].double() @ first.T + (0 if gate_up_bias is None else gate_up_bias.chunk(num_experts)[e])
+        made = reference._GATES[activation](*made.chunk(2, -1)) @ last.T
+        made += 0 if down_bias is None else down_bias.chunk(num_experts)[e]
+        total.index_add_(0, token, made * shares[token, choice].double()[:, None])
+    return total
+
+
+MIXTURES = [  # experts, of a token, tokens, hidden, intermediate, activation, biases, dtype
+    (4, 1, 1, 40, 24, "silu_mul", False, torch.float32),
+    (4, 4, 70, 33, 65, "silu_mul", True, torch.float32),
+    (8, 2, 33, 136, 70, "swiglu_oai_mul", True, torch.float32),
+    (16, 3, 300, 24, 40, "gelu_tanh_mul", False, torch.float32),
+    (128, 8, 9, 40, 24, "silu_mul", False, torch.float32),
+    (64, 8, 40, 24, 40, "swiglu_oai_mul", True, torch.bfloat16),
+    (32, 4, 17, 72, 130, "swiglu_oai_mul", True, torch.float16),
+    (6, 5, 100, 130, 72, "silu_mul", False, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("case", MIXTURES, ids=lambda case: "-".join(map(str, case)))
+def test_tokens_go_through_their_experts(case):
+    num_experts, k, tokens, hidden, inner, activation, biased, dtype = case
+    x = random(7, tokens, hidden, dtype=dtype, scale=2)
+    weights = mixture(8, num_experts, hidden, inner, dtype, biased)
+    shares, chosen = routed(9, tokens, num_experts, k)
+    for e in set(range(num_experts)) - set(chosen.unique().tolist()):
+        for w in (weights[0], weights[2]):
+            w.chunk(num_experts)[e].fill_(float("nan"))
+    got = multiplied(x, shares, chosen, weights, activation)
+    assert got.dtype == torch.float32
+    # Rounded after the activation and after the second product.
+    tolerance = {"atol": 12 * ROUNDING[dtype], "rtol": 4 * ROUNDING[dtype]}
+    torch.testing.assert_close(got.double(), wide_experts(x, shares, chosen, weights, activation), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(0, 0, 150, 0), (64, 0, 65, 63), (32, 31, 0, 33), (128, 64, 0, 1), (0, 0, 0, 1)], ids=str
+)
+def test_tiles_have_every_row_of_an_expert_and_no_other(counts, dtype):
+    chosen = torch.repeat_interleave(torch.tensor(counts))
+    chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(1))][:, None]
+    x, weights = random(2, len(chosen), 24, dtype=dtype), mixture(3, len(counts), 24, 16, dtype, biased=True)
+    shares = random(4, len(chosen), 1).abs()
+    got = multiplied(x, shares, chosen, weights, "silu_mul")
+    tolerance = {"atol": 12 * ROUNDING[dtype], "rtol": 4 * ROUNDING[dtype]}
+    torch.testing.assert_close(got.double(), wide_experts(x, shares, chosen, weights, "silu_mul"), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_through_experts_does_not_depend_on_its_batch(dtype):
+    x, weights = random(1, 90, 72, dtype=dtype), mixture(2, 4, 72, 40, dtype, biased=True)
+    shares, chosen = routed(3, 90, 4, 2)
+    together = multiplied(x, shares, chosen, weights, "swiglu_oai_mul")
+    for some in (slice(0, 1), slice(41, 42), slice(89, 90), slice(3, 70)):
+        assert torch.equal(multiplied(x[some], shares[some], chosen[some], weights, "swiglu_oai_mul"), together[some])
+
+
+def test_choices_are_sorted_by_expert_and_stay_in_order():
+    num_experts = 6
+    for count in (1, 2048, 4500):  # several blocks of a program
+        chosen = torch.randint(num_experts - 1, (count, 1), generator=torch.Generator().manual_seed(count)).to(DEVICE)
+        x, total = torch.zeros(count, 8, device=DEVICE), torch.zeros(count, 8, device=DEVICE)
+        weights = [None if w is None else w.to(DEVICE) for w in mixture(0, num_experts, 8, 8)]
+        sort = grouped.launches(x, torch.ones(count, 1, device=DEVICE), chosen, *weights, "silu_mul", total)[0]
+        sort()
+        assert torch.equal(sort.args["order"].long(), chosen[:, 0].argsort(stable=True))
+        starts = [0, *chosen[:, 0].bincount(minlength=num_experts).cumsum(0).tolist()]
+        assert sort.args["starts"].tolist() == starts
+
+
+def test_launches_of_experts_do_not_depend_on_routes():
+    x, weights = torch.zeros(70, 24), mixture(1, 8, 24, 16)
+    routes = [torch.zeros(70, 2, dtype=torch.int64) + torch.arange(2), routed(1, 70, 8, 2)[1]]
+    made = [grouped.launches(x, torch.ones(70, 2), to, *weights, "silu_mul", x) for to in routes]
+    assert [launch.grid for launch in made[0]] == [launch.grid for launch in made[1]]
+
+
+@pytest.mark.parametrize("shared", [{}, {"shared_expert_intermediate_size": 56}], ids=["", "shared"])
+def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeypatch):
+    """Weights as a device has them, as `models/experts.py` hands them to the kernels."""
+    config = ModelConfig.from_hf({
+        "architectures": [f"Qwen{2 if shared else 3}MoeForCausalLM"], "hidden_size": 40, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "moe_intermediate_size": 24, "vocab_size": 8, "num_experts": 8, "num_experts_per_tok": 3,
+    } | shared)  # fmt: skip
+    gate_up, gate_up_bias, down, down_bias = mixture(1, 8, 40, 24, biased=True)
+    tensors = {"router.weight": random(5, 8, 40), "gate_up.weight": gate_up, "down.weight": down}
+    tensors |= {"gate_up.bias": gate_up_bias, "down.bias": down_bias}
+    if shared:
+        shapes = {"gate": (1, 40), "gate_up": (2 * 56, 40), "down": (40, 56)}
+        tensors |= {f"shared_{name}.weight": random(6, *shape, scale=0.2) for name, shape in shapes.items()}
+    x = random(9, 21, 40)
+    expected = experts(config, split_experts(config, tensors, 0), x)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+    monkeypatch.setattr("batchgen.models.experts.all_experts", None)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    got = experts(config, {name: tensor.to(DEVICE) for name, tensor in tensors.items()}, x.to(DEVICE))
+    torch.testing.assert_close(got.cpu(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_experts_are_grouped_where_their_weights_are_numbers_of_the_inputs_kind(monkeypatch):
+    monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+    x, weight = torch.zeros(2, 64), torch.zeros(8, 64)
+    assert ops.groups_experts(x, weight, weight)
+    for other in (weight.half(), torch.zeros(8, 72, dtype=torch.int8), ops.SplitWeight((weight,))):
+        assert not ops.groups_experts(x, weight, other)
+    monkeypatch.setattr(ops, "_device_kernels", lambda device: None)
+    assert not ops.groups_experts(x, weight, weight)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+def test_a_captured_mixture_takes_other_routes():
+    """And the host waits for nothing."""
+    weights = [w.to(DEVICE) for w in mixture(2, 8, 40, 24, biased=True)]
+    x, (shares, chosen) = random(1, 50, 40).to(DEVICE), (t.to(DEVICE) for t in routed(1, 50, 8, 2))
+    operands = x, shares, chosen, *weights, "silu_mul"
+    triton_kernels.grouped_experts(*operands)  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = triton_kernels.grouped_experts(*operands)
+    for seed in (4, 5):
+        for held, new in zip((shares, chosen), routed(seed, 50, 8, 2), strict=True):
+            held.copy_(new)
+        if seed == 5:
+            chosen.copy_(torch.tensor([6, 2], device=DEVICE).expand_as(chosen))
+        total.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(total, triton_kernels.grouped_experts(*operands))
+        expected = wide_experts(*(t.cpu() for t in (x, shares, chosen)), [w.cpu() for w in weights], "silu_mul")
+        torch.testing.assert_close(total.cpu().double(), expected, atol=4e-5, rtol=2e-5)
+
+
 # Packed rows.
 
 
@@ -538,6 +710,10 @@ def test_nothing_to_do():
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert triton_kernels.norm(x, weight, None, 1e-5).shape == (0, 64)
     assert triton_kernels.gated(x, "silu_mul").shape == (0, 32)
+    routes = torch.empty(0, 2, device=DEVICE), torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
+    assert triton_kernels.grouped_experts(
+        x, *routes, *(w if w is None else w.to(DEVICE) for w in mixture(0, 4, 64, 8)), "silu_mul"
+    ).shape == (0, 64)
     assert triton_kernels.quantize(x).shape == (0, quant.row_bytes(64))
     assert triton_kernels.rotary_store(x, 2, 1, scale=1.0)[0].shape == (0, 2, 16)
     made = prepared(AttentionPlan((), (), ()), 2, 1, 16, 16, x.dtype, x.dtype)
@@ -645,7 +821,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
 
     def on(capability):
         made = launching.Card(capability, 40, 64 << 10)
-        for module in (attention, rotary, triton_kernels):
+        for module in (attention, grouped, rotary, triton_kernels):
             monkeypatch.setattr(module, "card", lambda device: made)
         kernels = ops._device_kernels(there)
         capture = ops.can_capture(there, 64, 1, 16)
@@ -657,13 +833,14 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
                 kernels.supports_attention(64, 1, 16, there),
                 kernels.supports_rotary(64, False, there),
                 kernels.supports_rotary(64, True, there),
+                kernels.supports_grouped(there),
             ),
         )
 
     assert on(70) == (None, False, None)
-    assert on(75) == (triton_kernels, False, (False, True, False))
+    assert on(75) == (triton_kernels, False, (False, True, False, False))
     for capability in (80, 86, 90, 120):
-        assert on(capability) == (triton_kernels, True, (True, True, True))
+        assert on(capability) == (triton_kernels, True, (True, True, True, True))
     on(75)
     monkeypatch.setattr(reference, "prepare_attention", lambda *a: "torch's")
     assert (

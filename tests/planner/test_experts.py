@@ -91,6 +91,21 @@ def test_products_of_experts_have_the_rate_of_their_tokens():
         assert linear_s(s, SimpleNamespace(tokens=tokens)) == pytest.approx(2 * (rest + experts) / 1e9)
 
 
+def test_a_gpu_multiplies_with_the_experts_that_tokens_are_routed_to():
+    """As many more to choose from change nothing, but that each has fewer tokens."""
+    phase = Phase(1, 0, 0, 4096, 1)
+    few, many = (
+        inputs(mixture(count, 4), gpu_box(), budgets={"gpu": GIB, "cpu": 8 * GIB, "disk": 0}) for count in (8, 128)
+    )
+    assert few.on_gpu and many.on_gpu
+    rates = few.rates.rates("gemm_flops_per_s", "float16")
+    params = 4 * few.model.expert_params
+    for s, tokens in ((few, 2048), (many, 128)):
+        rest = 2 * (s.model.matmul_params_per_layer - params) * 4096 / rates.at(width=64, tokens=4096)
+        experts = 2 * params * 4096 / rates.at(width=64, tokens=tokens)
+        assert linear_s(s, phase) == pytest.approx(rest + experts)
+
+
 def test_a_stage_of_dense_layers_alone_has_no_experts():
     """Of a mixture whose first layers are dense."""
     stage = replace(mixture(32, 4), dense_layers=(0, 1), dense_size=64).stage(0, 2)

@@ -95,8 +95,21 @@ def test_every_operation_finds_its_tensors_on_one_device(
         kinds = set()
         before_each_step(engine.parts, lambda step: kinds.add(step.kind))
         run(engine)
+        has_experts = engine.parts.config.num_experts > 0
     assert kinds == STEPS[kind]
-    assert {"_attend", "_norm", "_rotary_store"} <= {name for name, *_ in card.launched}
+    launched = {name for name, *_ in card.launched}
+    assert {"_attend", "_norm", "_rotary_store"} <= launched
+    assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
+
+
+def test_experts_in_8_bits_multiply_all_tokens(tiny_models, tmp_path, card, cold):
+    """For which there are no kernels: torch does it."""
+    path = tiny_models("qwen3_moe", **LAYERS)[0]
+    policy = make_policy(path, CUDA, weight_format="int8", embedding_tier="gpu")
+    with Engine.from_parts(make_parts(path, CUDA, policy, tmp_path, longest_tokens=64)) as engine:
+        run(engine)
+    launched = {name for name, *_ in card.launched}
+    assert "_norm" in launched and "_multiply" not in launched
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -173,9 +186,10 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
     assert max(size for size, _ in card.copies) <= 1000
 
 
-def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
     """Every kind of Step has been run and every variant of a kernel launched, and nothing has waited for the host meanwhile."""
-    path = tiny_models("llama", **LAYERS)[0]
+    path = tiny_models(family, **LAYERS)[0]
     steps, seen, waited = [], set(), []
     real = cuda.CudaDriver.wait_for_host
     monkeypatch.setattr(cuda.CudaDriver, "wait_for_host", lambda *args: waited.append(args) or real(*args))

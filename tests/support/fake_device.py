@@ -28,7 +28,7 @@ from batchgen.runtime import executor as executors
 from batchgen.runtime import token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.memory import kv_cache
-from batchgen.runtime.memory.weights import OUTPUT_MATRIX
+from batchgen.runtime.memory.weights import OUTPUT_MATRIX, Weights
 from batchgen.runtime.steps.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -422,10 +422,16 @@ class PlayedLanes(StreamLanes):
         super()._await(step, thread)
 
 
+def as_on_a_device(monkeypatch) -> None:
+    """Weights that are loaded for an emulated accelerator lie as a real one's: plain, all experts together."""
+    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
+    monkeypatch.setattr(Weights, "_splits_experts", property(lambda weights: weights._h2d is None))
+
+
 def run_on(
     parts: EngineParts, device: FakeDevice, monkeypatch, late: tuple[str, ...] = (), ahead: bool = False
 ) -> EngineParts:
-    """Has the parts, loaded for an emulated accelerator, run on the device's streams. late: lanes of the host that are slow.
+    """Has the parts, loaded for an emulated accelerator (`as_on_a_device`), run on the device's streams. late: lanes of the host that are slow.
     ahead: tokens are sampled on the device, and sweeps launched before those of the last one have come to the host; else the host
     samples, and waits for the logits."""
     executor = parts.executor

@@ -4,6 +4,7 @@ Nothing imports this but `ops`, and only where a tensor lies on a card and Trito
 """
 
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
+from batchgen.ops.triton.grouped import grouped_experts, supports_grouped
 from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.linear import linear
 from batchgen.ops.triton.norm import MAX_COLUMNS, gated, norm
@@ -26,6 +27,7 @@ __all__ = [
     "forbid",
     "gated",
     "gather_rows",
+    "grouped_experts",
     "linear",
     "norm",
     "paged_attention",
@@ -34,5 +36,6 @@ __all__ = [
     "rotary_store",
     "scatter_rows",
     "supports_attention",
+    "supports_grouped",
     "supports_rotary",
 ]

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.ops.triton import attention, plan, rotary, sampling, weights
+from batchgen.ops.triton import attention, grouped, plan, rotary, sampling, weights
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.ops.triton.norm import gated_launch, norm_launch
 from batchgen.ops.triton.rows import gather_launch, scatter_launch
@@ -35,6 +35,8 @@ _TYPES = {
     torch.int64: "*i64", torch.float64: "*fp64",
 }  # fmt: skip
 _KV_HEADS = 2
+# Experts, experts of a token, hidden and intermediate size, activation, biases: of Qwen3-30B-A3B and gpt-oss-20b.
+_MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
 # (queries, KV)
 _FORMATS = (
     (torch.bfloat16, torch.bfloat16),
@@ -123,6 +125,8 @@ def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]
                 yield f"{launch.kernel.__name__}, {what}, {name}", launch
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if has_bf16 else (torch.float16, torch.float32):
         yield from _row_launches(dtype)
+        if card.has_products:
+            yield from _expert_launches(dtype, card)
     for columns in (68, 65536):
         pool, rows = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
         index = torch.zeros(2, dtype=torch.int64)
@@ -146,6 +150,21 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
     x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.int8)
     yield f"_quantize_heads, {_short(dtype)}, 128 columns", weights.quantize_heads_launch(x, packed)
+
+
+def _expert_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+    for num_experts, k, hidden, inner, activation, biased in _MIXTURES:
+        where = {"dtype": dtype, "device": "meta"}
+        x = torch.empty(2, hidden, **where)
+        shares, chosen = torch.empty(2, k, device="meta"), torch.empty(2, k, dtype=torch.int64, device="meta")
+        gate_up = torch.empty(num_experts * 2 * inner, hidden, **where)
+        down = torch.empty(num_experts * hidden, inner, **where)
+        biases = (gate_up[:, 0].contiguous(), down[:, 0].contiguous()) if biased else (None, None)
+        operands = x, shares, chosen, gate_up, biases[0], down, biases[1], activation, torch.empty_like(x)
+        for launch in grouped.launches(*operands, card):
+            product = launch.kernel is grouped._multiply
+            which = f", {launch.constants['ACTIVATION'] or 'down'}" if product else ""
+            yield f"{launch.kernel.__name__}, {num_experts} experts, {_short(dtype)}{which}", launch
 
 
 def _logits_launches() -> Iterator[tuple[str, Launch]]:

@@ -87,6 +87,7 @@ class Weights:
         tiers = tiers or Tiers()
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._h2d = tiers.links and tiers.links[0]
+        self._device = tiers.device
         # Of each tensor of a layer with experts, and of one without.
         kinds = {config.has_experts(j): j for j in range(config.num_layers)}
         self._shapes = {kind: tensor_shapes(layer_layout(config, j)) for kind, j in kinds.items()}
@@ -132,8 +133,8 @@ class Weights:
             tensors = {**self._resident[layer], **brought}
             if self._dequantized:
                 tensors |= self._dequantized_views(layer)
-            split = split_experts(self.config, tensors, layer)
-            self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in split.items()}
+            found = split_experts(self.config, tensors, layer) if self._splits_experts else tensors
+            self._layers[layer, slot] = {name: self._bound(tensor) for name, tensor in found.items()}
         return self._layers[layer, slot]
 
     def read(self, layer: int, slot: int) -> None:
@@ -211,6 +212,11 @@ class Weights:
             file.close()
 
     # Loading.
+
+    @property
+    def _splits_experts(self) -> bool:
+        """Whether products are made expert by expert; elsewhere kernels take the matrices of all experts as they lie."""
+        return self._device.type == "cpu"
 
     @property
     def _packs_from_file(self) -> bool:
@@ -410,7 +416,8 @@ class Weights:
 
         Takes them out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be views of memory in which what is packed now was read, and would keep all of it.
         """
-        if layer is not None and self.residency.weight_format != INT4:  # which are dequantized first
+        is_dequantized = self.residency.weight_format == INT4  # before it is split
+        if layer is not None and self._splits_experts and not is_dequantized:
             split = split_experts(self.config, tensors, layer)
             tensors.clear()
             tensors = split

@@ -5,13 +5,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
+from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from thorough import quick_or, rotating, some_of
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.loader import warm_up
-from batchgen.ops import dispatch as ops
 from batchgen.planner.memory import stream_bytes
 from batchgen.runtime.steps.streams import STREAMS
 
@@ -44,7 +43,7 @@ def policies(path):
 
 @pytest.fixture
 def make(tiny_models, tmp_path, monkeypatch):
-    monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)  # torch reads the plain ones
+    as_on_a_device(monkeypatch)
     path = tiny_models("llama", num_hidden_layers=3)[0]
 
     def make(name, ahead=False):
