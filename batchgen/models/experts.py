@@ -2,7 +2,7 @@
 
 Tokens are sorted by expert, so that each expert multiplies all of its tokens at once (MegaBlocks: Gale et al., 2022). A token's
 results are added in the order in which its experts were chosen, so a row's result does not depend on those beside it. On the CPU
-matrices are split into those of each expert (`split_experts`), and products are made expert by expert. On a device the host must not
+matrices are split into those of each expert (`split_experts`), and all experts' products are the items of one loop. On a device the host must not
 wait for what the router chooses: matrices of all experts stay together, for kernels that find each token's on the device.
 """
 
