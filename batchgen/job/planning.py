@@ -17,7 +17,6 @@ from batchgen.core.cores import on_cores, own_core
 from batchgen.core.device import Device
 from batchgen.core.dtypes import (
     BLOCK_FORMATS,
-    EXPANDED,
     FORMAT_BYTES,
     INT4,
     INT8,
@@ -309,7 +308,7 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
         cpu_memory=budgets["cpu"],
         gpu_memory=budgets.get("gpu"),
         store_bytes=to_write,
-        stores_bytes={name: _bytes_to_write(job, name) for name in (job.as_found, EXPANDED)} if job.as_found else {},
+        stores_bytes={name: _bytes_to_write(job, name) for name in job.planned_formats},
         has_int4_store=has_int4_store,
     )
     return profile, request
@@ -328,8 +327,7 @@ def _formats_measured(job: ResolvedJob, *, may_stream: bool) -> tuple[tuple[str,
 
     may_stream: Whether weights may have no room in memory.
     """
-    config, as_found = job.process_config, job.as_found
-    quantization = as_found or job.options.quantization
+    config, quantization = job.process_config, (*job.planned_formats, job.options.quantization)[0]
     layers, output = main_format(config, quantization), output_format(config, job.dtype, quantization)
     named = (layers, output, job.options.kv_cache_dtype)
     in_rows = []
