@@ -12,7 +12,7 @@ import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
-from thorough import quick_or, rotating, some_of
+from thorough import covering, quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
 from tiny_models import (
     FAMILIES,
@@ -283,7 +283,7 @@ _AS_FOUND = [
 _IN_MIXTURES = [(f, tier) for f in GGUF_FAMILIES for tier in TIERS if tier != "experts on demand" or f in MIXTURES]
 
 
-@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND, 16, "as found"))
+@pytest.mark.parametrize(("weight_format", "tier"), covering(_AS_FOUND, 30, "as found"))
 def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(weight_format)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
@@ -293,7 +293,7 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(weight_format, tier, 
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize(("family", "tier"), some_of(_IN_MIXTURES, 20, "mixed"))
+@pytest.mark.parametrize(("family", "tier"), covering(_IN_MIXTURES, 20, "mixed"))
 def test_each_matrix_in_its_own_format_gives_the_tokens_of_expanded_ones(family, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(MIXED, family)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(prompts)
@@ -375,7 +375,7 @@ _AS_FOUND_ON_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("weight_format", "tier"), some_of(_AS_FOUND_ON_RANKS, 10, "as found on ranks"))
+@pytest.mark.parametrize(("weight_format", "tier"), covering(_AS_FOUND_ON_RANKS, 20, "as found on ranks"))
 def test_ranks_give_the_tokens_of_expanded_weights(weight_format, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(weight_format)
     for admission, num_batches in schedules("llama", tier):
@@ -409,6 +409,13 @@ def test_nothing_is_new_after_warming_up(model, tier, expected, stores, monkeypa
     parts = run_on(make_parts(path, EMULATED, policy, stores, longest_tokens=80), device, monkeypatch)
     warm_up(parts.executor, policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
     assert tokens_of(parts, prompts) == wanted
+
+
+@pytest.mark.parametrize("cells", [_AS_FOUND, _IN_MIXTURES, _AS_FOUND_ON_RANKS], ids=len)
+def test_every_format_and_every_tier_is_drawn(cells):
+    for drawn, all_of_them in zip(zip(*covering(cells, 1), strict=True), zip(*cells, strict=True), strict=True):
+        assert set(drawn) == set(all_of_them)
+    assert len(covering(cells, 30, "some")) == quick_or(30, len(cells))
 
 
 def test_every_schedule_has_its_turn():
