@@ -6,6 +6,7 @@ makes; products of weights of 8 bits are those of integers. A new family, KV cla
 
 import itertools
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ def expected(tiny_models):
     return get
 
 
+@pytest.fixture(scope="module")
+def expected_of_many(tiny_models):
+    """name of a model -> (path, `_MANY` short prompts, tokens of transformers)."""
+
+    @cache
+    def get(name):
+        family, overrides = MODELS[name]
+        path, model = tiny_models(family, **overrides)
+        prompts = prompts_of(*(1 + i % 5 for i in range(_MANY)))
+        return path, prompts, [greedy(model, prompt) for prompt in prompts]
+
+    return get
+
+
 def prompts_of(*lengths):
     rng = random.Random(7)
     return [[rng.randrange(4, 250) for _ in range(n)] for n in lengths]
@@ -216,6 +231,31 @@ def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, st
         policy = policy_of(path, tier, kv_format, admission, num_batches)
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
         assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
+
+
+_MANY = 64  # rows in flight: every expert has several of them, or of many experts most have
+_OF_MIXTURES = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe, 8 of 128, shares as they are",
+    "gpt_oss, 4 of 32, all windows, plain rope",
+]
+
+
+@pytest.mark.parametrize("model", _OF_MIXTURES)
+@pytest.mark.parametrize(("disk", "num_batches"), [(False, 1), (True, 2)])
+def test_many_rows_in_flight_give_the_tokens_of_transformers(model, disk, num_batches, expected_of_many, stores):
+    path, prompts, wanted = expected_of_many(model)
+    policy = make_policy(
+        path, CPU, kv_seqs={"cpu": _MANY}, gpu_batch_size=_MANY // num_batches, num_gpu_batches=num_batches,
+        max_num_batched_tokens=_MANY * max(map(len, prompts)), activation_batches=(0, num_batches),
+        weight_layers=layers(path, 2 if disk else 1),
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=MAX_TOKENS)
+    with Engine.from_parts(make_parts(path, CPU, policy, stores), sampling=sampling) as engine:
+        done = {c.index: c.samples[0].token_ids for c in engine.generate([Request(prompt) for prompt in prompts])}
+        assert engine.stats.sweeps <= MAX_TOKENS, "not all of them were in flight at once"
+    assert [done[i] for i in range(_MANY)] == wanted
 
 
 def cells_in(*all_formats):
