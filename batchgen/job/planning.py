@@ -305,7 +305,8 @@ def machine_of(job: ResolvedJob, notify: Callable[[str], None]) -> tuple[Hardwar
     request = replace(
         request_of(job),
         process_bytes=process_bytes(),  # which gives back what measuring took
-        cpu_memory=budgets["cpu"],
+        # What was free when the job began may be taken by others since.
+        cpu_memory=budgets["cpu"] if job.cpu_memory is not None else min(budgets["cpu"], profile.cpu_memory_bytes),
         gpu_memory=budgets.get("gpu"),
         store_bytes=to_write,
         stores_bytes={name: _bytes_to_write(job, name) for name in job.planned_formats},
